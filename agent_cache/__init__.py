@@ -1,6 +1,8 @@
-"""The Agent Prompt Cache: what each agent has written so far, for readers that follow it (Faster-MoA, 4.3).
+"""The Agent Prompt Cache: what each agent has written so far, for readers that follow it
+(Faster-MoA, 4.3).
 
-`MemoryAgentPromptCache` serves one process; `agent_cache.redis.RedisAgentPromptCache` (which needs redis-py) several.
+`MemoryAgentPromptCache` serves one process; `agent_cache.redis.RedisAgentPromptCache` (which needs
+redis-py) several.
 """
 
 from agent_cache.memory import MemoryAgentPromptCache

@@ -1,4 +1,6 @@
-"""The Agent Prompt Cache of one process: logs as lists of chunks, and the readers that wait for them."""
+"""The Agent Prompt Cache of one process: logs as lists of chunks, and the readers that wait for
+them.
+"""
 
 import asyncio
 from bisect import bisect_left
@@ -20,7 +22,9 @@ def forgotten(position: int) -> LogRead:
     return LogRead("", (), position, End.ABORTED, FORGOTTEN)
 
 
-def joined(pieces: Sequence[Chunk | LogRead], position: int, end: End | None = None, detail: str = "") -> LogRead:
+def joined(
+    pieces: Sequence[Chunk | LogRead], position: int, end: End | None = None, detail: str = ""
+) -> LogRead:
     """`pieces` that follow each other as one read that ends at `position`."""
     if len(pieces) == 1:
         return LogRead(pieces[0].text, pieces[0].ids, position, end, detail)
@@ -30,13 +34,18 @@ def joined(pieces: Sequence[Chunk | LogRead], position: int, end: End | None = N
 
 
 def boundary(ends: Sequence[int], position: int) -> int:
-    """How many chunks lie before `position`; `ends` has where the first begins, and where each ends.
+    """How many chunks lie before `position`; `ends` has where the first begins, and where each
+    ends.
 
     Raises ValueError for a position inside a chunk: text cannot be cut at a token.
     """
     index = bisect_left(ends, position)
     if index == len(ends) or ends[index] != position:
-        raise ValueError(f"position {position} is not the end of a chunk; read on from a position that a read returned")
+        raise ValueError(
+            f"position {position} is not the end of a chunk; read on from a position that a "
+            "read "
+            "returned"
+        )
     return index
 
 
@@ -44,7 +53,8 @@ def boundary(ends: Sequence[int], position: int) -> int:
 class Log:
     """Chunks with their cumulative positions, an end mark, and the readers waiting for more.
 
-    It may exist before it is `begun`, for readers to wait on. Once it is `gone`, writes are ignored and reads end.
+    It may exist before it is `begun`, for readers to wait on. Once it is `gone`, writes are ignored
+    and reads end.
     """
 
     begun: bool = False
@@ -68,7 +78,9 @@ class Log:
         self.wake(self.ends[-1])
 
     def after(self, position: int, at_least: int = 1) -> LogRead | None:
-        """What a reader at `position` gets now; None while the log has not ended and has less than `at_least` more."""
+        """What a reader at `position` gets now; None while the log has not ended and has less than
+        `at_least` more.
+        """
         if self.gone:
             return forgotten(position)
         last = self.ends[-1]
@@ -103,7 +115,8 @@ class Log:
 
 
 class Writer:
-    """The `LogWriter` of a log in memory. `written` is called after every write, before it returns."""
+    """The `LogWriter` of a log in memory. `written` is called after every write, before it
+    returns."""
 
     __slots__ = ("_log", "_written")
 
@@ -130,11 +143,12 @@ class Writer:
 
 
 class MemoryAgentPromptCache:
-    """An `AgentPromptCache` in this process's memory: no network, no background task. `len` counts the logs held.
+    """An `AgentPromptCache` in this process's memory: no network, no background task. `len` counts
+    the logs held.
 
-    `clock` returns monotonic seconds. A log expires `ttl_s` after its last write, ended or not: a log that its writer
-    never ends would otherwise stay. Expired logs are invisible at once and swept out when others begin.
-    `dropped` is called with the key of every log that leaves.
+    `clock` returns monotonic seconds. A log expires `ttl_s` after its last write, ended or not: a
+    log that its writer never ends would otherwise stay. Expired logs are invisible at once and
+    swept out when others begin. `dropped` is called with the key of every log that leaves.
     """
 
     def __init__(
@@ -155,13 +169,17 @@ class MemoryAgentPromptCache:
 
     def __len__(self) -> int:
         now_s = self._clock()
-        return sum(log.expires_s > now_s for logs in self._programs.values() for log in logs.values())
+        return sum(
+            log.expires_s > now_s for logs in self._programs.values() for log in logs.values()
+        )
 
     async def create(self, key: LogKey) -> LogWriter:
         log = self.begin(key)
         return Writer(log, partial(self.touch, log))
 
-    async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
+    async def read(
+        self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float
+    ) -> LogRead:
         found = self._now(key, position, at_least)
         if found is None and wait_s > 0:
             with suppress(TimeoutError):
@@ -216,7 +234,9 @@ class MemoryAgentPromptCache:
         log.expires_s = self._clock() + self._ttl_s
 
     async def wait(self, key: LogKey, position: int, at_least: int) -> LogRead:
-        """What the log holds after `position` once that is `at_least` long. The caller sets the limit."""
+        """What the log holds after `position` once that is `at_least` long. The caller sets the
+        limit.
+        """
         while (found := self._now(key, position, at_least)) is None:
             log = self.find(key) or self._awaited.setdefault(key, Log())
             try:
@@ -246,7 +266,8 @@ class MemoryAgentPromptCache:
         self._dropped(key)
 
     def _sweep(self) -> None:
-        """Drop what has expired; at most eight times per time to live, so that `begin` stays cheap."""
+        """Drop what has expired; at most eight times per time to live, so that `begin` stays
+        cheap."""
         now_s = self._clock()
         if now_s < self._sweep_s:
             return

@@ -1,7 +1,8 @@
 """The contract of the Agent Prompt Cache.
 
-Per agent run there is one append-only log of chunks with an end mark. Many may read it, while it is written or after;
-a late reader sees all. A log's positions count tokens, or characters for chunks that carry no token ids.
+Per agent run there is one append-only log of chunks with an end mark. Many may read it, while it is
+written or after; a late reader sees all. A log's positions count tokens, or characters for chunks
+that carry no token ids.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,9 @@ class Chunk:
     ids: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.ids) if self.ids else len(self.text)
+        if self.ids:
+            return len(self.ids)
+        return len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class LogWriter(Protocol):
     """The one writer of a log. Neither call waits for the network."""
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk and wake the readers; an empty chunk changes nothing. ValueError after `end`."""
+        """Add a chunk and wake the readers; an empty chunk changes nothing. ValueError after
+        `end`."""
         ...
 
     def end(self, end: End, detail: str = "") -> None:
@@ -95,39 +99,48 @@ class AgentPromptCache(Protocol):
         """Begin the log of `key`. Raises LogExists if it was begun before."""
         ...
 
-    async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
+    async def read(
+        self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float
+    ) -> LogRead:
         """What the log holds after `position`, or what comes next.
 
-        Waits at most `wait_s` until the log is `at_least` so far beyond `position`, or ends, also where it is not yet
-        begun; with 0, nothing is waited for. Returns what is there by then, and raises LogTimeout when that is nothing.
-        A read at the end of an ended log returns at once.
+        Waits at most `wait_s` until the log is `at_least` so far beyond `position`, or ends, also
+        where it is not yet begun; with 0, nothing is waited for. Returns what is there by then, and
+        raises LogTimeout when that is nothing. A read at the end of an ended log returns at once.
         """
         ...
 
     async def forget(self, tenant: str, program: str) -> None:
-        """Delete every log of the program; reads under way and writers left over end without harm."""
+        """Delete every log of the program; reads under way and writers left over end without
+        harm."""
         ...
 
 
 class Journals(Protocol):
     """Append-only lists of records that outlive their writer, who holds the journal's lease.
 
-    A journal is named by tenant and key, and expires a while after its last write. A lease ends `lease_s` after its
-    owner's last write, so that another may go on. Every call raises CacheUnavailable where the store is away.
+    A journal is named by tenant and key, and expires a while after its last write. A lease ends
+    `lease_s` after its owner's last write, so that another may go on. Every call raises
+    CacheUnavailable where the store is away.
     """
 
     @property
     def lease_s(self) -> float: ...
 
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
-        """Take the lease, and begin the journal with `head` if there is none; its records. None while another owns it.
+        """Take the lease, and begin the journal with `head` if there is none; its records. None
+        while another owns it.
 
-        A claim that is cancelled gives the lease back. Raises JournalDiffers where it was begun with another head.
+        A claim that is cancelled gives the lease back. Raises JournalDiffers where it was begun
+        with another head.
         """
         ...
 
-    async def append(self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]) -> bool:
-        """Add `records` behind the first `position` and renew the lease. What is there of them already is not repeated.
+    async def append(
+        self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]
+    ) -> bool:
+        """Add `records` behind the first `position` and renew the lease. What is there of them
+        already is not repeated.
 
         False where the journal is lost, or another owns it.
         """
@@ -142,7 +155,8 @@ class Journals(Protocol):
         ...
 
     async def seal(self, tenant: str, key: str, record: bytes, unless: bytes) -> None:
-        """Add a last record to a journal and take it from its owner, who can add nothing afterwards.
+        """Add a last record to a journal and take it from its owner, who can add nothing
+        afterwards.
 
         Nothing happens where the last record begins with `unless`.
         """
@@ -151,7 +165,9 @@ class Journals(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """A journal's head, its first and last records, empty where there are none, and whether its lease is held."""
+    """A journal's head, its first and last records, empty where there are none, and whether its
+    lease is held.
+    """
 
     head: bytes
     first: bytes
@@ -163,10 +179,11 @@ class JournalState:
 class CacheStats:
     """Counters since the cache was made; read them at any time, they only grow (`degraded` aside).
 
-    `published` and `lost_writes` count stream entries: begin marks, batches of chunks, end marks. An entry that the
-    store did not take is lost once per attempt, and sent again when the store is back. `withdrawn` logs are served to
-    this process only, as the store dropped them, another process had begun them, or what lies under their name is no
-    log. `skipped` entries of other processes' logs made no sense.
+    `published` and `lost_writes` count stream entries: begin marks, batches of chunks, end marks.
+    An entry that the store did not take is lost once per attempt, and sent again when the store is
+    back. `withdrawn` logs are served to this process only, as the store dropped them, another
+    process had begun them, or what lies under their name is no log. `skipped` entries of other
+    processes' logs made no sense.
     """
 
     degraded: bool = False

@@ -1,29 +1,29 @@
 """Twelve LoRA adapters, room for three: what is gained by deciding whose turn it is.
 
-    python benchmarks/adapters.py [--requests N] [--clients N] [--adapters N] [--room N] [--rounds N] [--json]
-    python benchmarks/adapters.py --engine simulated
+    python benchmarks/adapters.py [--requests N] [--clients N] [--adapters N] [--room N] [--rounds
+    N] [--json] python benchmarks/adapters.py --engine simulated
 
-The same stream is served under each setting, in turns, by the router's own client of an SGLang pair. Adapter k
-of n is wanted as often as 1/k says. Clients ask for the stream's next request as soon as they have been answered. All
-settings begin with no adapter loaded.
+The same stream is served under each setting, in turns, by the router's own client of an SGLang
+pair. Adapter k of n is wanted as often as 1/k says. Clients ask for the stream's next request as
+soon as they have been answered. All settings begin with no adapter loaded.
 
     first come         who comes first gets the next place (as in Samba-CoE)
     window             within a window requests for what is loaded go first
-    adapter by adapter the stream sorted by adapter, as if all requests had been there from the start: the outputs that
+    adapter by adapter the stream sorted by adapter, as if all requests had been there from the
+    start: the outputs that
                        the others have to equal
 
     per_s              requests answered a second
     p50_s, p95_s       from a request to its last token
     loads, on_prefill  adapters loaded on decode, and on prefill
     fewest             loads of a single server in any order: every adapter once
-    fewest_in_order    the same for the stream in its order, one request after the other, by Belady's rule
-    load_ms            one load on one server, in the mean
+    fewest_in_order    the same for the stream in its order, one request after the other, by
+    Belady's rule load_ms            one load on one server, in the mean
     unequal            (not simulated) outputs that differ from those of the adapter alone
 
-`--engine simulated` is one server in virtual time, whose batches and loads take what benchmarks/adapters/serving.py
-says, under several windows.
+`--engine simulated` is one server in virtual time, whose batches and loads take what
+benchmarks/adapters/serving.py says, under several windows.
 """
-# ruff: noqa: PLC0415 - --help answers at once
 
 import argparse
 import asyncio
@@ -51,7 +51,9 @@ WRONG_INPUT = 2
 def main() -> int:
     """Measure and print; 2 for an error that says what to do."""
     options = parser().parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # `launch` is of this repository, not of the package
+    sys.path.insert(
+        0, str(Path(__file__).parents[1])
+    )  # `launch` is of this repository, not of the package
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
     logging.basicConfig(level="WARNING", format="%(message)s")
     import uvloop
@@ -62,7 +64,8 @@ def main() -> int:
 
     amount = Amount(options.requests, options.clients, options.adapters, options.room)
     title = (
-        f"{amount.requests} requests of {amount.clients} clients for {amount.adapters} adapters, room for {amount.room}"
+        f"{amount.requests} requests of {amount.clients} clients for {amount.adapters} "
+        f"adapters, room for {amount.room}"
     )
     if options.engine == "simulated":
         from benchmarks.adapters.serving import windows
@@ -80,14 +83,18 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--engine", choices=("sglang", "simulated"), default="sglang")
     found.add_argument("--requests", type=int, default=300)
     found.add_argument("--adapters", type=int, default=12)
     found.add_argument("--room", type=int, default=3)
     found.add_argument("--clients", type=int, default=24, help="requests at a time (default 24)")
     found.add_argument("--window-s", type=float, default=10.0)
-    found.add_argument("--rounds", type=int, default=1, help="each with another stream; means are shown")
+    found.add_argument(
+        "--rounds", type=int, default=1, help="each with another stream; means are shown"
+    )
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     return found
 
@@ -115,7 +122,9 @@ async def measure(amount: "Amount", rounds: int, window_s: float) -> "tuple[str,
         folder = Path(scratch)
         model = make_model(folder)
         folders = {
-            f"adapter-{number}": make_adapter(folder / f"adapter-{number}", model, seed=number, rank=RANK)
+            f"adapter-{number}": make_adapter(
+                folder / f"adapter-{number}", model, seed=number, rank=RANK
+            )
             for number in range(amount.adapters)
         }
         found: dict[str, list[Row]] = {}
@@ -131,7 +140,11 @@ async def measure(amount: "Amount", rounds: int, window_s: float) -> "tuple[str,
 
 
 async def _round(
-    address: object, model: Path, amount: "Amount", named: "Mapping[str, AdapterSettings]", seed: int
+    address: object,
+    model: Path,
+    amount: "Amount",
+    named: "Mapping[str, AdapterSettings]",
+    seed: int,
 ) -> "Mapping[str, Row]":
     """The same stream under every setting; which goes first changes from round to round."""
     import json
@@ -164,14 +177,18 @@ def _row(run: "Served", alone: "Served", asked: "list[Asked]", amount: "Amount")
         "loads": run.loads[1],
         "on_prefill": run.loads[0],
         "fewest": fewest_switches_in_any_order(order, ()),
-        "fewest_in_order": fewest_switches_in_this_order(order, (), dict.fromkeys(order, 1), amount.room),
+        "fewest_in_order": fewest_switches_in_this_order(
+            order, (), dict.fromkeys(order, 1), amount.room
+        ),
         "load_ms": 1e3 * run.load_s,
         "unequal": sum(one != other for one, other in zip(run.outputs, alone.outputs, strict=True)),
     }
 
 
 def _means(rows: "list[Row]") -> "Row":
-    return {key: rows[0][key] if len(rows) == 1 else fmean(row[key] for row in rows) for key in rows[0]}
+    return {
+        key: rows[0][key] if len(rows) == 1 else fmean(row[key] for row in rows) for key in rows[0]
+    }
 
 
 if __name__ == "__main__":

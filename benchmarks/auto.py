@@ -1,13 +1,16 @@
-"""`auto` under load on real engines: more accurate than the small model alone, and faster than the large one alone?
+"""`auto` under load on real engines: more accurate than the small model alone, and faster than the
+large one alone?
 
-    python benchmarks/auto.py [--questions N] [--clients N] [--slacks S ...] [--all-scored] [--shared] [--json]
+    python benchmarks/auto.py [--questions N] [--clients N] [--slacks S ...] [--all-scored]
+    [--shared] [--json]
 
-The three tiny models, each on an embedded pair of this machine, and the predictors in models/routing answer test
-questions that neither models nor predictors were trained on. Each client asks its next question when it has its
-answer. The settings take turns on blocks of questions, each time another one first: a machine's speed drifts.
+The three tiny models, each on an embedded pair of this machine, and the predictors in
+models/routing answer test questions that neither models nor predictors were trained on. Each client
+asks its next question when it has its answer. The settings take turns on blocks of questions, each
+time another one first: a machine's speed drifts.
 
-As models of a cluster have GPUs of their own, the pairs of small and medium keep to one core, that of large to another;
-with --shared all run on all cores.
+As models of a cluster have GPUs of their own, the pairs of small and medium keep to one core, that
+of large to another; with --shared all run on all cores.
 
     small, medium, large   one model alone
     round robin            one after the other
@@ -16,10 +19,11 @@ with --shared all run on all cores.
     auto, slack S          Chimera's Algorithm 1 with the latency slack S
     worth S s              our own: score less wait, where S seconds make up for a right answer
 
-Latency is what a client waited, with the choice and its predictions in it; `choice_ms` is that part, `scored_pct` the
-share of choices for which scores were asked. With --all-scored every slack runs again with scores asked for all, though
-they cannot change the choice. Intervals are of 95 %: Wilson's for shares, and for the mean latency that of a normal
-distribution over blocks of questions.
+Latency is what a client waited, with the choice and its predictions in it; `choice_ms` is that
+part, `scored_pct` the share of choices for which scores were asked. With --all-scored every slack
+runs again with scores asked for all, though they cannot change the choice. Intervals are of 95 %:
+Wilson's for shares, and for the mean latency that of a normal distribution over blocks of
+questions.
 """
 
 import argparse
@@ -110,13 +114,22 @@ class AlwaysScored:
 
 async def main() -> None:
     """Run all settings and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--questions", type=int, default=1000, help="per setting (default 1000)")
-    parser.add_argument("--block", type=int, default=100, help="questions until the next setting's turn (default 100)")
+    parser.add_argument(
+        "--block",
+        type=int,
+        default=100,
+        help="questions until the next setting's turn (default 100)",
+    )
     parser.add_argument("--clients", type=int, default=64, help="questions under way (default 64)")
     parser.add_argument("--slacks", type=float, nargs="+", default=[0.0, 1.0, 4.0], metavar="S")
     parser.add_argument("--worths", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="S")
-    parser.add_argument("--all-scored", action="store_true", help="the slacks also with scores for every choice")
+    parser.add_argument(
+        "--all-scored", action="store_true", help="the slacks also with scores for every choice"
+    )
     parser.add_argument("--shared", action="store_true", help="all engines on all cores")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
@@ -124,14 +137,21 @@ async def main() -> None:
     async with AsyncExitStack() as stack:
         served, predictor = await started(stack, shared=options.shared)
         settings = await settings_of(
-            served, predictor, options.slacks, options.worths, options.clients, all_scored=options.all_scored
+            served,
+            predictor,
+            options.slacks,
+            options.worths,
+            options.clients,
+            all_scored=options.all_scored,
         )
         for block, first in enumerate(range(0, len(questions), options.block)):
             part = dict(enumerate(questions[first : first + options.block], start=first))
             for setting in rotated(settings, block):
                 await ask_all(setting, part, options.clients)
     rows = [row_of(setting, settings) for setting in settings]
-    title = f"auto: {len(questions)} questions, {options.clients} clients that wait for their answers"
+    title = (
+        f"auto: {len(questions)} questions, {options.clients} clients that wait for their answers"
+    )
     report(title, rows, engine="three embedded pairs, cpu", simulated=False, as_json=options.json)
 
 
@@ -141,20 +161,27 @@ def read_questions(number: int) -> list[Question]:
     return [Question(found["question"], found["answer"]) for found in map(json.loads, lines)]
 
 
-async def started(stack: AsyncExitStack, *, shared: bool) -> tuple[Mapping[str, ServedModel], Predictor]:
+async def started(
+    stack: AsyncExitStack, *, shared: bool
+) -> tuple[Mapping[str, ServedModel], Predictor]:
     """The models on their pairs, and the predictors, all answering."""
     config = Config(
         models={
             name: ModelSettings(
-                path=ROOT / "models" / name, engine={"embedded": EmbeddedSection(cores=() if shared else CORES[name])}
+                path=ROOT / "models" / name,
+                engine={"embedded": EmbeddedSection(cores=() if shared else CORES[name])},
             )
             for name in MODELS
         },
         embedder=EmbedderSettings(model="none"),
-        prediction=PredictionSettings(scores=ROUTING / "router", lengths=ROUTING / "lengths", limit_s=1.0),
+        prediction=PredictionSettings(
+            scores=ROUTING / "router", lengths=ROUTING / "lengths", limit_s=1.0
+        ),
     )
     prediction = await stack.enter_async_context(running_predictor(config.prediction))
-    running = await stack.enter_async_context(running_models(config, lambda line: print(line, file=sys.stderr)))
+    running = await stack.enter_async_context(
+        running_models(config, lambda line: print(line, file=sys.stderr))
+    )
     async with asyncio.timeout(LIMIT_S):
         while not all([await answers() for answers in prediction.checks.values()]):  # noqa: ASYNC110 - can only be asked
             await asyncio.sleep(0.1)
@@ -164,7 +191,9 @@ async def started(stack: AsyncExitStack, *, shared: bool) -> tuple[Mapping[str, 
 
 def model_on(cores: tuple[int, ...], name: str) -> ModelSettings:
     """A model whose pair keeps to these cores, or may run on any."""
-    return ModelSettings(path=ROOT / "models" / name, engine={"embedded": EmbeddedSection(cores=cores)})
+    return ModelSettings(
+        path=ROOT / "models" / name, engine={"embedded": EmbeddedSection(cores=cores)}
+    )
 
 
 async def settings_of(
@@ -176,7 +205,9 @@ async def settings_of(
     *,
     all_scored: bool,
 ) -> list[Setting]:
-    """All settings. What a token costs is measured first, each model alone under the same load, and then fixed."""
+    """All settings. What a token costs is measured first, each model alone under the same load, and
+    then fixed.
+    """
     figures = {}
     for name in MODELS:
         chooser = ModelChooser(served, clock=time.monotonic)
@@ -186,19 +217,31 @@ async def settings_of(
 
     def choosing(name: str, settings: ModelChoiceSettings, asked: Predictor = predictor) -> Setting:
         auto = Auto(MODELS, settings, figures)
-        return setting_of(name, plain(AUTO), served, ModelChooser(served, auto, asked, clock=time.monotonic))
+        return setting_of(
+            name, plain(AUTO), served, ModelChooser(served, auto, asked, clock=time.monotonic)
+        )
 
     enter_baselines()
     slack = {one: ModelChoiceSettings("chimera", one) for one in slacks}
     always = AlwaysScored(predictor)
 
     return [
-        *(setting_of(name, plain(name), served, ModelChooser(served, clock=time.monotonic)) for name in MODELS),
+        *(
+            setting_of(name, plain(name), served, ModelChooser(served, clock=time.monotonic))
+            for name in MODELS
+        ),
         choosing("round robin", ModelChoiceSettings("round_robin")),
         choosing("least loaded", ModelChoiceSettings("least_loaded")),
         *(choosing(f"auto, slack {one:g}", choice) for one, choice in slack.items()),
-        *(choosing(f"slack {one:g}, all scored", choice, always) for one, choice in slack.items() if all_scored),
-        *(choosing(f"worth {worth:g} s", ModelChoiceSettings("worth", answer_worth_s=worth)) for worth in worths),
+        *(
+            choosing(f"slack {one:g}, all scored", choice, always)
+            for one, choice in slack.items()
+            if all_scored
+        ),
+        *(
+            choosing(f"worth {worth:g} s", ModelChoiceSettings("worth", answer_worth_s=worth))
+            for worth in worths
+        ),
         choosing("best score", ModelChoiceSettings("best_score")),
     ]
 
@@ -208,10 +251,14 @@ def plain(model: str) -> Topology:
     return Topology(model, {model: Agent(model, model)})
 
 
-def setting_of(name: str, topology: Topology, served: Mapping[str, ServedModel], chooser: ModelChooser) -> Setting:
+def setting_of(
+    name: str, topology: Topology, served: Mapping[str, ServedModel], chooser: ModelChooser
+) -> Setting:
     """A setting that has done nothing yet."""
     cache = MemoryAgentPromptCache(clock=time.monotonic)
-    return Setting(name, topology, Executor(served, cache, None, clock=time.monotonic, chooser=chooser))
+    return Setting(
+        name, topology, Executor(served, cache, None, clock=time.monotonic, chooser=chooser)
+    )
 
 
 def rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
@@ -224,14 +271,18 @@ async def ask_all(setting: Setting, questions: Mapping[int, Question], clients: 
     """Ask a block with that concurrency, and wait for all."""
     left, latencies_s = iter(questions.items()), []
 
-    async def client(next_one: Callable[[], tuple[int, Question] | None], ask: Callable[..., Awaitable[float]]) -> None:
+    async def client(
+        next_one: Callable[[], tuple[int, Question] | None], ask: Callable[..., Awaitable[float]]
+    ) -> None:
         while (found := next_one()) is not None:
             latencies_s.append(await ask(*found))
 
     began_s = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(clients):
-            tasks.create_task(client(lambda: next(left, None), lambda number, one: asked(setting, number, one)))
+            tasks.create_task(
+                client(lambda: next(left, None), lambda number, one: asked(setting, number, one))
+            )
     setting.took_s += time.monotonic() - began_s
     setting.latencies_s.append(latencies_s)
 
@@ -259,12 +310,16 @@ def row_of(setting: Setting, settings: Sequence[Setting]) -> Row:
         "setting": setting.name,
         "right_pct": 100 * right.value,
         "right_interval": f"{100 * right.low:.1f} to {100 * right.high:.1f}",
-        "over_small_points": f"{100 * gain.value:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
+        "over_small_points": (
+            f"{100 * gain.value:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+        ),
         "mean_s": statistics.fmean(latencies_s),
         "p95_s": quantile(latencies_s, 0.95),
         "of_large_pct": f"{100 * saved[0]:.0f} ({100 * saved[1]:.0f} to {100 * saved[2]:.0f})",
         "answers_per_s": len(latencies_s) / setting.took_s,
-        "small/medium/large": "/".join(f"{100 * setting.chosen[name] / len(latencies_s):.0f}" for name in MODELS),
+        "small/medium/large": "/".join(
+            f"{100 * setting.chosen[name] / len(latencies_s):.0f}" for name in MODELS
+        ),
         "choice_ms": 1000 * statistics.fmean(setting.choice_s) if setting.choice_s else None,
         "scored_pct": 100 * setting.scored / len(setting.choice_s) if setting.choice_s else None,
         "unpredicted": setting.unpredicted,

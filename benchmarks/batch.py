@@ -1,32 +1,38 @@
-"""A real batch: measured costs, a plan, and its results, compared with round-robin; then the gate, at every tau.
+"""A real batch: measured costs, a plan, and its results, compared with round-robin; then the gate,
+at every tau.
 
     python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--json]
                                [--live MODEL [--restarts N]]
 
-Every round profiles the pool, on questions that are not asked again, then runs the proposers by both plans, in turn,
-each in a folder of its own: engines start, answer and end as in any batch. A machine's speed drifts, so that a profile
-tells most of what is run right after it. Both plans are kept to; the third run takes and replans prompts (`moved`).
+Every round profiles the pool, on questions that are not asked again, then runs the proposers by
+both plans, in turn, each in a folder of its own: engines start, answer and end as in any batch. A
+machine's speed drifts, so that a profile tells most of what is run right after it. Both plans are
+kept to; the third run takes and replans prompts (`moved`).
 
     predicted_s, measured_s   the proposers' stage, medians over the rounds
-    error                     measured over predicted, less 1, median over the rounds; and the rounds' range
-    speedup                   round-robin's measured stage over this one's, median over the rounds
-    interval                  of that median, at least 95 %, of order statistics; the range for fewer than 6 rounds
+    error                     measured over predicted, less 1, median over the rounds; and the
+    rounds' range speedup                   round-robin's measured stage over this one's, median
+    over the rounds interval                  of that median, at least 95 %, of order statistics;
+    the range for fewer than 6 rounds
 
-At the end the aggregator answers everything and, with the same drafts, what the gate leaves to it: in every round, and
-in every other one in the opposite order, as a machine's speed drifts.
+At the end the aggregator answers everything and, with the same drafts, what the gate leaves to it:
+in every round, and in every other one in the opposite order, as a machine's speed drifts.
 
     skipped      share of the questions that need no aggregator; of its output tokens: tokens_spared
     right        with the 95 % interval; lost: points against the aggregator that is always asked
-    stage_s      the aggregator's stage, its engine's start included, median over the rounds; and the rounds' range
+    stage_s      the aggregator's stage, its engine's start included, median over the rounds; and
+    the rounds' range
 
-`--live MODEL` measures workers whose engines stay up instead. The proposers are three copies of the folder MODEL, so
-that weights are swapped between them. Model k answers every k-th question: the first is the popular one. Engines are
-started once. A round is a profile and both plans that are kept to, in alternating order; before each run all workers
-load a fourth copy, so that none holds what it needs. `--restarts N` adds rounds in which every load starts an engine,
-as for models of several shapes, at the last profile's other costs.
+`--live MODEL` measures workers whose engines stay up instead. The proposers are three copies of the
+folder MODEL, so that weights are swapped between them. Model k answers every k-th question: the
+first is the popular one. Engines are started once. A round is a profile and both plans that are
+kept to, in alternating order; before each run all workers load a fourth copy, so that none holds
+what it needs. `--restarts N` adds rounds in which every load starts an engine, as for models of
+several shapes, at the last profile's other costs.
 
     load                      what loads were, and their median
-    work_per_load             what a model's prompts take over what its load takes, by the profile: the least of the
+    work_per_load             what a model's prompts take over what its load takes, by the profile:
+    the least of the
                               models, median over the rounds
 """
 
@@ -72,13 +78,19 @@ QUIET = Follow()
 
 def main() -> None:
     """Measure, and print both tables; with `--json` each ends with one object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pool", type=Path, default=ROOT / "configs/pools/word-problems.yaml")
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--sizes", default="16,48,96,160", help="prompts of the profile's sessions")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--live", type=Path, metavar="MODEL", help="three copies of it on engines that stay up")
-    parser.add_argument("--restarts", type=int, default=0, help="rounds more in which every load starts an engine")
+    parser.add_argument(
+        "--live", type=Path, metavar="MODEL", help="three copies of it on engines that stay up"
+    )
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="rounds more in which every load starts an engine"
+    )
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
     if options.restarts and options.live is None:
@@ -93,10 +105,16 @@ async def _measured(options: argparse.Namespace) -> None:
         questions = questions_for(pool, ROOT / "models/data/test.jsonl", options.questions)
         if options.live is not None:
             rows = await _live(copies_of(options.live, pool), sizes, questions, options)
-            title = f"Batch on engines that stay up: {len(questions.asked)} questions, three models of one shape"
+            title = (
+                f"Batch on engines that stay up: {len(questions.asked)} questions, three "
+                "models of one shape"
+            )
             report(title, rows, engine=_engine(pool), simulated=False, as_json=options.json)
             return
-        rounds = [await _round(pool, sizes, questions, Path(folder), number) for number in range(options.rounds)]
+        rounds = [
+            await _round(pool, sizes, questions, Path(folder), number)
+            for number in range(options.rounds)
+        ]
         report(
             f"Batch: {len(questions.asked)} questions, {len(pool.proposer_names)} proposers",
             [_planned_row(name, rounds) for name in PLANNERS],
@@ -105,7 +123,9 @@ async def _measured(options: argparse.Namespace) -> None:
             as_json=options.json,
         )
         gated = await _gated(pool, questions, Path(folder) / "0" / "ilp", options.rounds)
-        report("Batch: the gate", gated, engine=_engine(pool), simulated=False, as_json=options.json)
+        report(
+            "Batch: the gate", gated, engine=_engine(pool), simulated=False, as_json=options.json
+        )
 
 
 def _engine(pool: Pool) -> str:
@@ -134,7 +154,8 @@ POPULAR_FIRST, REST = ("a", "b", "c"), "rest"
 
 
 def copies_of(model: Path, pool: Pool) -> Pool:
-    """The pool with three copies of one model as its proposers, and one that is asked nothing; no aggregator.
+    """The pool with three copies of one model as its proposers, and one that is asked nothing; no
+    aggregator.
 
     They lie next to its profile. No prompt moves to another worker than the plan's.
     """
@@ -150,7 +171,9 @@ def _every_kth(pool: Pool, questions: Questions) -> Batch:
     """Model k answers every k-th question."""
     ranks = list(enumerate(pool.proposer_names, 1))
     numbers = {one.id: number for number, one in enumerate(questions.asked)}
-    return Batch(pool, questions, {id: [name for k, name in ranks if not n % k] for id, n in numbers.items()})
+    return Batch(
+        pool, questions, {id: [name for k, name in ranks if not n % k] for id, n in numbers.items()}
+    )
 
 
 class Loads(Follow):
@@ -164,9 +187,15 @@ class Loads(Follow):
         self.seconds.setdefault(load, []).append(seconds)
 
 
-async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options: argparse.Namespace) -> list[Row]:
+async def _live(
+    pool: Pool, sizes: Sequence[int], questions: Questions, options: argparse.Namespace
+) -> list[Row]:
     assert pool.profile is not None
-    batch, logs, count = _every_kth(pool, questions), pool.profile.with_name("logs"), len(pool.workers)
+    batch, logs, count = (
+        _every_kth(pool, questions),
+        pool.profile.with_name("logs"),
+        len(pool.workers),
+    )
     every = questions_for(pool, CALIBRATION)
     known = Batch(pool, every, {one.id: POPULAR_FIRST for one in every.asked}).proposer_prompts()
     swaps, profiles, rounds = Loads(), list[PoolProfile](), list[dict[str, Finished]]()
@@ -176,15 +205,22 @@ async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options:
             costs = {}
             for name in POPULAR_FIRST:
                 its = [one for one in known if one.model == name]
-                costs[name], _, _ = await profiled(name, its, sizes, workers, count, pool.concurrency, monotonic)
+                costs[name], _, _ = await profiled(
+                    name, its, sizes, workers, count, pool.concurrency, monotonic
+                )
             profiles.append(PoolProfile(costs))
             rounds.append(await _kept(batch, profiles[-1], number, swaps, workers))
     rows = _live_rows("engines kept", batch, profiles, swaps, rounds)
     if options.restarts:
         # a server has one context length, so that none serves two of them
-        apart = {name: replace(one, context_length=2048 + n) for n, (name, one) in enumerate(pool.models.items())}
+        apart = {
+            name: replace(one, context_length=2048 + n)
+            for n, (name, one) in enumerate(pool.models.items())
+        }
         batch = replace(batch, pool=replace(pool, models=apart))
-        dear = PoolProfile({name: replace(one, load_s=started_s) for name, one in profiles[-1].models.items()})
+        dear = PoolProfile(
+            {name: replace(one, load_s=started_s) for name, one in profiles[-1].models.items()}
+        )
         starts = Loads()
         rounds = [await _kept(batch, dear, number, starts) for number in range(options.restarts)]
         rows += _live_rows("engines restarted", batch, [dear], starts, rounds)
@@ -194,7 +230,9 @@ async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options:
 async def _kept(
     batch: Batch, costs: PoolProfile, number: int, loads: Loads, workers: Workers | None = None
 ) -> dict[str, Finished]:
-    """A round of both plans: on workers that are up, which first load what is asked nothing, or on new ones each."""
+    """A round of both plans: on workers that are up, which first load what is asked nothing, or on
+    new ones each.
+    """
     done = {}
     for name in _in_turns(number, KEPT):
         async with AsyncExitStack() as stack:
@@ -205,19 +243,28 @@ async def _kept(
                 on = workers
                 await load_on_all(REST, on, len(batch.pool.workers), monotonic)
             journal = stack.enter_context(opened(folder / "run", {}))
-            done[name] = await run_batch(batch, on, costs, journal, PLANNERS[name][0], loads, monotonic)
+            done[name] = await run_batch(
+                batch, on, costs, journal, PLANNERS[name][0], loads, monotonic
+            )
     return done
 
 
 def _live_rows(
-    path: str, batch: Batch, profiles: Sequence[PoolProfile], loads: Loads, rounds: Sequence[dict[str, Finished]]
+    path: str,
+    batch: Batch,
+    profiles: Sequence[PoolProfile],
+    loads: Loads,
+    rounds: Sequence[dict[str, Finished]],
 ) -> list[Row]:
     prompts = Counter(prompt.model for prompt in batch.proposer_prompts())
     work = [
-        min(one.cost(name, n).run_s(n) / one.models[name].load_s for name, n in prompts.items()) for one in profiles
+        min(one.cost(name, n).run_s(n) / one.models[name].load_s for name, n in prompts.items())
+        for one in profiles
     ]
     more = {
-        "load": ", ".join(f"{kind} in {statistics.median(took):.2f} s" for kind, took in loads.seconds.items()),
+        "load": ", ".join(
+            f"{kind} in {statistics.median(took):.2f} s" for kind, took in loads.seconds.items()
+        ),
         "work_per_load": statistics.median(work),
         "rounds": len(rounds),
     }
@@ -244,9 +291,16 @@ def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
 
 
 def _place_of_interval(count: int) -> int:
-    """Where in `count` sorted values the 95 % interval of their median begins; at the least where they are few."""
+    """Where in `count` sorted values the 95 % interval of their median begins; at the least where
+    they are few.
+    """
     return max(
-        (k for k in range(count // 2) if sum(comb(count, i) for i in range(k + 1)) <= 0.025 * 2**count), default=0
+        (
+            k
+            for k in range(count // 2)
+            if sum(comb(count, i) for i in range(k + 1)) <= 0.025 * 2**count
+        ),
+        default=0,
     )
 
 
@@ -269,9 +323,10 @@ def _gate_row(name: str, rounds: Sequence[Finished], always: Finished) -> Row:
     rights, those = ([bool(result.right) for result in one.results] for one in (rounds[0], always))
     right = wilson(statistics.mean(rights), len(rights))
     lost = paired_difference([other - own for other, own in zip(those, rights, strict=True)])
+    skipped = statistics.mean(result.by == "proposers" for result in rounds[0].results)
     return {
         "gate": name,
-        "skipped": f"{statistics.mean(result.by == 'proposers' for result in rounds[0].results):.0%}",
+        "skipped": f"{skipped:.0%}",
         "tokens_spared": f"{1 - _aggregator_tokens(rounds[0]) / _aggregator_tokens(always):.0%}",
         "right": f"{right.value:.1%} [{right.low:.1%}, {right.high:.1%}]",
         "lost": f"{100 * lost.value:+.1f} [{100 * lost.low:+.1f}, {100 * lost.high:+.1f}]",

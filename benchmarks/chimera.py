@@ -1,19 +1,22 @@
-"""Chimera's main result in virtual time: latency and score of workflows on models of several sizes, one A6000 each.
+"""Chimera's main result in virtual time: latency and score of workflows on models of several sizes,
+one A6000 each.
 
-    python benchmarks/chimera.py [--table NAME ...] [--data NAME ...] [--tasks N] [--seeds N] [--per-s R ...] [--json]
+    python benchmarks/chimera.py [--table NAME ...] [--data NAME ...] [--tasks N] [--seeds N]
+    [--per-s R ...] [--json]
 
     latency   end-to-end latency per token and score, by policy, with vLLM's and the paper's figures
     oracle    the same with the true lengths, with the true outcomes, and with both
     decision  what one choice costs this machine, real time, with requests in flight
 
-Engines cost what a roofline of the A6000 says (configs/engines/a6000.yaml). Workflows have one, two or four stages, as
-users choose; lengths are those of MATH and APPS in section 4.1, scores those of Qwen2.5's report for MATH, and assumed
-for APPS; how lengths and scores hang together is assumed (chimera/tasks.py). Predictors are blurred until they are as
-good as the paper's (its tables 2 and 3, shown). Figures are means over the seeds, and their least and greatest.
+Engines cost what a roofline of the A6000 says (configs/engines/a6000.yaml). Workflows have one, two
+or four stages, as users choose; lengths are those of MATH and APPS in section 4.1, scores those of
+Qwen2.5's report for MATH, and assumed for APPS; how lengths and scores hang together is assumed
+(chimera/tasks.py). Predictors are blurred until they are as good as the paper's (its tables 2 and
+3, shown). Figures are means over the seeds, and their least and greatest.
 
     vLLM              fewest unfinished stages, first come, first served
-    MLFQ              the same, the program that was served least first (nothing that runs is interrupted)
-    LTR               the same, the shortest stage first, lengths predicted
+    MLFQ              the same, the program that was served least first (nothing that runs is
+    interrupted) LTR               the same, the shortest stage first, lengths predicted
     vLLM (STJF)       the same, the shortest rest of a program first, by the true lengths
     Chimera, slack S  Algorithm 1 and the shortest rest of a program first, all predicted
     worth, S s        our own: score less wait, where S seconds are worth one right answer
@@ -60,13 +63,21 @@ class Bench:
 
 def main() -> None:
     """Print the tables that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", choices=TABLES, nargs="+", default=list(TABLES), metavar="NAME")
     parser.add_argument("--tasks", type=int, default=300, help="workflows per run (default 300)")
-    parser.add_argument("--per-s", type=float, nargs="+", default=[16.0, 32.0], metavar="R", help="arrivals")
-    parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA), metavar="NAME", help="MATH, APPS")
+    parser.add_argument(
+        "--per-s", type=float, nargs="+", default=[16.0, 32.0], metavar="R", help="arrivals"
+    )
+    parser.add_argument(
+        "--data", choices=DATA, nargs="+", default=list(DATA), metavar="NAME", help="MATH, APPS"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="score against latency, as SVG")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="score against latency, as SVG"
+    )
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
     bench = Bench(options.data, options.tasks, options.per_s, options.seeds, {})
@@ -88,7 +99,9 @@ def oracle_rows(bench: Bench) -> list[Row]:
     return _tables(bench, list(FLEETS)[:2], oracles)
 
 
-def _tables(bench: Bench, fleets: Sequence[str], compared: Callable[[Blur], Mapping[str, Policy]]) -> list[Row]:
+def _tables(
+    bench: Bench, fleets: Sequence[str], compared: Callable[[Blur], Mapping[str, Policy]]
+) -> list[Row]:
     return [
         row
         for data in bench.data
@@ -98,7 +111,9 @@ def _tables(bench: Bench, fleets: Sequence[str], compared: Callable[[Blur], Mapp
     ]
 
 
-def _rows(bench: Bench, data: str, fleet: str, per_s: float, compared: Mapping[str, Policy]) -> list[Row]:
+def _rows(
+    bench: Bench, data: str, fleet: str, per_s: float, compared: Mapping[str, Policy]
+) -> list[Row]:
     costs = costs_of(fleet)
     abilities = {name: DATA[data].abilities[name] for name in FLEETS[fleet]}
     asked = [tasks(bench.tasks, abilities, seed) for seed in range(bench.seeds)]
@@ -109,12 +124,20 @@ def _rows(bench: Bench, data: str, fleet: str, per_s: float, compared: Mapping[s
     if "vLLM" in compared:
         panel = bench.points.setdefault(f"{data}, {fleet}, {per_s:g} a second", {})
         for name, runs in outcomes.items():
-            point = (statistics.fmean(map(right_pct, runs)), statistics.fmean(one.ms_per_token for one in runs))
+            point = (
+                statistics.fmean(map(right_pct, runs)),
+                statistics.fmean(one.ms_per_token for one in runs),
+            )
             panel.setdefault(name.split(",")[0], []).append(point)
     first = next(iter(outcomes.values()))
     place = {"data": data, "models": fleet, "per_s": per_s}
     return [
-        {**place, "policy": name, **_figures(runs, first, FLEETS[fleet][0]), "paper": _paper(data, fleet, name)}
+        {
+            **place,
+            "policy": name,
+            **_figures(runs, first, FLEETS[fleet][0]),
+            "paper": _paper(data, fleet, name),
+        }
         for name, runs in outcomes.items()
     ]
 
@@ -135,7 +158,8 @@ def right_pct(run: Outcome) -> float:
 
 
 def _figures(runs: Sequence[Outcome], first: Sequence[Outcome], smallest: str) -> Row:
-    """Means over the runs; ratios and differences are to the first policy's run of the same seed."""
+    """Means over the runs; ratios and differences are to the first policy's run of the same
+    seed."""
     faster = [other.ms_per_token / one.ms_per_token for one, other in zip(runs, first, strict=True)]
     points = [right_pct(one) - right_pct(other) for one, other in zip(runs, first, strict=True)]
     answers = [answer for one in runs for answer in one.right]
@@ -152,7 +176,9 @@ def _figures(runs: Sequence[Outcome], first: Sequence[Outcome], smallest: str) -
         "mean_s": statistics.fmean(seconds),
         "p95_s": quantile(seconds, 0.95),
         "smallest_pct": 100 * sum(one.models[smallest] for one in runs) / len(answers),
-        "choice_pct": 100 * statistics.fmean(took for one in runs for took in one.choice_s) / statistics.fmean(seconds),
+        "choice_pct": 100
+        * statistics.fmean(took for one in runs for took in one.choice_s)
+        / statistics.fmean(seconds),
     }
 
 
@@ -164,13 +190,17 @@ def decision_rows(bench: Bench) -> list[Row]:
         took_us = []
         for _ in range(max(200, bench.tasks)):
             found = [
-                Candidate(str(n), draws.random(), draws.uniform(0, 1e5), draws.uniform(0.01, 0.1), 64)
+                Candidate(
+                    str(n), draws.random(), draws.uniform(0, 1e5), draws.uniform(0.01, 0.1), 64
+                )
                 for n in range(models)
             ]
             began = time.perf_counter()
             choose_model(found, ModelChoiceSettings())
             took_us.append(1e6 * (time.perf_counter() - began))
-        rows.append({"models": models, "p50_us": quantile(took_us, 0.5), "p99_us": quantile(took_us, 0.99)})
+        rows.append(
+            {"models": models, "p50_us": quantile(took_us, 0.5), "p99_us": quantile(took_us, 0.99)}
+        )
     return rows
 
 
@@ -184,7 +214,9 @@ def _predictors(data: str, count: int) -> list[Row]:
     asked = tasks(count, found.abilities, 0)
     foreseen = Foreseen(asked, found.blur, 0)
     for name in found.abilities:
-        predicted = [foreseen.lengths(number, task, name, 1)[1] for number, task in enumerate(asked)]
+        predicted = [
+            foreseen.lengths(number, task, name, 1)[1] for number, task in enumerate(asked)
+        ]
         true = [float(sum(task.tokens[name])) for task in asked]
         scores = [foreseen.scores(number, task, (name,))[name] for number, task in enumerate(asked)]
         rows.append(
@@ -196,7 +228,9 @@ def _predictors(data: str, count: int) -> list[Row]:
                 "tokens_deviation": statistics.stdev(true),
                 "kendall_distance": kendall_distance(predicted, true),
                 "paper_distance": found.distance[name],
-                "average_precision": average_precision(scores, [task.right[name] for task in asked]),
+                "average_precision": average_precision(
+                    scores, [task.right[name] for task in asked]
+                ),
                 "paper_macro_precision": found.precision,
             }
         )
@@ -204,7 +238,8 @@ def _predictors(data: str, count: int) -> list[Row]:
 
 
 def average_precision(scores: Sequence[float], right: Sequence[bool]) -> float:
-    """The mean, over right answers, of the share of right ones among all that are scored as high."""
+    """The mean, over right answers, of the share of right ones among all that are scored as
+    high."""
     ordered = [answer for _, answer in sorted(zip(scores, right, strict=True), reverse=True)]
     hits, precisions = 0, []
     for place, answer in enumerate(ordered, start=1):

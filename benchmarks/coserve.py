@@ -2,24 +2,26 @@
 
     python benchmarks/coserve.py [--table NAME] [--images N] [--seeds N] [--json]
 
-The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserve/runs.py`, with
-reasons. Means over the seeds; each seed draws another stream of images.
+The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserve/runs.py`,
+with reasons. Means over the seeds; each seed draws another stream of images.
 
     systems     Samba-CoE and its variants, CoServe as published, and ours
     ablations   CoServe's techniques added one after the other (section 5.3), then ours
-    splits      how much of the GPU's memory holds components: as searched for on other images, and all shares
-    deciding    what assigning, taking and evicting cost at 400 components with 10,000 requests waiting
-    real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
-    predicted   the same modules profiled, and their pools in virtual time and for real
+    splits      how much of the GPU's memory holds components: as searched for on other images, and
+    all shares deciding    what assigning, taking and evicting cost at 400 components with 10,000
+    requests waiting real        150 small torch modules on this machine's disk, memory for 20:
+    nothing is simulated predicted   the same modules profiled, and their pools in virtual time and
+    for real
 
-    per_s       images a second; x: times Samba-CoE's; switches: loads after the start; from_disk: of these
-    fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many executors
-    over_any    switches over the fewest in any order; over_order: over the fewest for the batches as they were served
-    paper       what the paper measured, where it says so
-    best        percent of the memory, of every tenth the one with which the task is done soonest; best_per_s with it
-    components     the last window of the paper's search, which counts components on the GPU; window: of ours, in
-    percent of
-                the memory; of_experts, of_window: shares drawn from it, as in the paper, over best_per_s
+    per_s       images a second; x: times Samba-CoE's; switches: loads after the start; from_disk:
+    of these fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as
+    many executors over_any    switches over the fewest in any order; over_order: over the fewest
+    for the batches as they were served paper       what the paper measured, where it says so
+    best        percent of the memory, of every tenth the one with which the task is done soonest;
+    best_per_s with it components     the last window of the paper's search, which counts components
+    on the GPU; window: of ours, in percent of
+                the memory; of_experts, of_window: shares drawn from it, as in the paper, over
+                best_per_s
     ours        what is taken of all that was tried; trials: how many were
     whole_batch what the largest useful batch leaves; casual: 75 %
 """
@@ -35,7 +37,16 @@ from statistics import fmean
 from report import Row, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.coserve.runs import DEVICES, IMAGE_EVERY_S, POLICIES, TASKS, Device, Outcome, Task, run
+from benchmarks.coserve.runs import (
+    DEVICES,
+    IMAGE_EVERY_S,
+    POLICIES,
+    TASKS,
+    Device,
+    Outcome,
+    Task,
+    run,
+)
 from benchmarks.coserve.splits import deciding, splits
 from shell_router.experts.components import Policies
 from shell_router.experts.components.memory import two_stage
@@ -60,9 +71,13 @@ PAPER = {"Samba-CoE": "1", "CoServe": "4.5 to 12", "ours": "-"}
 
 def main() -> None:
     """Run everything and print one table; with `--json` the last line is one object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--table", choices=("systems", "ablations", "splits", "deciding", "real", "predicted"), default="systems"
+        "--table",
+        choices=("systems", "ablations", "splits", "deciding", "real", "predicted"),
+        default="systems",
     )
     parser.add_argument("--images", type=int, help="of each task, instead of 2,500 and 3,500")
     parser.add_argument("--seeds", type=int, default=3)
@@ -70,9 +85,19 @@ def main() -> None:
     options = parser.parse_args()
     tasks = [replace(task, images=options.images or task.images) for task in TASKS]
     if options.table == "systems":
-        rows = [row for device in DEVICES for task in tasks for row in systems(device, task, range(options.seeds))]
+        rows = [
+            row
+            for device in DEVICES
+            for task in tasks
+            for row in systems(device, task, range(options.seeds))
+        ]
     elif options.table == "ablations":
-        rows = [row for device in DEVICES for task in tasks[::3] for row in ablations(device, task, options.seeds)]
+        rows = [
+            row
+            for device in DEVICES
+            for task in tasks[::3]
+            for row in ablations(device, task, options.seeds)
+        ]
     elif options.table == "splits":
         rows = [
             row
@@ -84,36 +109,56 @@ def main() -> None:
         rows = deciding(options.images or 10_000)
     elif options.table == "predicted":
         os.environ["KINETO_LOG_LEVEL"] = "99"  # or torch's profiler writes lines of its own
-        from benchmarks.coserve.real import predicted  # noqa: PLC0415 # see below
+        from benchmarks.coserve.real import predicted  # see below
 
         rows = predicted(options.images or 2000, options.seeds)
     else:
-        from benchmarks.coserve.real import real  # noqa: PLC0415 # the other tables need no torch
+        from benchmarks.coserve.real import real  # the other tables need no torch
 
         rows = real(options.images or 2000, options.seeds)
     real_run = options.table in ("real", "predicted")
-    report(f"CoServe: {options.table}", rows, engine="component pools", simulated=not real_run, as_json=options.json)
+    report(
+        f"CoServe: {options.table}",
+        rows,
+        engine="component pools",
+        simulated=not real_run,
+        as_json=options.json,
+    )
 
 
 def systems(device: Device, task: Task, seeds: Sequence[int]) -> list[Row]:
     """One row per system."""
-    found = {name: _runs(device, task, policies, seeds, several=False) for name, policies in ONE.items()}
-    found |= {name: _runs(device, task, policies, seeds, several=True) for name, policies in SEVERAL.items()}
+    found = {
+        name: _runs(device, task, policies, seeds, several=False) for name, policies in ONE.items()
+    }
+    found |= {
+        name: _runs(device, task, policies, seeds, several=True)
+        for name, policies in SEVERAL.items()
+    }
     return _rows(device, task, found, "Samba-CoE", "Samba-CoE Parallel")
 
 
 def ablations(device: Device, task: Task, seeds: int) -> list[Row]:
     """One row per technique."""
-    found = {name: _runs(device, task, policies, range(seeds), several=True) for name, policies in ABLATIONS.items()}
+    found = {
+        name: _runs(device, task, policies, range(seeds), several=True)
+        for name, policies in ABLATIONS.items()
+    }
     return _rows(device, task, found, "none", "none")
 
 
-def _runs(device: Device, task: Task, policies: Policies, seeds: Sequence[int], *, several: bool) -> list[Outcome]:
+def _runs(
+    device: Device, task: Task, policies: Policies, seeds: Sequence[int], *, several: bool
+) -> list[Outcome]:
     executors = device.several(task) if several else device.one()
-    return [run(task, device, executors, policies, seed=seed, every_s=IMAGE_EVERY_S) for seed in seeds]
+    return [
+        run(task, device, executors, policies, seed=seed, every_s=IMAGE_EVERY_S) for seed in seeds
+    ]
 
 
-def _rows(device: Device, task: Task, found: dict[str, list[Outcome]], slow: str, switching: str) -> list[Row]:
+def _rows(
+    device: Device, task: Task, found: dict[str, list[Outcome]], slow: str, switching: str
+) -> list[Row]:
     per_s = {name: fmean(one.throughput for one in runs) for name, runs in found.items()}
     switches = {name: fmean(one.switches for one in runs) for name, runs in found.items()}
     return [

@@ -1,25 +1,28 @@
 """What drafts from an agent's own prompt save: the same tree with and without them, in turns.
 
-    python benchmarks/drafts.py [--questions N] [--clients N,N] [--temperature T,T] [--width K,K] [--json]
-    python benchmarks/drafts.py --equal [--questions N] [--temperature T,T]
-    python benchmarks/drafts.py --engine sglang [--model smollm2] [--flags FLAGS] [--shape 3-1] [--equal]
+    python benchmarks/drafts.py [--questions N] [--clients N,N] [--temperature T,T] [--width K,K]
+    [--json] python benchmarks/drafts.py --equal [--questions N] [--temperature T,T]
+    python benchmarks/drafts.py --engine sglang [--model smollm2] [--flags FLAGS] [--shape 3-1]
+    [--equal]
 
-Questions that no model was trained on are answered by the tree of topologies/evaluation, each once with drafts
-and once without, another first each time; --clients are under way at once, all in one setting. Nothing is seeded, so
-that the second of a pair finds no more of its prompts cached than the first, but for the question. A row is one
-number of clients, one temperature of the agents that read others, and one k: the most tokens of a pass per request.
-SmolLM2 answers the questions of benchmarks/overlap/questions.txt.
+Questions that no model was trained on are answered by the tree of topologies/evaluation, each once
+with drafts and once without, another first each time; --clients are under way at once, all in one
+setting. Nothing is seeded, so that the second of a pair finds no more of its prompts cached than
+the first, but for the question. A row is one number of clients, one temperature of the agents that
+read others, and one k: the most tokens of a pass per request. SmolLM2 answers the questions of
+benchmarks/overlap/questions.txt.
 
-    vs_plain       end-to-end latency by that without drafts on the same question: the median, and its 95 % interval
-    vs_bound       the same by the critical path of the run without drafts: its longest chain of decoding, every
+    vs_plain       end-to-end latency by that without drafts on the same question: the median, and
+    its 95 % interval vs_bound       the same by the critical path of the run without drafts: its
+    longest chain of decoding, every
                    token a pass. Below 1, drafts were faster than any schedule of plain passes
-    ..._decode     seconds per token from an agent's first token to its last, by those without drafts: medians
-    ..._per_pass   tokens that a pass gave, the one that was not drafted included
+    ..._decode     seconds per token from an agent's first token to its last, by those without
+    drafts: medians ..._per_pass   tokens that a pass gave, the one that was not drafted included
 
-With `--equal` every request is seeded and the models run in float64: it counts the agents that write the same tokens
-with and without drafts. SGLang runs in float32 and draws without seeds, so there every agent is greedy.
+With `--equal` every request is seeded and the models run in float64: it counts the agents that
+write the same tokens with and without drafts. SGLang runs in float32 and draws without seeds, so
+there every agent is greedy.
 """
-# ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
 import argparse
 import asyncio
@@ -55,7 +58,9 @@ def main() -> int:
     options = parser().parse_args()
     sys.path.insert(0, str(ROOT))  # `launch` is of this repository, not of the package
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
-    logging.basicConfig(level="INFO" if options.engine == "sglang" else "WARNING", format="%(message)s")
+    logging.basicConfig(
+        level="INFO" if options.engine == "sglang" else "WARNING", format="%(message)s"
+    )
     import uvloop
     from report import report
 
@@ -67,23 +72,37 @@ def main() -> int:
         print(f"drafts.py: {error}", file=sys.stderr)
         return WRONG_INPUT
     title = (EQUAL if options.equal else TITLE).format(shape=options.shape)
-    report(title, rows, engine=engine, simulated=False, as_json=options.json, markdown=options.markdown)
+    report(
+        title, rows, engine=engine, simulated=False, as_json=options.json, markdown=options.markdown
+    )
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
-    found.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="with --engine sglang")
+    found.add_argument(
+        "--model", choices=("tiny", "smollm2"), default="tiny", help="with --engine sglang"
+    )
     found.add_argument("--flags", default="", help="further flags of the SGLang engines")
     found.add_argument("--shape", default="9-3-1", help="the tree's agents by layer")
     found.add_argument("--questions", type=int, default=48, help="of each row (default 48)")
     found.add_argument("--clients", default="1,4,16", help="questions at a time (default 1,4,16)")
-    found.add_argument("--temperature", default="shipped", help="of agents that read others; default the topology's")
-    found.add_argument("--width", default="16", help="most tokens of a pass per request, up to 16 (embedded only)")
+    found.add_argument(
+        "--temperature",
+        default="shipped",
+        help="of agents that read others; default the topology's",
+    )
+    found.add_argument(
+        "--width", default="16", help="most tokens of a pass per request, up to 16 (embedded only)"
+    )
     found.add_argument("--equal", action="store_true", help="compare outputs, not times")
-    found.add_argument("--markdown", action="store_true", help="print the table for docs/benchmarks")
+    found.add_argument(
+        "--markdown", action="store_true", help="print the table for docs/benchmarks"
+    )
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     return found
 
@@ -98,7 +117,9 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    items = read_items(ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions)
+    items = read_items(
+        ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions
+    )
     tiny = options.engine == "embedded" or options.model == "tiny"
     questions = [item.question for item in items] if tiny else real_questions()[: options.questions]
     greedy = options.equal and options.engine == "sglang"
@@ -130,21 +151,39 @@ def deployment(options: argparse.Namespace, width: int) -> "Config":
         found = sglang_deployment(None, CpuPair(options.model, "new-tokens", options.flags))
         return replace(found, launch=replace(found.launch, drafts=True))
     config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
-    engine = {"embedded": EmbeddedSection(dtype="float64" if options.equal else "float32", draft_width=width)}
-    return replace(config, models={alias: replace(one, engine=engine) for alias, one in config.models.items()})
+    engine = {
+        "embedded": EmbeddedSection(
+            dtype="float64" if options.equal else "float32", draft_width=width
+        )
+    }
+    return replace(
+        config, models={alias: replace(one, engine=engine) for alias, one in config.models.items()}
+    )
 
 
 def settings(shape: str, temperature: float | None, *, proposers: bool) -> "Mapping[str, Topology]":
-    """The tree plain and with drafts for those that read others, those at this temperature; or `proposers` as well."""
+    """The tree plain and with drafts for those that read others, those at this temperature; or
+    `proposers` as well.
+    """
     from benchmarks.overlap.measure import shaped
 
-    tree = shaped("evaluation/tree.yaml", [int(agents) for agents in shape.split("-")], {"small", "medium", "large"})
+    tree = shaped(
+        "evaluation/tree.yaml",
+        [int(agents) for agents in shape.split("-")],
+        {"small", "medium", "large"},
+    )
     found = {}
     for name, drafts in (("plain", False), ("drafts", True)):
         agents = dict(tree.agents)
         for agent in (one for one in tree.agents.values() if one.precursors or proposers):
-            sampling = agent.sampling if temperature is None else {**agent.sampling, "temperature": temperature}
-            agents[agent.id] = replace(agent, drafts=drafts and bool(agent.precursors), sampling=sampling)
+            sampling = (
+                agent.sampling
+                if temperature is None
+                else {**agent.sampling, "temperature": temperature}
+            )
+            agents[agent.id] = replace(
+                agent, drafts=drafts and bool(agent.precursors), sampling=sampling
+            )
         found[name] = replace(tree, agents=agents)
     return found
 
@@ -167,7 +206,9 @@ async def row(
             traces = await asyncio.gather(*runs)
             found[name] += traces if begin >= 0 else []
     tree = compared["plain"]
-    figures = {name: [figures_of(tree, trace) for trace in traces] for name, traces in found.items()}
+    figures = {
+        name: [figures_of(tree, trace) for trace in traces] for name, traces in found.items()
+    }
     pairs = list(zip(figures["drafts"], figures["plain"], strict=True))
     ratios = [one.end_to_end_s / other.end_to_end_s for one, other in pairs]
     cells: Row = {
@@ -180,7 +221,9 @@ async def row(
     roles = ("proposer", "aggregator", "root") if len(tree.layers) > 2 else ("proposer", "root")
     for role, agents in zip(roles, tree.layers, strict=True):
         per_token = {
-            name: statistics.median(s for trace in traces for one in agents if (s := token_s(trace["agents"][one])))
+            name: statistics.median(
+                s for trace in traces for one in agents if (s := token_s(trace["agents"][one]))
+            )
             for name, traces in found.items()
         }
         drafted = [trace["agents"][one] for trace in found["drafts"] for one in agents]
@@ -203,8 +246,12 @@ def tokens_per_pass(agents: Sequence[Mapping[str, Any]]) -> float:
     return written / (written - sum(agent["accepted_tokens"] for agent in agents))
 
 
-async def equality(services: "Services", compared: "Mapping[str, Topology]", questions: Sequence[str]) -> "Row":
-    """How many agents of all questions write the same tokens; sixteen questions at once, so that batches differ."""
+async def equality(
+    services: "Services", compared: "Mapping[str, Topology]", questions: Sequence[str]
+) -> "Row":
+    """How many agents of all questions write the same tokens; sixteen questions at once, so that
+    batches differ.
+    """
     from shell_router.core.events import AgentTokens, Event
     from shell_router.moa.requests import MoaRequest
 
@@ -218,7 +265,9 @@ async def equality(services: "Services", compared: "Mapping[str, Topology]", que
                 ids[event.agent] += event.ids
 
         messages = ({"role": "user", "content": question},)
-        seeded = MoaRequest(f"{name}-{number}", "benchmark", messages, {"sampling_seed": number}, seed=number)
+        seeded = MoaRequest(
+            f"{name}-{number}", "benchmark", messages, {"sampling_seed": number}, seed=number
+        )
         async with limit:
             answer = await services.executor.run(compared[name], seeded, note)
         accepted.append(sum(agent.accepted_tokens for agent in answer.agents.values()))
@@ -226,9 +275,17 @@ async def equality(services: "Services", compared: "Mapping[str, Topology]", que
 
     accepted: list[int] = []
     asked = list(enumerate(questions))
-    plain = await asyncio.gather(*(written("plain", number, question) for number, question in asked))
-    drafted = await asyncio.gather(*(written("drafts", number, question) for number, question in asked))
-    pairs = [(one[agent], other[agent]) for one, other in zip(plain, drafted, strict=True) for agent in one]
+    plain = await asyncio.gather(
+        *(written("plain", number, question) for number, question in asked)
+    )
+    drafted = await asyncio.gather(
+        *(written("drafts", number, question) for number, question in asked)
+    )
+    pairs = [
+        (one[agent], other[agent])
+        for one, other in zip(plain, drafted, strict=True)
+        for agent in one
+    ]
     return {
         "questions": len(questions),
         "outputs": len(pairs),

@@ -1,9 +1,11 @@
-"""What one decision of the early-exit gate costs: embedding, similarity in both forms, the whole gate.
+"""What one decision of the early-exit gate costs: embedding, similarity in both forms, the whole
+gate.
 
     python benchmarks/early_exit_cost.py [--rounds N] [--json]
 
-States of 384 features come from the default embedding model in its process; those of 2560 features (the width of
-Qwen3-Embedding-4B) are seeded noise, so nothing is embedded there. Milliseconds, medians over the rounds.
+States of 384 features come from the default embedding model in its process; those of 2560 features
+(the width of Qwen3-Embedding-4B) are seeded noise, so nothing is embedded there. Milliseconds,
+medians over the rounds.
 
     embed          text to states, through the embedding process and back
     features_once  one output's states prepared for all its comparisons
@@ -31,12 +33,27 @@ ENGINE = "all-MiniLM-L6-v2, CPU, 1 thread"
 TOKENS = (32, 234, 1024, 2000)
 WIDTHS = (384, 2560)
 WINDOW_TOKENS = 256
-WORDS = ("time", "people", "water", "number", "answer", "seven", "twelve", "table", "river", "money", "light", "house")
+WORDS = (
+    "time",
+    "people",
+    "water",
+    "number",
+    "answer",
+    "seven",
+    "twelve",
+    "table",
+    "river",
+    "money",
+    "light",
+    "house",
+)
 
 
 async def main() -> None:
     """Measure every size and print the table; with `--json` the last line is one object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
@@ -48,9 +65,14 @@ async def main() -> None:
     report(TITLE, rows, engine=ENGINE, simulated=False, as_json=options.json)
 
 
-async def _measure(tokens: int, width: int, embed: Callable[[str], Awaitable[TokenStates]] | None, rounds: int) -> Row:
+async def _measure(
+    tokens: int, width: int, embed: Callable[[str], Awaitable[TokenStates]] | None, rounds: int
+) -> Row:
     rng = np.random.default_rng([tokens, width])
-    embed_ms, states = None, [rng.standard_normal((tokens, width), dtype=np.float32) for _ in range(3)]
+    embed_ms, states = (
+        None,
+        [rng.standard_normal((tokens, width), dtype=np.float32) for _ in range(3)],
+    )
     if embed is not None:
         embed_ms, states = await _embed(tokens, embed, rng, rounds)
     prepared = [features(one) for one in states]
@@ -66,7 +88,10 @@ async def _measure(tokens: int, width: int, embed: Callable[[str], Awaitable[Tok
 
 
 async def _embed(
-    tokens: int, embed: Callable[[str], Awaitable[TokenStates]], rng: np.random.Generator, rounds: int
+    tokens: int,
+    embed: Callable[[str], Awaitable[TokenStates]],
+    rng: np.random.Generator,
+    rounds: int,
 ) -> tuple[float, list[TokenStates]]:
     words = tokens - 2 * -(-tokens // WINDOW_TOKENS)
     times, states = [], []
@@ -84,7 +109,9 @@ def _matrix_form(first: TokenStates, second: TokenStates) -> float:
     return float(np.vdot(one, other) / (np.linalg.norm(one) * np.linalg.norm(other)))
 
 
-def _correlation(states: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _correlation(
+    states: np.ndarray[Any, np.dtype[np.float64]],
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     product = states.T @ states
     scale = np.sqrt(np.diag(product))
     inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > 1e-6 * scale.max())

@@ -1,25 +1,33 @@
-"""Gimbal's evaluation (section V) in virtual time: the router's dispatcher in front of two simulated A100s.
+"""Gimbal's evaluation (section V) in virtual time: the router's dispatcher in front of two
+simulated A100s.
 
-    python benchmarks/gimbal.py [--table NAME ...] [--requests N] [--seeds N] [--burstgpt CSV] [--json]
+    python benchmarks/gimbal.py [--table NAME ...] [--requests N] [--seeds N] [--burstgpt CSV]
+    [--json]
 
-    rates        the paper's 1.0, 1.2 and 1.4 requests a second, over its five distributions of lengths
-    scaled       the same at higher rates: the highest is where round robin's 99th percentile of TTFT is 4.9 s, as the
+    rates        the paper's 1.0, 1.2 and 1.4 requests a second, over its five distributions of
+    lengths scaled       the same at higher rates: the highest is where round robin's 99th
+    percentile of TTFT is 4.9 s, as the
                  paper's is at 1.4 a second, the others 1.0 / 1.4 and 1.2 / 1.4 of it
     lengths      the highest of these by distribution, with the paper's figures at 1.4 a second
-    room         the highest rate, by what engines do where KV runs out: claim all that will be written, or let requests
-                 in by their prompts and preempt some, with prefill and decode in parallel; then vLLM's
-                 scheduler step by step (all other tables but the next); and the same in step, as expert parallelism has
-                 it
-    experts      the experts on both GPUs, half of them on each (experts.py): what their placement changes, by roofline
-                 and where all of experts' time grows with the fullest GPU's load; `over even` is that GPU's load over
-                 the mean, `traffic` the share of transitions to the other GPU, `experts' share` is of a decode step of
-                 both engines with 50 sequences each of 1000 tokens
+    room         the highest rate, by what engines do where KV runs out: claim all that will be
+    written, or let requests
+                 in by their prompts and preempt some, with prefill and decode in parallel; then
+                 vLLM's scheduler step by step (all other tables but the next); and the same in
+                 step, as expert parallelism has it
+    experts      the experts on both GPUs, half of them on each (experts.py): what their placement
+    changes, by roofline
+                 and where all of experts' time grows with the fullest GPU's load; `over even` is
+                 that GPU's load over the mean, `traffic` the share of transitions to the other GPU,
+                 `experts' share` is of a decode step of both engines with 50 sequences each of 1000
+                 tokens
     prefixes     users who talk: prompts found in prefix caches
     decisions    what a decision costs, by this machine's clock, which is not simulated
-    fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's index
+    fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's
+    index
 
-Latencies are seconds, TPOT milliseconds; changes are against round robin in front of engines that serve in order of
-arrival. How long prompts and outputs are, and what engines cost, is said in benchmarks/gimbal.
+Latencies are seconds, TPOT milliseconds; changes are against round robin in front of engines that
+serve in order of arrival. How long prompts and outputs are, and what engines cost, is said in
+benchmarks/gimbal.
 """
 
 import argparse
@@ -52,8 +60,20 @@ from shell_router.routing.queue import ORDERS
 from shell_router.standins.simulated.costs import PairCosts
 
 PAPER_RATES = (1.0, 1.2, 1.4)
-PAPER_TTFT = {"Random": -17.6, "Central": -18.7, "Descending": -16.4, "Two-end": -17.8, "Average": -18.3}
-PAPER_TPOT = {"Random": -13.5, "Central": -17.6, "Descending": -7.9, "Two-end": -12.6, "Average": -15.1}
+PAPER_TTFT = {
+    "Random": -17.6,
+    "Central": -18.7,
+    "Descending": -16.4,
+    "Two-end": -17.8,
+    "Average": -18.3,
+}
+PAPER_TPOT = {
+    "Random": -13.5,
+    "Central": -17.6,
+    "Descending": -7.9,
+    "Two-end": -12.6,
+    "Average": -15.1,
+}
 SATURATED_S = 4.9
 """The paper's 99th percentile of TTFT at its highest rate (section V-A.2)."""
 WHOLE = "two A100s by roofline, each with all of Qwen3-30B-A3B"
@@ -116,14 +136,19 @@ class Bench:
             low, high = SLOWEST, self.fastest
             for _ in range(HALVINGS):
                 middle = (low + high) / 2
-                slow = self.figures(Setting(scheduling("round_robin")), distribution, middle)[1] > SATURATED_S
+                slow = (
+                    self.figures(Setting(scheduling("round_robin")), distribution, middle)[1]
+                    > SATURATED_S
+                )
                 low, high = (low, middle) if slow else (middle, high)
             self.found[distribution] = round(low, 2)
         return self.found[distribution]
 
 
 def _figures(run: Served) -> list[float]:
-    """Mean and 99th percentile of TTFT, of TPOT, the rate of answers, and how often KV was taken from a request."""
+    """Mean and 99th percentile of TTFT, of TPOT, the rate of answers, and how often KV was taken
+    from a request.
+    """
     return [
         float(np.mean(run.ttft_s)),
         float(np.percentile(run.ttft_s, 99)),
@@ -136,12 +161,20 @@ def _figures(run: Served) -> list[float]:
 
 def main() -> None:
     """Print the tables that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", choices=TABLES, nargs="+", default=list(TABLES), metavar="NAME")
-    parser.add_argument("--requests", type=int, default=1000, help="of a run (default 1000, as in the paper)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each row, whose means are shown (default 3)")
+    parser.add_argument(
+        "--requests", type=int, default=1000, help="of a run (default 1000, as in the paper)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="runs of each row, whose means are shown (default 3)"
+    )
     parser.add_argument("--decisions", type=int, default=5000, help="that are timed (default 5000)")
-    parser.add_argument("--burstgpt", type=Path, help="a file of BurstGPT: its lengths instead of drawn ones")
+    parser.add_argument(
+        "--burstgpt", type=Path, help="a file of BurstGPT: its lengths instead of drawn ones"
+    )
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
     pool = from_burstgpt(options.burstgpt) if options.burstgpt else ()
@@ -154,7 +187,8 @@ def main() -> None:
 
 
 def _over_distributions(bench: Bench, rate_of: Callable[[str, float], float]) -> list[Row]:
-    """Rows by rate and setting: means over the distributions, and of the changes on each of them."""
+    """Rows by rate and setting: means over the distributions, and of the changes on each of
+    them."""
     rows = []
     for rate in PAPER_RATES:
         rates = {name: rate_of(name, rate) for name in PROMPTS}
@@ -163,10 +197,23 @@ def _over_distributions(bench: Bench, rate_of: Callable[[str, float], float]) ->
             for setting, how in settings(bench.room).items()
         }
         for setting, by_name in done.items():
-            change = np.mean([_change(by_name[name], done["round robin"][name]) for name in PROMPTS], axis=0)
+            change = np.mean(
+                [_change(by_name[name], done["round robin"][name]) for name in PROMPTS], axis=0
+            )
             mean = np.mean(list(by_name.values()), axis=0)
-            per_s = f"{min(rates.values()):.2g} to {max(rates.values()):.2g}" if len(set(rates.values())) > 1 else rate
-            rows.append({"requests/s": str(per_s), "setting": setting, **_columns(mean, change), "answers/s": mean[4]})
+            per_s = (
+                f"{min(rates.values()):.2g} to {max(rates.values()):.2g}"
+                if len(set(rates.values())) > 1
+                else rate
+            )
+            rows.append(
+                {
+                    "requests/s": str(per_s),
+                    "setting": setting,
+                    **_columns(mean, change),
+                    "answers/s": mean[4],
+                }
+            )
     return rows
 
 
@@ -190,7 +237,9 @@ def rates(bench: Bench) -> list[Row]:
 
 def scaled(bench: Bench) -> list[Row]:
     """At rates that load these engines as the paper's were."""
-    return _over_distributions(bench, lambda name, rate: bench.saturating(name) * rate / PAPER_RATES[-1])
+    return _over_distributions(
+        bench, lambda name, rate: bench.saturating(name) * rate / PAPER_RATES[-1]
+    )
 
 
 def lengths(bench: Bench) -> list[Row]:
@@ -198,7 +247,10 @@ def lengths(bench: Bench) -> list[Row]:
     rows = []
     for name in PROMPTS:
         per_s = bench.saturating(name)
-        done = {setting: bench.figures(how, name, per_s) for setting, how in settings(bench.room).items()}
+        done = {
+            setting: bench.figures(how, name, per_s)
+            for setting, how in settings(bench.room).items()
+        }
         for setting, found in done.items():
             known = setting == "DPLB+SJFS"
             rows.append(
@@ -215,7 +267,9 @@ def lengths(bench: Bench) -> list[Row]:
 
 
 def room(bench: Bench) -> list[Row]:
-    """By what engines do where KV runs out: means over the distributions, and of the changes on each of them."""
+    """By what engines do where KV runs out: means over the distributions, and of the changes on
+    each of them.
+    """
     kinds = {
         "claim KV": replace(bench, kind="shared", reserved_tokens=None, found={}),
         "take it back": replace(bench, kind="shared", found={}),
@@ -251,15 +305,23 @@ PLACED = (*PLACED_ALONE, ("DPLB+SJFS", "contiguous"), ("DPLB+SJFS", "gimbal"), (
 
 
 def experts(bench: Bench) -> list[Row]:
-    """At the paper's highest rate and at those that saturate contiguous experts by roofline, by what a load costs."""
+    """At the paper's highest rate and at those that saturate contiguous experts by roofline, by
+    what a load costs.
+    """
     record, placed = placements()
     engines = replace(bench, kind="in step", fastest=FASTEST_SHARED, found={})
     first = replace(engines, experts=ExpertParallel(record, placed["contiguous"]))
     saturating = {name: first.saturating(name) for name in PROMPTS}
     rows = []
-    for rates, compared in ((dict.fromkeys(PROMPTS, PAPER_RATES[-1]), PLACED_ALONE), (saturating, PLACED)):
+    for rates, compared in (
+        (dict.fromkeys(PROMPTS, PAPER_RATES[-1]), PLACED_ALONE),
+        (saturating, PLACED),
+    ):
         for slowed in get_args(Slowed):
-            shared = {name: ExpertParallel(record, placement, slowed) for name, placement in placed.items()}
+            shared = {
+                name: ExpertParallel(record, placement, slowed)
+                for name, placement in placed.items()
+            }
             rows += _placed(engines, shared, rates, compared)
     return rows
 
@@ -276,7 +338,9 @@ def _placed(
     for setting, name in compared:
         bench, one = replace(engines, experts=shared[name]), shared[name]
         how = settings(bench.room)[setting]
-        found = np.array([bench.figures(how, distribution, per_s) for distribution, per_s in rates.items()])
+        found = np.array(
+            [bench.figures(how, distribution, per_s) for distribution, per_s in rates.items()]
+        )
         first = first if len(first) else found
         change = _change(found, first)
         rows.append(

@@ -1,30 +1,34 @@
-"""MOSAIC: plans, the stages of a whole batch, and runs that do not go as planned, at the paper's costs.
+"""MOSAIC: plans, the stages of a whole batch, and runs that do not go as planned, at the paper's
+costs.
 
     python benchmarks/mosaic.py [--limit-s SECONDS] [--rounds N] [--json]
 
-The paper's six models on four workers that load two each (its Tables 2 and 3). It gives no costs per prompt; they are
-worked out so that round-robin takes as long as in the paper: the ratios between the models from the four workers of
-Figure 2b, and one factor per benchmark from Figure 6. Loads lie between the 38 and 47 s that it states.
-Larger workloads are drawn at random, in the same ranges.
+The paper's six models on four workers that load two each (its Tables 2 and 3). It gives no costs
+per prompt; they are worked out so that round-robin takes as long as in the paper: the ratios
+between the models from the four workers of Figure 2b, and one factor per benchmark from Figure 6.
+Loads lie between the 38 and 47 s that it states. Larger workloads are drawn at random, in the same
+ranges.
 
-    makespan_s   of the plan; round_robin, data_parallel and longest_first: theirs, as multiples of it
-    paper        how much faster than round-robin the paper's plan was, as measured there
+    makespan_s   of the plan; round_robin, data_parallel and longest_first: theirs, as multiples of
+    it paper        how much faster than round-robin the paper's plan was, as measured there
     wrap_around  the quick plan from which the solver starts, as a multiple
     bound_s      no plan is shorter: the counting bound, or what the solver proved
     gap          how much shorter than this plan the best may be; optimal: whether less than 0.01 %
     solve_ms     median over the rounds, the solver's start included
 
-Then both stages of a batch. The aggregator's costs are the line through the two times that the paper reports (always
-asked, tau 2/3), tensor-parallel on all GPUs; on each GPU alone they are worked out by a roofline (benchmarks/mosaic).
+Then both stages of a batch. The aggregator's costs are the line through the two times that the
+paper reports (always asked, tau 2/3), tensor-parallel on all GPUs; on each GPU alone they are
+worked out by a roofline (benchmarks/mosaic).
 
-    proposers_s, aggregator_s, whole_s   seconds; speedup: times as fast as round-robin with every question aggregated
-    paper                                the same, as measured there
+    proposers_s, aggregator_s, whole_s   seconds; speedup: times as fast as round-robin with every
+    question aggregated paper                                the same, as measured there
 
-Then the proposers' stage by the product's own sessions in virtual time, where per prompt each model costs a random
-factor more or less than its profile says (lognormal, `spread`), and answers differ in length. Medians over the rounds.
+Then the proposers' stage by the product's own sessions in virtual time, where per prompt each model
+costs a random factor more or less than its profile says (lognormal, `spread`), and answers differ
+in length. Medians over the rounds.
 
-    kept, taken, replanned   seconds if prompts stay, idle workers take some, or the rest is planned again, too
-    round_robin              seconds of that plan, kept
+    kept, taken, replanned   seconds if prompts stay, idle workers take some, or the rest is planned
+    again, too round_robin              seconds of that plan, kept
     known                    seconds, by the formula, of a plan that knows the real costs
     moved                    prompts that went to another worker
 """
@@ -46,7 +50,15 @@ from benchmarks.mosaic.paper import (
     paper_workload,
     tensor_parallel,
 )
-from shell_router.batch.planner import ModelWork, Plan, Workload, longest_first, plan, round_robin, wrap_around
+from shell_router.batch.planner import (
+    ModelWork,
+    Plan,
+    Workload,
+    longest_first,
+    plan,
+    round_robin,
+    wrap_around,
+)
 
 TITLE = "MOSAIC: plans, with the paper's costs"
 LARGER = ((16, 8, 3), (32, 16, 3), (64, 100, 2), (64, 100, 3), (100, 64, 2), (100, 64, 3))
@@ -55,13 +67,19 @@ SPREADS = (0.0, 0.2, 0.5)
 
 def main() -> None:
     """Plan everything and print the tables; with `--json` each ends with one object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit-s", type=float, default=10.0, help="for one plan")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
     rows = [
-        {"workload": name, **_row(paper_workload(name), options.limit_s, options.rounds), "paper": EXPERT_SPEEDUP[name]}
+        {
+            "workload": name,
+            **_row(paper_workload(name), options.limit_s, options.rounds),
+            "paper": EXPERT_SPEEDUP[name],
+        }
         for name in PROMPTS
     ]
     for models, workers, capacity in LARGER:
@@ -69,9 +87,17 @@ def main() -> None:
         rows.append({"workload": f"{models} models, {capacity} a worker", **row, "paper": None})
     report(TITLE, rows, engine="OR-tools CP-SAT", simulated=True, as_json=options.json)
     rows = [row for name in PROMPTS for row in _stages(name, options.limit_s)]
-    report("MOSAIC: both stages", rows, engine="costs from the paper", simulated=True, as_json=options.json)
+    report(
+        "MOSAIC: both stages",
+        rows,
+        engine="costs from the paper",
+        simulated=True,
+        as_json=options.json,
+    )
     rows = [_off_plan(name, spread, options.rounds) for name in PROMPTS for spread in SPREADS]
-    report("MOSAIC: off the plan", rows, engine="virtual time", simulated=True, as_json=options.json)
+    report(
+        "MOSAIC: off the plan", rows, engine="virtual time", simulated=True, as_json=options.json
+    )
 
 
 def _stages(name: str, limit_s: float) -> list[Row]:
@@ -130,7 +156,11 @@ def _off_plan(name: str, spread: float, rounds: int) -> Row:
         }
         for column, value in values.items():
             found.setdefault(column, []).append(value)
-    return {"workload": name, "spread": spread, **{column: statistics.median(v) for column, v in found.items()}}
+    return {
+        "workload": name,
+        "spread": spread,
+        **{column: statistics.median(v) for column, v in found.items()},
+    }
 
 
 def drawn(models: int, workers: int, capacity: int) -> Workload:

@@ -1,20 +1,21 @@
-"""How busy the live page keeps its browser's main thread while 40 agents stream 64 tokens per second each.
+"""How busy the live page keeps its browser's main thread while 40 agents stream 64 tokens per
+second each.
 
     python benchmarks/page_load.py [--agents N] [--rate TOKENS_PER_S] [--seconds S] [--json]
 
-Headless Chromium shows a run of a topology whose proposers all write at the same time, behind a router and a scripted
-pair. Each row is a run, measured for some seconds in its middle by Chromium's own counters (Performance.getMetrics):
+Headless Chromium shows a run of a topology whose proposers all write at the same time, behind a
+router and a scripted pair. Each row is a run, measured for some seconds in its middle by Chromium's
+own counters (Performance.getMetrics):
 
     events        tokens that the engine sends in an event: 1, or as many as the router asks for
     tokens_per_s  tokens that reached the page, per agent
-    busy          share of the time that the main thread spent in tasks, of which some may have waited for a core
-    cpu           the same in CPU time
+    busy          share of the time that the main thread spent in tasks, of which some may have
+    waited for a core cpu           the same in CPU time
     layout        share that styles and layout took, of `busy`
     long_tasks    tasks above 50 ms
 
 All parts share the machine's cores.
 """
-# ruff: noqa: PLC0415 - --help answers at once
 
 import argparse
 import asyncio
@@ -37,7 +38,11 @@ WARM_S = 2.0
 EVENTS = {"1": "stream_interval: 1, ", "as asked": ""}
 DEPLOYMENT = """
 listen: {{port: {port}, ui: true}}
-models: {{small: {{path: {model}, context_length: 131072, pairs: [{{prefill: '{prefill}', decode: '{decode}'}}]}}}}
+models:
+  small:
+    path: {model}
+    context_length: 131072
+    pairs: [{{prefill: '{prefill}', decode: '{decode}'}}]
 topologies: [page.yaml]
 embedder: {{model: none}}
 """
@@ -51,26 +56,47 @@ agents:
 """
 WATCH = """() => {
   window.longTasks = 0;
-  new PerformanceObserver((list) => { window.longTasks += list.getEntries().length; }).observe({ type: "longtask" });
+  new PerformanceObserver((list) => {
+    window.longTasks += list.getEntries().length;
+  }).observe({ type: "longtask" });
 }"""
 
 
 def main() -> None:
     """Measure and print."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--agents", type=int, default=40, help="agents that write at the same time (default 40)")
-    found.add_argument("--rate", type=float, default=64.0, help="tokens per second of each (default 64)")
-    found.add_argument("--seconds", type=float, default=8.0, help="how long each run is measured (default 8)")
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument(
+        "--agents", type=int, default=40, help="agents that write at the same time (default 40)"
+    )
+    found.add_argument(
+        "--rate", type=float, default=64.0, help="tokens per second of each (default 64)"
+    )
+    found.add_argument(
+        "--seconds", type=float, default=8.0, help="how long each run is measured (default 8)"
+    )
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     options = found.parse_args()
     if (chromium := shutil.which("chromium")) is None:
-        found.error("Chromium is missing. Install it with: apt-get install --no-install-recommends chromium")
+        found.error(
+            "Chromium is missing. Install it with: apt-get install --no-install-recommends chromium"
+        )
     rows = asyncio.run(measured(chromium, options.agents, options.rate, options.seconds))
     for row in rows:
         verdict = "met   " if row["busy"] < MOST_BUSY else "missed"
-        print(f"{verdict}  events of {row['events']}: main thread {row['busy']:.1%} busy (goal: under {MOST_BUSY:.0%})")
+        print(
+            f"{verdict}  events of {row['events']}: main thread {row['busy']:.1%} busy (goal: "
+            f"under {MOST_BUSY:.0%})"
+        )
     title = f"The live page while {options.agents} agents stream {options.rate:g} tokens/s each"
-    report(title, rows, engine="scripted engine, headless Chromium", simulated=False, as_json=options.json)
+    report(
+        title,
+        rows,
+        engine="scripted engine, headless Chromium",
+        simulated=False,
+        as_json=options.json,
+    )
 
 
 async def measured(chromium: str, agents: int, rate: float, seconds: float) -> list[Row]:
@@ -106,15 +132,21 @@ async def _served(agents: int, rate: float, seconds: float, interval: str) -> As
         names = [f"agent-{number}" for number in range(1, agents + 1)]
         leaves = "\n".join(f"  {one}: {{}}" for one in names)
         tokens = int(rate * (seconds + 3 * WARM_S))
-        text = TOPOLOGY.format(interval=interval, tokens=tokens, leaves=leaves, names=", ".join(names))
+        text = TOPOLOGY.format(
+            interval=interval, tokens=tokens, leaves=leaves, names=", ".join(names)
+        )
         (folder / "page.yaml").write_text(text, encoding="utf-8")
         model = make_checkpoint(folder / "model", hidden=32, layers=1, heads=2, kv_heads=1)
         async with running_engine(spread(), folder, token_s=1 / rate) as (pair, _):
             (port,) = free_ports(1)
-            text = DEPLOYMENT.format(port=port, model=model, prefill=pair.prefill_url, decode=pair.decode_url)
+            text = DEPLOYMENT.format(
+                port=port, model=model, prefill=pair.prefill_url, decode=pair.decode_url
+            )
             (folder / "router.yaml").write_text(text, encoding="utf-8")
             url = f"http://127.0.0.1:{port}"
-            with running("router", ours_command(folder / "router.yaml", port), None, folder) as router:
+            with running(
+                "router", ours_command(folder / "router.yaml", port), None, folder
+            ) as router:
                 await answering(RouterTarget(url), router)
                 yield url
 
@@ -136,7 +168,9 @@ async def _measured(browser: "Browser", url: str, agents: int, seconds: float) -
     await asyncio.sleep(seconds)
     after = await _counted(page, sessions)
     writing = await page.locator(".agent[data-state=decoding]").count()
-    assert writing == agents, f"{writing} of {agents} agents still wrote; the run was too short for the measurement"
+    assert writing == agents, (
+        f"{writing} of {agents} agents still wrote; the run was too short for the measurement"
+    )
     spent = {name: after[name] - before[name] for name in after}
     await page.close()
     return {
@@ -154,7 +188,9 @@ async def _counted(page: "Page", sessions: "Mapping[str, CDPSession]") -> dict[s
     for clock, session in sessions.items():
         metrics = (await session.send("Performance.getMetrics"))["metrics"]
         found[clock] = {one["name"]: one["value"] for one in metrics}
-    tokens = await page.evaluate("sum(Object.values(stage.views[0].run.agents).map((one) => one.tokens))")
+    tokens = await page.evaluate(
+        "sum(Object.values(stage.views[0].run.agents).map((one) => one.tokens))"
+    )
     long_tasks = await page.evaluate("window.longTasks")
     return {
         **found["timeTicks"],

@@ -13,12 +13,24 @@ Row = dict[str, Any]
 
 
 def report(
-    title: str, rows: Sequence[Row], *, engine: str, simulated: bool, as_json: bool, markdown: bool = False
+    title: str,
+    rows: Sequence[Row],
+    *,
+    engine: str,
+    simulated: bool,
+    as_json: bool,
+    markdown: bool = False,
 ) -> None:
-    """Print `rows` under `title`; all rows have the same keys, which head the columns. Floats show three digits."""
+    """Print `rows` under `title`; all rows have the same keys, which head the columns. Floats show
+    three digits.
+    """
     shown = f"{title} (simulated)" if simulated else title
     if markdown:
-        lines = [rows[0].keys(), ["---"] * len(rows[0]), *(map(_cell, row.values()) for row in rows)]
+        lines = [
+            rows[0].keys(),
+            ["---"] * len(rows[0]),
+            *(map(_cell, row.values()) for row in rows),
+        ]
         print(f"{shown}\n", *(f"| {' | '.join(line)} |" for line in lines), "", sep="\n")
         return
     table = Table(title=f"{shown}\n{engine}; {machine()}", title_justify="left")
@@ -28,7 +40,11 @@ def report(
         table.add_row(*(_cell(value) for value in row.values()))
     Console(width=max(120, 17 * len(rows[0]))).print(table)
     if as_json:
-        print(json.dumps({"title": title, "engine": engine, "simulated": simulated, "rows": list(rows)}))
+        print(
+            json.dumps(
+                {"title": title, "engine": engine, "simulated": simulated, "rows": list(rows)}
+            )
+        )
 
 
 def machine() -> str:

@@ -2,20 +2,20 @@
 
     python benchmarks/simulation_error.py [--rounds N] [--clients 1,4] [--json]
 
-Every round profiles each pair alone, times the embedder, and asks every setting for real; so does a first round that
-warms up. Then each setting is simulated with the costs of all rounds and the same workload: as many questions, outputs
-that are as long, the same clients who ask again when they are answered. How sure agents are, and how alike two outputs
-of a cluster, is taken from the real runs: random weights write random words, of which no simulation knows. CPU times
-are read from /proc: this runs on Linux only.
+Every round profiles each pair alone, times the embedder, and asks every setting for real; so does a
+first round that warms up. Then each setting is simulated with the costs of all rounds and the same
+workload: as many questions, outputs that are as long, the same clients who ask again when they are
+answered. How sure agents are, and how alike two outputs of a cluster, is taken from the real runs:
+random weights write random words, of which no simulation knows. CPU times are read from /proc: this
+runs on Linux only.
 
     real_mean_ms, real_p95_ms     from the request to the root's last token
     mean_ms, p95_ms               the same, simulated
     mean_error, p95_error         simulated / real - 1
     decode_error, prefill_error   of the mean length of the agents' decode and prefill spans
-    cores                         of the machine, less those that other processes used meanwhile; as simulated
-    real_cut_off, cut_off         agents of a request that an early exit ended
+    cores                         of the machine, less those that other processes used meanwhile; as
+    simulated real_cut_off, cut_off         agents of a request that an early exit ended
 """
-# ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
 import argparse
 import asyncio
@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     from benchmarks.simulation_error.real import Measured, Trace, Workload
     from shell_router.config import Config
 
-TITLE = "Simulated against real: three embedded pairs and an embedder that share the machine's cores"
+TITLE = (
+    "Simulated against real: three embedded pairs and an embedder that share the machine's cores"
+)
 PROFILED = ((32, 128, 512, 1536), (1, 3, 9), 32)
-"""Lengths, batches and new tokens of the profiles; the longest prompt is that of an agent who reads nine others."""
+"""Lengths, batches and new tokens of the profiles; the longest prompt is that of an agent who reads
+nine others.
+"""
 WRONG_INPUT = 2
 
 
@@ -54,21 +58,32 @@ def main() -> int:
     from shell_router.cli.options import several
     from shell_router.errors import ShellRouterError
 
-    workload = Workload(options.new_tokens, options.question_tokens, several(options.clients, int), turns=options.turns)
+    workload = Workload(
+        options.new_tokens,
+        options.question_tokens,
+        several(options.clients, int),
+        turns=options.turns,
+    )
     try:
         measured, engine = uvloop.run(measure(embedded_pairs(), workload, options.rounds))
     except ShellRouterError as error:
         print(f"simulation_error.py: {error}", file=sys.stderr)
         return WRONG_INPUT
-    report(TITLE, list(rows(measured, workload)), engine=engine, simulated=True, as_json=options.json)
+    report(
+        TITLE, list(rows(measured, workload)), engine=engine, simulated=True, as_json=options.json
+    )
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--rounds", type=int, default=4)
-    found.add_argument("--turns", type=int, default=2, help="questions of a client in a round (default 2)")
+    found.add_argument(
+        "--turns", type=int, default=2, help="questions of a client in a round (default 2)"
+    )
     found.add_argument("--clients", default="1,4", help="how many ask at a time (default 1,4)")
     found.add_argument("--new-tokens", type=int, default=128)
     found.add_argument("--question-tokens", type=int, default=200)
@@ -113,7 +128,10 @@ def rows(measured: "Measured", workload: "Workload") -> "Iterator[Row]":
             "cores": statistics.mean(cores),
             **{f"real_{key}_ms": 1e3 * value for key, value in latencies(real).items()},
             **{f"{key}_ms": 1e3 * value for key, value in latencies(found).items()},
-            **{f"{key}_error": value / latencies(real)[key] - 1 for key, value in latencies(found).items()},
+            **{
+                f"{key}_error": value / latencies(real)[key] - 1
+                for key, value in latencies(found).items()
+            },
             "decode_error": mean_span_s(found, "decode") / mean_span_s(real, "decode") - 1,
             "prefill_error": mean_span_s(found, "prefill") / mean_span_s(real, "prefill") - 1,
             "real_cut_off": cut_off(real),
@@ -122,7 +140,8 @@ def rows(measured: "Measured", workload: "Workload") -> "Iterator[Row]":
 
 
 def judged(traces: "Sequence[Trace]") -> tuple[float, float]:
-    """Mean confidence and similarity of the first two outputs that an early exit judged; anything where none was.
+    """Mean confidence and similarity of the first two outputs that an early exit judged; anything
+    where none was.
 
     P of two equally confident outputs is (2 + similarity) / 3: see `early_exit.gate.score`.
     """
@@ -130,7 +149,9 @@ def judged(traces: "Sequence[Trace]") -> tuple[float, float]:
     if not pairs:
         return 0.9, 0.5
     agreement = statistics.mean(one["agreement"] for one in pairs)
-    return statistics.mean(one["confidence"] for one in pairs), min(1.0, max(0.01, 3 * agreement - 2))
+    return statistics.mean(one["confidence"] for one in pairs), min(
+        1.0, max(0.01, 3 * agreement - 2)
+    )
 
 
 def latencies(traces: "Sequence[Trace]") -> dict[str, float]:
@@ -155,7 +176,8 @@ def mean_span_s(traces: "Sequence[Trace]", name: str) -> float:
 def cut_off(traces: "Sequence[Trace]") -> float:
     """Agents of a request that were cut off, in the mean."""
     return statistics.mean(
-        sum(agent["state"] not in ("finished", "skipped") for agent in trace["agents"].values()) for trace in traces
+        sum(agent["state"] not in ("finished", "skipped") for agent in trace["agents"].values())
+        for trace in traces
     )
 
 

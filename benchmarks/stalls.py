@@ -2,12 +2,11 @@
 
     python benchmarks/stalls.py [--json]
 
-The router serves `small` on a scripted pair. A client in another process sends the hostile requests of the test suite,
-and bodies of 8 and 10 MB, one after the other. `longest_ms` is the most CPU time that one turn of the loop took
-meanwhile, so that other work on the machine does not count; `route` is where that request went. `answers` are the
-statuses.
+The router serves `small` on a scripted pair. A client in another process sends the hostile requests
+of the test suite, and bodies of 8 and 10 MB, one after the other. `longest_ms` is the most CPU time
+that one turn of the loop took meanwhile, so that other work on the machine does not count; `route`
+is where that request went. `answers` are the statuses.
 """
-# ruff: noqa: PLC0415 - --help answers at once
 
 import argparse
 import asyncio
@@ -44,7 +43,9 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 
 def main() -> int:
     """Measure and print."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     options = found.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -70,7 +71,10 @@ async def measured(folder: Path) -> "list[Row]":
     assert isinstance(loop, WatchedLoop)
     families = {**FAMILIES, **large_bodies()}
     with ProcessPoolExecutor(1, get_context("spawn")) as client:
-        async with running_engine("scripted", folder) as pairs, running_server(deployment(pairs, folder)) as url:
+        async with (
+            running_engine("scripted", folder) as pairs,
+            running_server(deployment(pairs, folder)) as url,
+        ):
             gc.freeze()  # as `shell-router serve`
             gc.set_threshold(20_000, 10, 10)
             await loop.run_in_executor(client, status_of, url, FAMILIES["chats"][0])
@@ -82,8 +86,17 @@ async def measured(folder: Path) -> "list[Row]":
                     answers[await loop.run_in_executor(client, status_of, url, one)] += 1
                     if loop.longest_s > longest_s:
                         longest_s, route = loop.longest_s, one.path
-                said = ", ".join(f"{number} x {status}" for status, number in sorted(answers.items()))
-                rows.append({"requests": name, "longest_ms": 1e3 * longest_s, "answers": said, "route": route})
+                said = ", ".join(
+                    f"{number} x {status}" for status, number in sorted(answers.items())
+                )
+                rows.append(
+                    {
+                        "requests": name,
+                        "longest_ms": 1e3 * longest_s,
+                        "answers": said,
+                        "route": route,
+                    }
+                )
     return rows
 
 
@@ -92,7 +105,11 @@ def status_of(url: str, one: "Hostile") -> int:
     import http.client
 
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-    headers = {"Authorization": "Bearer sk-alice", "Content-Type": "application/json", **one.headers}
+    headers = {
+        "Authorization": "Bearer sk-alice",
+        "Content-Type": "application/json",
+        **one.headers,
+    }
     try:
         connection.request(one.method, one.path, one.body, headers)
         return connection.getresponse().status
@@ -115,7 +132,10 @@ def large_bodies() -> "Mapping[str, Sequence[Hostile]]":
     words, chat = "word " * (BODY_BYTES // 5), BASES[CHAT]
     marks = "".join(f"\ue000{number}\ue001" for number in range(BODY_BYTES // 20))
     agent = {name: value for name, value in BASES[AGENT].items() if name != "prompt"}
-    form = b"".join(b'--B\r\nContent-Disposition: form-data; name="f%d"\r\n\r\nx\r\n' % n for n in range(150_000))
+    form = b"".join(
+        b'--B\r\nContent-Disposition: form-data; name="f%d"\r\n\r\nx\r\n' % n
+        for n in range(150_000)
+    )
     kind = {"Content-Type": "multipart/form-data; boundary=B"}
     return {
         "8 MB of words in a chat": [post(CHAT, {**chat, "messages": says(words)})],
@@ -125,10 +145,14 @@ def large_bodies() -> "Mapping[str, Sequence[Hostile]]":
         "8 MB of empty lists": [post(CHAT, filled(b"[]"))],
         "8 MB of numbers": [post(CHAT, filled(b"1"))],
         "8 MB of escapes": [post(CHAT, filled(b'"%s"' % (b"\\u00e4" * 100_000)))],
-        "8 MB of token ids": [post(GENERATE, b'{"input_ids":[1%s]}' % (b",1" * (BODY_BYTES // 2 - 10)))],
+        "8 MB of token ids": [
+            post(GENERATE, b'{"input_ids":[1%s]}' % (b",1" * (BODY_BYTES // 2 - 10)))
+        ],
         "8 MB of a role": [post(CHAT, {**chat, "messages": says("Hi", "x" * BODY_BYTES)})],
         "8 MB of stops": [post(CHAT, {**chat, "stop": ["stop"] * 45_000})],
-        "8 MB of nested objects": [post(CHAT, b'{"a":' * (BODY_BYTES // 6) + b"1" + b"}" * (BODY_BYTES // 6))],
+        "8 MB of nested objects": [
+            post(CHAT, b'{"a":' * (BODY_BYTES // 6) + b"1" + b"}" * (BODY_BYTES // 6))
+        ],
         "10 MB of words": [post(CHAT, {**chat, "messages": says("word " * 2_000_000)})],
         "10 MB of form fields": [Hostile("POST", FILES, form, kind)],
     }

@@ -1,33 +1,38 @@
 """Eight models behind the router, memory for three: what is gained by deciding whose turn it is.
 
-    python benchmarks/swapping.py [--stream skewed|chains] [--sglang PAIRS] [--requests N] [--rounds N] [--json]
+    python benchmarks/swapping.py [--stream skewed|chains] [--sglang PAIRS] [--requests N] [--rounds
+    N] [--json]
 
-Each round draws a stream, which is served under each setting, in turns: another one goes first in each round. Model k
-of n is wanted as often as 1/k says. Clients ask for the stream's next request as soon as they have been answered.
-Every setting begins with the same three models. With --sglang that number of real SGLang pairs hold a model each, and
-their weights are replaced; else embedded pairs are started and stopped.
+Each round draws a stream, which is served under each setting, in turns: another one goes first in
+each round. Model k of n is wanted as often as 1/k says. Clients ask for the stream's next request
+as soon as they have been answered. Every setting begins with the same three models. With --sglang
+that number of real SGLang pairs hold a model each, and their weights are replaced; else embedded
+pairs are started and stopped.
 
     first come, LRU   window_s is 0, and nothing is known of usage
     window, LRU       the window alone
     CoServe           the window, and eviction by usage and by the topologies
-    sorted            (skewed) as first come, with the stream sorted by model: what an optimum could do that knew all
-                      requests from the start. Each model is loaded once. The others' outputs have to equal its outputs.
+    sorted            (skewed) as first come, with the stream sorted by model: what an optimum could
+    do that knew all
+                      requests from the start. Each model is loaded once. The others' outputs have
+                      to equal its outputs.
 
-In `chains` a request is a topology of two agents, and the second model of each chain follows on the first only. The
-first two settings do not know of it: their clients ask for the second themselves, with the same prompts. Nothing is
-drafted, so that only turns differ.
+In `chains` a request is a topology of two agents, and the second model of each chain follows on the
+first only. The first two settings do not know of it: their clients ask for the second themselves,
+with the same prompts. Nothing is drafted, so that only turns differ.
 
     per_s             requests answered a second, median of the rounds
     vs_first          ratio to `first come, LRU` in the same round: median [least, most]
     p50_s, p95_s      from a request to its end, medians of the rounds
     loads             loads after the start, median
-    offline           the fewest that a search found that knows the stream, for as many clients, median: a beam of 2,000
+    offline           the fewest that a search found that knows the stream, for as many clients,
+    median: a beam of 2,000
                       states, so that there may be fewer
-    in_order          the fewest for the stream in its order, one request after the other, by Belady's rule, median
-    load_ms           one load, in the mean
-    unequal           outputs that differ from those of `sorted`, or of `first come, LRU`, all rounds
+    in_order          the fewest for the stream in its order, one request after the other, by
+    Belady's rule, median load_ms           one load, in the mean
+    unequal           outputs that differ from those of `sorted`, or of `first come, LRU`, all
+    rounds
 """
-# ruff: noqa: PLC0415 - --help answers at once
 
 import argparse
 import asyncio
@@ -53,7 +58,19 @@ if TYPE_CHECKING:
 NAMES = [f"m{number}" for number in range(8)]
 FIRST, CHAINS = "first come, LRU", 4
 USAGE = {name: 1 / (number + 1) for number, name in enumerate(NAMES)}
-WORDS = ("apple", "bridge", "castle", "cloud", "garden", "harbor", "island", "lantern", "meadow", "mirror", "ocean")
+WORDS = (
+    "apple",
+    "bridge",
+    "castle",
+    "cloud",
+    "garden",
+    "harbor",
+    "island",
+    "lantern",
+    "meadow",
+    "mirror",
+    "ocean",
+)
 WIDTH = 2000
 CHAIN = """
 name: chain-{0}
@@ -65,7 +82,10 @@ agents:
     precursors: [draft]
     prompt: {{prefix: "{{question}}", slot: " {{output}}", suffix: ""}}
 """
-SETTINGS = {"skewed": (FIRST, "window, LRU", "CoServe", "sorted"), "chains": (FIRST, "window, LRU", "CoServe")}
+SETTINGS = {
+    "skewed": (FIRST, "window, LRU", "CoServe", "sorted"),
+    "chains": (FIRST, "window, LRU", "CoServe"),
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +117,9 @@ Asked = tuple[int, int, str]
 
 def main() -> int:
     """Measure and print."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--stream", choices=(*SETTINGS,), default="skewed")
     found.add_argument("--sglang", type=int, default=0, metavar="PAIRS")
     found.add_argument("--requests", type=int, default=192, help="of a stream (default 192)")
@@ -113,8 +135,12 @@ def main() -> int:
     from report import report
 
     places = options.sglang or 3
-    amount = Amount(options.stream, options.requests, options.clients, options.tokens, options.window_s, places)
-    engine = f"{places} SGLang pairs, cpu" if options.sglang else f"embedded pairs, {places} at a time"
+    amount = Amount(
+        options.stream, options.requests, options.clients, options.tokens, options.window_s, places
+    )
+    engine = (
+        f"{places} SGLang pairs, cpu" if options.sglang else f"embedded pairs, {places} at a time"
+    )
     rows = uvloop.run(measured(amount, options.rounds, options.sglang))
     report("Models that take turns", rows, engine=engine, simulated=False, as_json=options.json)
     return 0
@@ -139,7 +165,11 @@ async def measured(amount: Amount, rounds: int, sglang: int) -> "list[Row]":
                 turn = number % len(names)
                 for name in (*names[turn:], *names[:turn]):
                     ordered = sorted(asked, key=lambda one: one[1]) if name == "sorted" else asked
-                    found[name].append(await served(deployment(folder, amount, name, started), amount, name, ordered))
+                    found[name].append(
+                        await served(
+                            deployment(folder, amount, name, started), amount, name, ordered
+                        )
+                    )
     return [row(name, runs, found, streams, amount) for name, runs in found.items()]
 
 
@@ -165,20 +195,38 @@ async def pairs(folder: Path, count: int) -> "AsyncIterator[Sequence[PairSetting
         found = []
         for number in range(count):
             assert venv is not None
-            one = stack.enter_context(cpu_pair(folder / NAMES[number], venv, folder / f"pair-{number}"))
-            found.append(PairSettings(one.prefill.url, one.decode.url, one.bootstrap_port, one.bootstrap_host))
+            one = stack.enter_context(
+                cpu_pair(folder / NAMES[number], venv, folder / f"pair-{number}")
+            )
+            found.append(
+                PairSettings(
+                    one.prefill.url, one.decode.url, one.bootstrap_port, one.bootstrap_host
+                )
+            )
         yield found
 
 
-def deployment(folder: Path, amount: Amount, name: str, started: "Sequence[PairSettings]") -> "Config":
+def deployment(
+    folder: Path, amount: Amount, name: str, started: "Sequence[PairSettings]"
+) -> "Config":
     """The deployment under a setting."""
-    from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, SwappingSettings
+    from shell_router.config import (
+        Config,
+        EmbedderSettings,
+        Listen,
+        ModelSettings,
+        SwappingSettings,
+    )
     from shell_router.standins.embedded.settings import EmbeddedSection
 
     knows = name == "CoServe"
     usage = {one: share for one, share in USAGE.items() if knows}
     if knows and amount.stream == "chains":
-        usage = {f"m{number + more}": USAGE[f"m{number}"] for number in range(CHAINS) for more in (0, CHAINS)}
+        usage = {
+            f"m{number + more}": USAGE[f"m{number}"]
+            for number in range(CHAINS)
+            for more in (0, CHAINS)
+        }
     engine = {} if started else {"embedded": EmbeddedSection(dtype="float64")}
     return Config(
         {one: ModelSettings(folder / one, engine=engine, drafts=False) for one in NAMES},
@@ -188,7 +236,9 @@ def deployment(folder: Path, amount: Amount, name: str, started: "Sequence[PairS
             usage=usage,
             window_s=0.0 if name in (FIRST, "sorted") else amount.window_s,
         ),
-        topologies=tuple(sorted(folder.glob("chain-*.yaml"))) if knows and amount.stream == "chains" else (),
+        topologies=tuple(sorted(folder.glob("chain-*.yaml")))
+        if knows and amount.stream == "chains"
+        else (),
         embedder=EmbedderSettings("none"),
         listen=Listen(port=0),
     )
@@ -202,7 +252,10 @@ async def served(config: "Config", amount: Amount, name: str, asked: Sequence[As
 
     found, waiting = Served(), iter(asked)
     by_hand = amount.stream == "chains" and name != "CoServe"
-    async with running_server(config, on_progress=lambda _: None) as url, aiohttp.ClientSession(url) as http:
+    async with (
+        running_server(config, on_progress=lambda _: None) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
 
         async def client() -> None:
             for number, kind, question in waiting:
@@ -229,8 +282,14 @@ async def served(config: "Config", amount: Amount, name: str, asked: Sequence[As
 
 async def chat(http: "aiohttp.ClientSession", model: str, question: str, amount: Amount) -> str:
     """The answer, as long as allowed."""
-    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-    async with http.post("/v1/chat/completions", json={**body, "max_tokens": amount.tokens}) as answer:
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+    }
+    async with http.post(
+        "/v1/chat/completions", json={**body, "max_tokens": amount.tokens}
+    ) as answer:
         found = await answer.json()
         if answer.status != 200:
             raise SystemExit(f"{model}: {found}")
@@ -242,21 +301,29 @@ async def counted(http: "aiohttp.ClientSession") -> tuple[float, float]:
     """Loads so far, and their seconds."""
     async with http.get("/metrics") as answer:
         text = await answer.text()
-    found = [re.search(rf"^shell_router_model_load_seconds_{part} (\S+)", text, re.M) for part in ("count", "sum")]
+    found = [
+        re.search(rf"^shell_router_model_load_seconds_{part} (\S+)", text, re.M)
+        for part in ("count", "sum")
+    ]
     count, seconds = (float(one[1]) if one else 0.0 for one in found)
     return count, seconds
 
 
 def row(
-    name: str, runs: Sequence[Served], all_runs: Mapping[str, Sequence[Served]], streams: Sequence[list[Asked]],
+    name: str,
+    runs: Sequence[Served],
+    all_runs: Mapping[str, Sequence[Served]],
+    streams: Sequence[list[Asked]],
     amount: Amount,
-) -> "Row":  # fmt: skip
+) -> "Row":
     """The medians of a setting's rounds."""
     import numpy as np
 
     from benchmarks.coserve.runs import fewest_switches_in_this_order
 
-    ratios = [first.elapsed_s / one.elapsed_s for one, first in zip(runs, all_runs[FIRST], strict=True)]
+    ratios = [
+        first.elapsed_s / one.elapsed_s for one, first in zip(runs, all_runs[FIRST], strict=True)
+    ]
     after = (0, CHAINS) if amount.stream == "chains" else (0,)
     needed = [[tuple(f"m{kind + more}" for more in after) for _, kind, _ in one] for one in streams]
     sizes, first = dict.fromkeys(NAMES, 1), NAMES[: amount.places]
@@ -288,8 +355,9 @@ Chain = tuple[str, ...]
 def fewest_offline(needed: Sequence[Chain], clients: int, first: Sequence[str]) -> int:
     """Loads of the best schedule that was found for clients that take one request after the other.
 
-    A state is what is loaded, what each client needs yet, and how many requests were taken. Only when all clients need
-    a model that is not loaded is one loaded: to load it before spares nothing.
+    A state is what is loaded, what each client needs yet, and how many requests were taken. Only
+    when all clients need a model that is not loaded is one loaded: to load it before spares
+    nothing.
     """
 
     def advanced(loaded: frozenset[str], running: Sequence[Chain], taken: int) -> State:

@@ -1,12 +1,14 @@
 """One tenant's latency while another misbehaves in each of the ways that the router is to bear.
 
-    python benchmarks/tenants.py [--engine ENGINE] [--rounds N] [--seconds S] [--per-s N] [--only WAY,WAY] [--json]
+    python benchmarks/tenants.py [--engine ENGINE] [--rounds N] [--seconds S] [--per-s N] [--only
+    WAY,WAY] [--json]
 
-The router serves `small` with the fair queue order (`least_attained`), on an embedded pair, a scripted pair (a token
-every 10 ms, however many requests it has) or a pair of real SGLang on this machine's CPU. Bob asks one short question
-after the other. In each step he asks for --seconds while alice does nothing, then for --seconds while she misbehaves in
-one of the ways, which come once a round in changing order. Each of the two is a process of its own; hers has the lowest
-priority, as it stands for another machine.
+The router serves `small` with the fair queue order (`least_attained`), on an embedded pair, a
+scripted pair (a token every 10 ms, however many requests it has) or a pair of real SGLang on this
+machine's CPU. Bob asks one short question after the other. In each step he asks for --seconds while
+alice does nothing, then for --seconds while she misbehaves in one of the ways, which come once a
+round in changing order. Each of the two is a process of its own; hers has the lowest priority, as
+it stands for another machine.
 
     alone_s       bob's median while alice does nothing
     median_s      while she misbehaves; p95_s likewise
@@ -15,9 +17,9 @@ priority, as it stands for another machine.
     hers          requests of alice's, `hers_refused` those that were not answered 200
     stall_ms      the longest stall of the router's event loop in the last minute or two
 
-At most --per-s requests of hers begin in a second, except for floods and connections; 0 is as many as her process can.
+At most --per-s requests of hers begin in a second, except for floods and connections; 0 is as many
+as her process can.
 """
-# ruff: noqa: PLC0415 - --help answers at once
 
 import argparse
 import asyncio
@@ -55,11 +57,19 @@ MARKS = "".join(f"\ue000{number}\ue001" for number in range(50_000))
 
 def main() -> int:
     """Measure and print."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--engine", choices=ENGINES, default="embedded", help="what answers (default embedded)")
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument(
+        "--engine", choices=ENGINES, default="embedded", help="what answers (default embedded)"
+    )
     found.add_argument("--rounds", type=int, default=5, help="of all ways (default 5)")
-    found.add_argument("--seconds", type=float, default=5.0, help="of each half of a step (default 5)")
-    found.add_argument("--per-s", type=float, default=20.0, help="alice's requests per second (default 20)")
+    found.add_argument(
+        "--seconds", type=float, default=5.0, help="of each half of a step (default 5)"
+    )
+    found.add_argument(
+        "--per-s", type=float, default=20.0, help="alice's requests per second (default 20)"
+    )
     found.add_argument("--only", default=",".join(WAYS), help=f"ways, by commas: {', '.join(WAYS)}")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     options = found.parse_args()
@@ -82,14 +92,19 @@ async def measured(options: argparse.Namespace, ways: Sequence[str], folder: Pat
 
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # or the clients' processes would stay
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, task.cancel
+    )  # or the clients' processes would stay
     steps = defaultdict[str, list[Step]](list)
     context, submit = get_context("spawn"), asyncio.get_running_loop().run_in_executor
     with (
         ProcessPoolExecutor(1, context) as bob,
         ProcessPoolExecutor(1, context, initializer=os.nice, initargs=(19,)) as alice,
     ):
-        async with running_engine(options.engine, folder) as pairs, running_server(deployment(pairs, folder)) as url:
+        async with (
+            running_engine(options.engine, folder) as pairs,
+            running_server(deployment(pairs, folder)) as url,
+        ):
             await submit(bob, run, "bob", url, 1.0, 0.0)  # warms up
             for number in range(options.rounds):
                 turn = number % len(ways)
@@ -110,7 +125,8 @@ ENGINES = {
 
 @asynccontextmanager
 async def running_engine(engine: str, folder: Path) -> "AsyncIterator[tuple[PairSettings, ...]]":
-    """The pairs that serve while the context is open; none where the router starts an embedded one."""
+    """The pairs that serve while the context is open; none where the router starts an embedded
+    one."""
     from benchmarks.router_overhead.setups import running_engine as running_scripted
     from benchmarks.router_overhead.setups import spread
     from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
@@ -121,7 +137,11 @@ async def running_engine(engine: str, folder: Path) -> "AsyncIterator[tuple[Pair
         yield ()
     elif engine == "scripted":
         async with running_scripted(spread(), folder, token_s=0.01) as (at, _):
-            yield (PairSettings(prefill=at.prefill_url, decode=at.decode_url, bootstrap_port=at.bootstrap_port),)
+            yield (
+                PairSettings(
+                    prefill=at.prefill_url, decode=at.decode_url, bootstrap_port=at.bootstrap_port
+                ),
+            )
     elif (venv := built_environment()) is None:
         sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
     else:
@@ -138,7 +158,9 @@ def deployment(pairs: "tuple[PairSettings, ...]", folder: Path) -> "Config":
     from shell_router.routing.queue import QueueSettings
 
     config = load_config(ROOT / "configs" / "embedded.yaml", os.environ, with_keys=False)
-    keys = {name: ApiKey(key=f"sk-{name}", operator=name == "ops") for name in ("alice", "bob", "ops")}
+    keys = {
+        name: ApiKey(key=f"sk-{name}", operator=name == "ops") for name in ("alice", "bob", "ops")
+    }
     small = replace(config.models["small"], pairs=pairs)
     return replace(
         config,
@@ -155,7 +177,9 @@ def deployment(pairs: "tuple[PairSettings, ...]", folder: Path) -> "Config":
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What bob saw while alice did nothing, and `beside` her; what she saw; and the router's longest stall."""
+    """What bob saw while alice did nothing, and `beside` her; what she saw; and the router's
+    longest stall.
+    """
 
     alone: "Asked"
     beside: "Asked"
@@ -187,7 +211,10 @@ async def longest_stall(url: str) -> float:
     import aiohttp
 
     name = "shell_router_event_loop_longest_stall_seconds "
-    async with aiohttp.ClientSession(headers=bearing("ops")) as session, session.get(f"{url}/metrics") as answer:
+    async with (
+        aiohttp.ClientSession(headers=bearing("ops")) as session,
+        session.get(f"{url}/metrics") as answer,
+    ):
         lines = (await answer.text()).splitlines()
     return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
@@ -229,7 +256,9 @@ async def _run(way: str, url: str, seconds: float, per_s: float) -> Asked:
     found = Asked([])
     tenant = "bob" if way == "bob" else "alice"
     connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(headers=bearing(tenant), connector=connector, timeout=limit) as session:
+    async with aiohttp.ClientSession(
+        headers=bearing(tenant), connector=connector, timeout=limit
+    ) as session:
         asking = Asking(session, url, found, per_s)
         if way == "bob":
             await asking.bob(seconds)
@@ -241,18 +270,31 @@ async def _run(way: str, url: str, seconds: float, per_s: float) -> Asked:
 
 
 def chat(content: str = "How many pens does Tom have now?", **more: Any) -> dict[str, Any]:
-    return {"model": "small", "messages": [{"role": "user", "content": content}], "max_tokens": 32, **more}
+    return {
+        "model": "small",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 32,
+        **more,
+    }
 
 
 def agent(number: int, **more: Any) -> dict[str, Any]:
-    body = {"program": f"p{time.monotonic_ns()}", "agent": f"a{number}", "model": "small", "prompt": "Hi"}
+    body = {
+        "program": f"p{time.monotonic_ns()}",
+        "agent": f"a{number}",
+        "model": "small",
+        "prompt": "Hi",
+    }
     return {**body, "max_tokens": 8, **more}
 
 
 def form(*parts: tuple[str, bytes]) -> bytes:
     """A body of boundary B."""
     name = 'Content-Disposition: form-data; name="%s"\r\n\r\n'
-    return b"".join(b"--B\r\n%s%s\r\n" % ((name % one).encode(), content) for one, content in parts) + b"--B--\r\n"
+    return (
+        b"".join(b"--B\r\n%s%s\r\n" % ((name % one).encode(), content) for one, content in parts)
+        + b"--B--\r\n"
+    )
 
 
 FORM = {"Content-Type": "multipart/form-data; boundary=B"}
@@ -358,14 +400,22 @@ class Asking:
         await self.same(CHAT, chat(response_format=schema))
 
     async def roles(self) -> None:
-        await self.same(CHAT, {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]})
+        await self.same(
+            CHAT, {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]}
+        )
 
     async def native_fields(self) -> None:
-        await self.same(GENERATE, {"text": "x", "image_data": "http://10.0.0.1/", "rid": "0", "priority": 9})
+        await self.same(
+            GENERATE, {"text": "x", "image_data": "http://10.0.0.1/", "rid": "0", "priority": 9}
+        )
 
     async def hang_ups(self) -> None:
         """Native requests that are given up once they write."""
-        body = {"input_ids": [5, 6, 7], "stream": True, "sampling_params": {"max_new_tokens": 256, "ignore_eos": True}}
+        body = {
+            "input_ids": [5, 6, 7],
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 256, "ignore_eos": True},
+        }
 
         async def hang_up(_: int) -> None:
             await self.turn()
@@ -386,7 +436,10 @@ class Asking:
 
     async def wide_graphs(self) -> None:
         agents = {f"a{number}": {"model": "small"} for number in range(9)}
-        graph = {"name": "wide", "agents": {**agents, "root": {"model": "small", "precursors": list(agents)}}}
+        graph = {
+            "name": "wide",
+            "agents": {**agents, "root": {"model": "small", "precursors": list(agents)}},
+        }
         body = {"messages": [{"role": "user", "content": "Hi"}], "topology": graph, "max_tokens": 8}
         await self.same(CHAT, body)
 
@@ -404,7 +457,11 @@ class Asking:
         line = {"custom_id": "", "method": "POST", "url": CHAT, "body": chat(max_tokens=8)}
         lines = "\n".join(json.dumps({**line, "custom_id": str(number)}) for number in range(500))
         file = await self.kept(lines.encode())
-        wanted = {"input_file_id": file and file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        wanted = {
+            "input_file_id": file and file["id"],
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
         self.per_s, begun = min(self.per_s or 1, 1), list[Any]()
 
         async def begin(_: int) -> None:
@@ -439,7 +496,9 @@ class Asking:
 
         async def unread(_: int) -> None:
             await self.turn()
-            async with self.session.post(self.url + CHAT, json=chat(stream=True, max_tokens=512)) as answer:
+            async with self.session.post(
+                self.url + CHAT, json=chat(stream=True, max_tokens=512)
+            ) as answer:
                 self.found.add(answer.status == 200)
                 await asyncio.sleep(2)
 
@@ -451,7 +510,9 @@ class Asking:
 
         async def unread(_: int) -> None:
             await self.turn()
-            async with self.session.get(f"{self.url}{FILES}/{file and file['id']}/content") as answer:
+            async with self.session.get(
+                f"{self.url}{FILES}/{file and file['id']}/content"
+            ) as answer:
                 self.found.add(answer.status == 200)
                 await asyncio.sleep(10)
 

@@ -1,23 +1,25 @@
-"""Which engine and whose turn, on real engines near saturation: policies and orders on the same stream of requests.
+"""Which engine and whose turn, on real engines near saturation: policies and orders on the same
+stream of requests.
 
     python benchmarks/under_load.py [--rounds N] [--requests N] [--load SHARE] [--json]
     python benchmarks/under_load.py --engine sglang
 
-Two embedded pairs of each of the tiny models, or two pairs of SGLang on the CPU that serve one tiny model. Ten users
-ask questions, go on with long chats, or have documents read, one of them four times as often as any other; requests
-come as a Poisson process at `--load` of what the engines answer when they are never idle. That is measured first. In
-every round all settings get the same short stream, one after the other, another one first each time, since a machine's
-speed drifts; no round finds another's prompts cached.
+Two embedded pairs of each of the tiny models, or two pairs of SGLang on the CPU that serve one tiny
+model. Ten users ask questions, go on with long chats, or have documents read, one of them four
+times as often as any other; requests come as a Poisson process at `--load` of what the engines
+answer when they are never idle. That is measured first. In every round all settings get the same
+short stream, one after the other, another one first each time, since a machine's speed drifts; no
+round finds another's prompts cached.
 
     TTFT, TPOT     to the first token, and per token after it
     latency        to the last token
-    fairness       Jain's index of how much slower than on idle engines each user's requests are: 1 is alike
-    errors         requests that were not answered
+    fairness       Jain's index of how much slower than on idle engines each user's requests are: 1
+    is alike errors         requests that were not answered
 
-Figures are of all rounds' requests. Ratios are to `least_running` without a queue in the same round: the median, and in
-brackets the middle half of the rounds. With a queue an engine gets at most 8 requests at once.
+Figures are of all rounds' requests. Ratios are to `least_running` without a queue in the same
+round: the median, and in brackets the middle half of the rounds. With a queue an engine gets at
+most 8 requests at once.
 """
-# ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
 import argparse
 import asyncio
@@ -36,16 +38,22 @@ if TYPE_CHECKING:
 
 TITLE = "Under load: which engine, and whose turn"
 AMOUNTS = {"embedded": (40, 8, 1.0), "sglang": (40, 8, 0.4)}
-"""Requests of a run, rounds, and what lengths are multiplied by; on a CPU, SGLang takes 20 ms per token."""
+"""Requests of a run, rounds, and what lengths are multiplied by; on a CPU, SGLang takes 20 ms per
+token.
+"""
 CLIENTS, TIMES = 32, 4
-"""Requests that are under way, and how many times those of a run are asked, to measure what the engines can do."""
+"""Requests that are under way, and how many times those of a run are asked, to measure what the
+engines can do.
+"""
 WRONG_INPUT = 2
 
 
 def main() -> int:
     """Measure and print; 2 for an error that says what to do."""
     options = parser().parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # `launch` is of this repository, not of the package
+    sys.path.insert(
+        0, str(Path(__file__).parents[1])
+    )  # `launch` is of this repository, not of the package
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
     import uvloop
     from report import report
@@ -63,13 +71,19 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--engine", choices=AMOUNTS, default="embedded")
     found.add_argument("--rounds", type=int, help="default 8")
     found.add_argument("--requests", type=int, help="of a run (default 40)")
-    found.add_argument("--load", type=float, default=0.85, help="share of what the engines can do (default 0.85)")
+    found.add_argument(
+        "--load", type=float, default=0.85, help="share of what the engines can do (default 0.85)"
+    )
     found.add_argument("--policies", nargs="+", metavar="NAME", help="default all four")
-    found.add_argument("--orders", nargs="+", metavar="NAME", help="default: no queue and shortest_prefill")
+    found.add_argument(
+        "--orders", nargs="+", metavar="NAME", help="default: no queue and shortest_prefill"
+    )
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     return found
 
@@ -109,20 +123,29 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
             for name in names[first:] + names[:first]:
                 async with engines.scheduled(compared[name]) as pools:
                     found[name].append(await run(pools, asked, per_s, f"{turn} {name}", unloaded))
-    words = f"{engines.words}; {per_s:.3g} requests a second, {options.load:.0%} of what they answer"
+    words = (
+        f"{engines.words}; {per_s:.3g} requests a second, {options.load:.0%} of what they answer"
+    )
     return words, [row(name, runs, found[DEFAULT]) for name, runs in found.items()]
 
 
 def row(name: str, runs: "Sequence[Round]", default: "Sequence[Round]") -> "Row":
-    """Milliseconds of all the setting's requests, and ratios to the default: by round, but for 99th percentiles."""
+    """Milliseconds of all the setting's requests, and ratios to the default: by round, but for 99th
+    percentiles.
+    """
     from benchmarks.under_load.measure import merged
 
     pooled, usual = merged(runs), merged(default)
     found: Row = {"setting": name}
     for figure, value in pooled.figures.items():
-        ratios = [one.figures[figure] / other.figures[figure] for one, other in zip(runs, default, strict=True)]
+        ratios = [
+            one.figures[figure] / other.figures[figure]
+            for one, other in zip(runs, default, strict=True)
+        ]
         found[f"{figure} ms"] = 1e3 * value
-        found[f"{figure} ratio"] = f"{value / usual.figures[figure]:.2f}" if "p99" in figure else spread(ratios)
+        found[f"{figure} ratio"] = (
+            f"{value / usual.figures[figure]:.2f}" if "p99" in figure else spread(ratios)
+        )
     found["fairness"] = pooled.fairness
     found["errors"] = len(pooled.errors)
     return found

@@ -1,7 +1,9 @@
-"""Write the generated parts of the reference pages: `python docs/generate.py`; with `--check`, only compare.
+"""Write the generated parts of the reference pages: `python docs/generate.py`; with `--check`, only
+compare.
 
-A generated part stands between `<!-- generated: KIND ARGUMENT -->` and `<!-- end -->`. Names, types and defaults come
-from the code, and so do the meanings of settings that describe themselves. Other meanings are written on the page.
+A generated part stands between `<!-- generated: KIND ARGUMENT -->` and `<!-- end -->`. Names, types
+and defaults come from the code, and so do the meanings of settings that describe themselves. Other
+meanings are written on the page.
 """
 
 import re
@@ -25,7 +27,8 @@ MISSING_MEANING = "TODO: say what it means."
 
 
 def stale_pages(*, write: bool) -> list[str]:
-    """The pages whose generated parts differ from the code, or lack a meaning; with `write` they are written anew.
+    """The pages whose generated parts differ from the code, or lack a meaning; with `write` they
+    are written anew.
 
     Raises LookupError where no page has a deployment's setting.
     """
@@ -37,10 +40,15 @@ def stale_pages(*, write: bool) -> list[str]:
             stale.append(str(page.relative_to(ROOT)))
         if write and current != text:
             page.write_text(current, encoding="utf-8")
-        for names in re.findall(r"<!-- generated: settings shell_router.config:Config (.*) -->", text):
+        for names in re.findall(
+            r"<!-- generated: settings shell_router.config:Config (.*) -->", text
+        ):
             shown.update(names.split())
     if missing := {setting.name for setting in file_fields(Config)} - shown:
-        raise LookupError(f"add a generated part with the settings {', '.join(sorted(missing))} to a page in docs/")
+        raise LookupError(
+            f"add a generated part with the settings {', '.join(sorted(missing))} to a page in "
+            "docs/"
+        )
     return stale
 
 
@@ -62,7 +70,9 @@ def _with_meaning(rows: list[tuple[str, ...]], old: str) -> list[tuple[str, ...]
 
 def _kept(old: str) -> dict[str, list[str]]:
     """The cells behind the first one of each row of an older table, by the first cell."""
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in old.splitlines() if line.startswith("| `")]
+    rows = [
+        re.split(r"(?<!\\)\|", line)[1:-1] for line in old.splitlines() if line.startswith("| `")
+    ]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
@@ -70,8 +80,8 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\|", " ".join(text.split()))
 
 
-# settings MODULE:CLASS [SECTION ...]: every setting of a dataclass, its sections' included. Sections that are a
-# deployment's own stand in other files as one row
+# settings MODULE:CLASS [SECTION ...]: every setting of a dataclass, its sections' included.
+# Sections that are a deployment's own stand in other files as one row
 
 
 def _settings(argument: str, old: str) -> str:
@@ -81,7 +91,9 @@ def _settings(argument: str, old: str) -> str:
     kept = _kept(old)
     abouts = dict(_abouts(kind))
     rows = []
-    for path, setting in _of_class(kind, "", () if kind is Config else (*_sections(Config), *_kinds(), Length)):
+    for path, setting in _of_class(
+        kind, "", () if kind is Config else (*_sections(Config), *_kinds(), Length)
+    ):
         if sections and path.split(".")[0] not in sections:
             continue
         default = _default(setting)
@@ -93,15 +105,22 @@ def _settings(argument: str, old: str) -> str:
 
 def _abouts(kind: Any, above: str = "") -> Iterator[tuple[str, str]]:
     """The path of every setting, and what its annotation says of it."""
-    for name, hint in ((each.name, get_type_hints(kind, include_extras=True)[each.name]) for each in file_fields(kind)):
+    for name, hint in (
+        (each.name, get_type_hints(kind, include_extras=True)[each.name])
+        for each in file_fields(kind)
+    ):
         if takes_kinds(hint):
             for engine, load in kind_settings().items():
                 yield above + engine, (load().__doc__ or "").strip().partition("\n")[0]
                 yield from _abouts(load(), f"{above}{engine}.")
             continue
-        note = get_args(hint)[1] if get_origin(hint) is Annotated else ""  # a section's class says what the section is
+        note = (
+            get_args(hint)[1] if get_origin(hint) is Annotated else ""
+        )  # a section's class says what the section is
         yield above + name, note if isinstance(note, str) else str(getattr(note, "about", ""))
-        for section in (part for part in _parts(hint) if is_dataclass(part) and isinstance(part, type)):
+        for section in (
+            part for part in _parts(hint) if is_dataclass(part) and isinstance(part, type)
+        ):
             yield from _abouts(section, f"{above}{name}{_entry(hint)}.")
 
 
@@ -112,12 +131,19 @@ def _kinds() -> Iterator[Any]:
 
 def _sections(kind: Any) -> Iterator[Any]:
     """The dataclasses that a dataclass holds, at any depth."""
-    for section in (part for hint in get_type_hints(kind).values() for part in _parts(hint) if is_dataclass(part)):
+    for section in (
+        part
+        for hint in get_type_hints(kind).values()
+        for part in _parts(hint)
+        if is_dataclass(part)
+    ):
         yield section
         yield from _sections(section)
 
 
-def _of_class(kind: Any, path: str, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Field[Any]]]:
+def _of_class(
+    kind: Any, path: str, above: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Field[Any]]]:
     hints = get_type_hints(kind)
     described = get_type_hints(kind, include_extras=True)
     for setting in file_fields(kind):
@@ -127,7 +153,9 @@ def _of_class(kind: Any, path: str, above: tuple[Any, ...] = ()) -> Iterator[tup
                 yield from _of_class(load(), f"{path}.{name}".lstrip("."), above)
             continue
         here = f"{path}.{setting.name}".lstrip(".")
-        inner = [part for part in _parts(hints[setting.name]) if is_dataclass(part) and part not in above]
+        inner = [
+            part for part in _parts(hints[setting.name]) if is_dataclass(part) and part not in above
+        ]
         if not inner or _may_be_absent(setting):
             yield here, setting
         for section in inner:
@@ -165,7 +193,13 @@ def _default(setting: Field[Any]) -> str | None:
         return f"`{{{', '.join(f'{name}: {one}' for name, one in given.items() if one)}}}`"
     if isinstance(value, bool):
         return "`on`" if value else "`off`"
-    return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int) else f"`{value}`"
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+        if isinstance(value, int)
+        else f"`{value}`"
+    )
 
 
 # metrics: every metric of the registry, with its help
@@ -202,7 +236,10 @@ def _events(_: str, old: str) -> str:
     from shell_router.api.frames import KINDS as EVENTS  # noqa: PLC0415
 
     rows = [
-        (f"`agent.{name}`", ", ".join(f"`{fact.name}`" for fact in fields(event) if fact.name != "at_s"))
+        (
+            f"`agent.{name}`",
+            ", ".join(f"`{fact.name}`" for fact in fields(event) if fact.name != "at_s"),
+        )
         for event, name in EVENTS.items()
     ]
     return _table(("Event", "Facts", "When"), _with_meaning(rows, old))
@@ -211,7 +248,9 @@ def _events(_: str, old: str) -> str:
 def _errors(_: str, old: str) -> str:
     from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE  # noqa: PLC0415
 
-    problems = {problem.code: problem for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)}
+    problems = {
+        problem.code: problem for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)
+    }
     rows = [
         (f"`{code}`", str(found.status), found.type)
         for code, found in sorted(problems.items(), key=lambda item: (item[1].status, item[0]))
@@ -235,7 +274,9 @@ def _topology(argument: str, _: str) -> str:
 
 
 def _own_section(key: str, form: dict[str, Any]) -> str:
-    """A link to the section of a key whose value has keys of its own; `all_to_all` has those of `tree`."""
+    """A link to the section of a key whose value has keys of its own; `all_to_all` has those of
+    `tree`.
+    """
     name = "tree" if key == "all_to_all" else key
     return f"[{name}](#{name})" if "properties" in form else ""
 
@@ -268,7 +309,12 @@ def _form(form: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _bounds(form: dict[str, Any]) -> str:
-    said = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    said = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
     found = [f"{words} {form[key]}" for key, words in said.items() if key in form]
     return f", {', '.join(found)}" if found else ""
 
@@ -299,17 +345,26 @@ def _commands(group: Any, name: str) -> Iterator[str]:
 
 def _spelled(parameter: Any) -> str:
     metavar = parameter.metavar or ""
-    return metavar if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {metavar}".strip()
+    return (
+        metavar
+        if parameter.param_type_name == "argument"
+        else f"{parameter.opts[0]} {metavar}".strip()
+    )
 
 
 def _meaning(parameter: Any) -> str:
     default = parameter.default
-    parts = [part for part in _parts(parameter.type_descriptor.annotation) if get_origin(part) is Literal]
+    parts = [
+        part for part in _parts(parameter.type_descriptor.annotation) if get_origin(part) is Literal
+    ]
     choices = ", ".join(f"`{choice}`" for part in parts for choice in get_args(part))
     about = f"{parameter.help or ''} One of {choices}." if choices else parameter.help or ""
     if parameter.required or default is None or default is False or default == ():
         return about + (" Required." if parameter.required else "")
-    return f"{about} Default: {','.join(map(str, default)) if isinstance(default, tuple) else default}."
+    return (
+        f"{about} Default: "
+        f"{','.join(map(str, default)) if isinstance(default, tuple) else default}."
+    )
 
 
 KINDS: dict[str, Callable[[str, str], str]] = {

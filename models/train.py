@@ -2,7 +2,8 @@
 
     python models/train.py [sizes | specialists] [--work FOLDER] [--out FOLDER]
 
-About an hour on two CPU cores for the sizes. State is saved in the work folder; started again, it goes on where it was.
+About an hour on two CPU cores for the sizes. State is saved in the work folder; started again, it
+goes on where it was.
 
 1. solve      every size learns to solve problems, along with drills of bare equations
 2. samples    every size solves fresh problems as proposers do, at temperature 0.7
@@ -11,7 +12,8 @@ About an hour on two CPU cores for the sizes. State is saved in the work folder;
 
 Specialists, each of which learns the problems of one topic, only solve.
 
-One process per core, each with one thread, so that the numbers do not depend on how threads share the work.
+One process per core, each with one thread, so that the numbers do not depend on how threads share
+the work.
 """
 
 import argparse
@@ -35,21 +37,32 @@ from training.questions import FOLDER  # noqa: E402
 
 HERE = Path(__file__).parent
 CORES = 2
-PLACES = {"sizes": (HERE, FOLDER / "test.jsonl"), "specialists": (HERE / "specialists", FOLDER / "specialists.jsonl")}
+PLACES = {
+    "sizes": (HERE, FOLDER / "test.jsonl"),
+    "specialists": (HERE / "specialists", FOLDER / "specialists.jsonl"),
+}
 """Per family where its folders are written, and what it is tested with."""
 
 
 def main() -> None:
     """Run all stages, the longest first."""
     parser = argparse.ArgumentParser(description="Train a family of tiny models.")
-    parser.add_argument("family", nargs="?", choices=FAMILIES, default="sizes", help="(default: sizes)")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="where unfinished state is kept")
-    parser.add_argument("--out", type=Path, help="where the model folders are written (default: where they are)")
+    parser.add_argument(
+        "family", nargs="?", choices=FAMILIES, default="sizes", help="(default: sizes)"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=HERE / "work", help="where unfinished state is kept"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the model folders are written (default: where they are)"
+    )
     chosen = parser.parse_args()
     chosen.work.mkdir(parents=True, exist_ok=True)
     family, (place, test) = FAMILIES[chosen.family], PLACES[chosen.family]
     out = chosen.out or place
-    longest_first = sorted(family, key=lambda name: -family[name].hidden * family[name].solve_tokens)
+    longest_first = sorted(
+        family, key=lambda name: -family[name].hidden * family[name].solve_tokens
+    )
     with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("spawn")) as pool:
         for stage in (stages.solve, stages.sample, stages.combine):
             _each(pool, stage, longest_first, chosen.work)
@@ -61,7 +74,9 @@ def main() -> None:
     print(as_table(report))
 
 
-def _each(pool: ProcessPoolExecutor, stage: Callable[..., Any], names: Sequence[str], *arguments: Path) -> list[Any]:
+def _each(
+    pool: ProcessPoolExecutor, stage: Callable[..., Any], names: Sequence[str], *arguments: Path
+) -> list[Any]:
     return [done.result() for done in [pool.submit(stage, name, *arguments) for name in names]]
 
 

@@ -8,16 +8,22 @@ class ShellRouterError(Exception):
     """An error with the facts in its message and, in `remedy`, what to do about it."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
-        super().__init__(message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]} ...")
+        super().__init__(
+            message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]} ..."
+        )
         self.remedy = remedy
 
     def __str__(self) -> str:
         message = super().__str__()
-        return f"{message} {self.remedy}" if self.remedy else message
+        if self.remedy:
+            return f"{message} {self.remedy}"
+        return message
 
 
 class ConfigError(ShellRouterError):
-    """A configuration file is wrong, or a change of it; the message names the file and, where known, the line."""
+    """A configuration file is wrong, or a change of it; the message names the file and, where
+    known, the line.
+    """
 
 
 class TopologyError(ConfigError):
@@ -33,7 +39,9 @@ class InvalidRequest(ShellRouterError):
 
 
 class InvalidField(InvalidRequest):
-    """A field of the request's body is missing, of a wrong type or out of range; `field` is its path."""
+    """A field of the request's body is missing, of a wrong type or out of range; `field` is its
+    path.
+    """
 
     def __init__(self, message: str, *, field: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -89,7 +97,8 @@ class UnknownResponse(InvalidRequest):
 
 
 class ResponseCancelled(InvalidRequest):
-    """A background response was cancelled while it was read, or another router has gone on with it."""
+    """A background response was cancelled while it was read, or another router has gone on with
+    it."""
 
 
 class StreamChanged(InvalidRequest):
@@ -129,7 +138,9 @@ class Forbidden(ShellRouterError):
 
 
 class Overloaded(ShellRouterError):
-    """A limit on running requests is reached; trying again later, after `retry_s` where it is known, may succeed."""
+    """A limit on running requests is reached; trying again later, after `retry_s` where it is
+    known, may succeed.
+    """
 
     def __init__(self, message: str, *, remedy: str = "", retry_s: float | None = None) -> None:
         super().__init__(message, remedy=remedy)
@@ -153,7 +164,9 @@ class EngineUnreachable(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The circuit breakers of all servers that could serve the request are open, so it was not sent."""
+    """The circuit breakers of all servers that could serve the request are open, so it was not
+    sent.
+    """
 
 
 class EngineAborted(EngineError):
@@ -165,11 +178,15 @@ class AdapterFailed(EngineError):
 
 
 class ModelFailed(AdapterFailed):
-    """The model that the request names takes turns with others, and could not be loaded; requests for others go on."""
+    """The model that the request names takes turns with others, and could not be loaded; requests
+    for others go on.
+    """
 
 
 class AdapterMissing(EngineError):
-    """The engine lost an adapter, or weights, that were loaded there: it was restarted, or others unloaded them."""
+    """The engine lost an adapter, or weights, that were loaded there: it was restarted, or others
+    unloaded them.
+    """
 
 
 class EngineRejected(EngineError):
@@ -193,7 +210,9 @@ class ComponentTooLarge(ComponentError):
 
 
 class ComponentFailed(ComponentError):
-    """The component did not load, or failed on the batch that the request was in; the cause is chained."""
+    """The component did not load, or failed on the batch that the request was in; the cause is
+    chained.
+    """
 
 
 class MemoryBudgetExceeded(ComponentError):

@@ -1,4 +1,6 @@
-"""The real SGLang pair, started once for all tests that ask for it, and a summary of what they measured."""
+"""The real SGLang pair, started once for all tests that ask for it, and a summary of what they
+measured.
+"""
 
 import os
 import sys
@@ -17,7 +19,9 @@ from tests.fakes.shared_engines import SharedEngines, shared_engines
 from tests.fakes.thinking_model import with_template
 
 RUN_COMMAND = f"{BUILD_COMMAND} && python -m pytest -m sglang"
-UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+UNTIMED = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 """No test asserts a time: the machine is shared."""
 hypothesis.settings.register_profile("few", UNTIMED, max_examples=25, derandomize=True)
 hypothesis.settings.register_profile("many", UNTIMED, max_examples=400, derandomize=True)
@@ -36,13 +40,21 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]
 
 @pytest.fixture(scope="session")
 def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the tiny model that the pair serves; its context has room for outputs that outlast a test."""
-    return with_template(make_checkpoint(tmp_path_factory.mktemp("sglang-model"), seed=1, context_length=32768))
+    """The folder of the tiny model that the pair serves; its context has room for outputs that
+    outlast a test.
+    """
+    return with_template(
+        make_checkpoint(tmp_path_factory.mktemp("sglang-model"), seed=1, context_length=32768)
+    )
 
 
 @pytest.fixture(scope="session")
-def own_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuPair]:
-    """A real SGLang pair on this machine's CPU, whose servers a test may kill as long as it starts them again."""
+def own_sglang(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuPair]:
+    """A real SGLang pair on this machine's CPU, whose servers a test may kill as long as it starts
+    them again.
+    """
     venv = built_environment()
     if venv is None:
         pytest.skip(f"real SGLang is not built for these tests: {RUN_COMMAND}")
@@ -50,7 +62,9 @@ def own_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     # a long prompt then leaves time to break something while it prefills
     options = ("--chunked-prefill-size", "512", "--tool-call-parser", "qwen25")
     folder = tmp_path_factory.mktemp("sglang")
-    with cpu_pair(model, venv, folder, options=options, drafts=True, progress=_uncaptured(request.config)) as pair:
+    with cpu_pair(
+        model, venv, folder, options=options, drafts=True, progress=_uncaptured(request.config)
+    ) as pair:
         yield pair
 
 
@@ -67,18 +81,23 @@ def real_sglang(request: pytest.FixtureRequest) -> PairUnderTest:
 
 @pytest.fixture
 def measured(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
-    """Reports a time in seconds at the end of the run. No test asserts one: the machine is shared."""
+    """Reports a time in seconds at the end of the run. No test asserts one: the machine is
+    shared."""
     lines = request.config.stash.setdefault(MEASUREMENTS, [])
     return lambda what, seconds: lines.append(f"{what}: {1000 * seconds:.0f} ms")
 
 
 def pytest_collection_finish() -> None:
-    """Networks compute on one thread: threads that share a busy machine make tiny products a hundred times as slow."""
+    """Networks compute on one thread: threads that share a busy machine make tiny products a
+    hundred times as slow.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if lines := config.stash.get(MEASUREMENTS, []):
         terminalreporter.section("measured")
         for line in lines:
@@ -86,7 +105,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _uncaptured(config: pytest.Config) -> Callable[[str], None]:
-    """Prints a line while output is captured: a pair takes a minute to start, and silence looks like a hang."""
+    """Prints a line while output is captured: a pair takes a minute to start, and silence looks
+    like a hang.
+    """
     capture = config.pluginmanager.getplugin("capturemanager")
     terminal = config.pluginmanager.getplugin("terminalreporter")
 

@@ -4,7 +4,8 @@ try:
     import redis.asyncio  # noqa: F401 (asked for here so that its absence is explained once)
 except ImportError as error:
     raise ImportError(
-        "agent_cache.redis needs redis-py, which is not installed. Run: pip install 'shell-router[redis]'"
+        "agent_cache.redis needs redis-py, which is not installed. Run: pip install "
+        "'shell-router[redis]'"
     ) from error
 
 from agent_cache.redis.cache import RedisAgentPromptCache

@@ -23,7 +23,9 @@ from agent_cache.redis.layout import Layout, read_entries
 from agent_cache.redis.publisher import Publisher
 
 LONGEST_BLOCK_S = 3.0
-"""A blocked XREAD is asked anew this often, to notice a dead connection and a log deleted in between."""
+"""A blocked XREAD is asked anew this often, to notice a dead connection and a log deleted in
+between.
+"""
 
 RETRY_S = 0.1
 
@@ -33,16 +35,18 @@ log = logging.getLogger("agent_cache")
 class RedisAgentPromptCache:
     """An `AgentPromptCache` that several processes share.
 
-    A log lives in the memory of the process that writes it, whose readers never touch the network; one background task
-    copies it to Redis, where other processes read it. With Redis away all goes on in memory and `stats.degraded` is
-    set; logs are then begun without asking whether another process has begun them, and only this process can read
-    them. Once Redis is back, it gets what it missed.
+    A log lives in the memory of the process that writes it, whose readers never touch the network;
+    one background task copies it to Redis, where other processes read it. With Redis away all goes
+    on in memory and `stats.degraded` is set; logs are then begun without asking whether another
+    process has begun them, and only this process can read them. Once Redis is back, it gets what it
+    missed.
 
-    `redis` is a URL (redis://, rediss://, unix://), with further `options` of redis-py's clients such as `password` or
-    `ssl_ca_certs`. `clock` returns monotonic seconds. Logs expire `ttl_s` after their last write. Redis may take
-    `reply_limit_s` for a reply before it counts as away. Every read that waits for another process's log holds one of
-    `max_connections`. `len` counts the logs of this process. `journals` lie in the same Redis; see `Journals` for
-    `journal_ttl_s` and `lease_s`.
+    `redis` is a URL (redis://, rediss://, unix://), with further `options` of redis-py's clients
+    such as `password` or `ssl_ca_certs`. `clock` returns monotonic seconds. Logs expire `ttl_s`
+    after their last write. Redis may take `reply_limit_s` for a reply before it counts as away.
+    Every read that waits for another process's log holds one of `max_connections`. `len` counts the
+    logs of this process. `journals` lie in the same Redis; see `Journals` for `journal_ttl_s` and
+    `lease_s`.
     """
 
     def __init__(
@@ -61,15 +65,22 @@ class RedisAgentPromptCache:
         if reply_limit_s <= 0:
             raise ValueError(f"reply_limit_s is {reply_limit_s}; it must be positive")
         self._client = connect(
-            redis, max_connections=max_connections, connect_limit_s=reply_limit_s, options=options or {}
+            redis,
+            max_connections=max_connections,
+            connect_limit_s=reply_limit_s,
+            options=options or {},
         )
         self._closed = False
         self.stats = CacheStats()
         self._connection = Connection(self._client, reply_limit_s=reply_limit_s)
         self._layout = layout = Layout(prefix, uuid4().hex, ttl_s)
         self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
-        self._memory = MemoryAgentPromptCache(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
-        self.journals = RedisJournals(self._connection, layout, ttl_s=journal_ttl_s, lease_s=lease_s)
+        self._memory = MemoryAgentPromptCache(
+            clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop
+        )
+        self.journals = RedisJournals(
+            self._connection, layout, ttl_s=journal_ttl_s, lease_s=lease_s
+        )
 
     def __len__(self) -> int:
         return len(self._memory)
@@ -87,7 +98,9 @@ class RedisAgentPromptCache:
 
         return Writer(log, written)
 
-    async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
+    async def read(
+        self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float
+    ) -> LogRead:
         self._check_open()
         if self._memory.find(key) is not None:
             return await self._memory.read(key, position, at_least=at_least, wait_s=wait_s)
@@ -113,7 +126,8 @@ class RedisAgentPromptCache:
         return True
 
     async def close(self, *, limit_s: float = 2.0) -> None:
-        """Give Redis at most `limit_s` for what it still lacks, then end everything of this process.
+        """Give Redis at most `limit_s` for what it still lacks, then end everything of this
+        process.
 
         What Redis has stays there for other processes until it is forgotten or expires.
         """
@@ -141,7 +155,8 @@ class RedisAgentPromptCache:
         begun = await self._read_wherever_it_begins(key, wait_s)
         if begun.end is not None or begun.position >= at_least:
             return begun
-        wait_s, missing = max(0.0, deadline_s - loop.time()), at_least - begun.position
+        wait_s = max(0.0, deadline_s - loop.time())
+        missing = at_least - begun.position
         try:
             rest = await self.read(key, begun.position, at_least=missing, wait_s=wait_s)
         except LogTimeout:
@@ -149,7 +164,9 @@ class RedisAgentPromptCache:
         return joined([begun, rest], rest.position, rest.end, rest.detail)
 
     async def _read_wherever_it_begins(self, key: LogKey, wait_s: float) -> LogRead:
-        """The first of a log that is not known here: it may be another process's, or yet begin in this one."""
+        """The first of a log that is not known here: it may be another process's, or yet begin in
+        this one.
+        """
         here = asyncio.create_task(self._memory.wait(key, 0, 1))
         elsewhere = asyncio.create_task(self._read_elsewhere(key, 0, 1, wait_s))
         try:
@@ -163,21 +180,26 @@ class RedisAgentPromptCache:
             elsewhere.cancel()
             await asyncio.gather(here, elsewhere, return_exceptions=True)
 
-    async def _read_elsewhere(self, key: LogKey, position: int, at_least: int, wait_s: float) -> LogRead:
+    async def _read_elsewhere(
+        self, key: LogKey, position: int, at_least: int, wait_s: float
+    ) -> LogRead:
         """Read another process's log, with one blocking XREAD at a time on a connection of its own.
 
-        Raises CacheUnavailable if nothing came and Redis is away when the wait ends. A Redis that neither
-        answers nor refuses makes it last longer, up to the connection's limit for a reply.
+        Raises CacheUnavailable if nothing came and Redis is away when the wait ends. A Redis that
+        neither answers nor refuses makes it last longer, up to the connection's limit for a reply.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
         reads: list[LogRead] = []
-        reached, after = position, f"{position}-1".encode()
+        reached = position
+        after = f"{position}-1".encode()
         while True:
             left_s = max(0.0, deadline_s - loop.time())
             away: BaseException | None = None
             try:
-                found, after = await self._look(key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S))
+                found, after = await self._look(
+                    key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S)
+                )
                 if found is not None:
                     reads.append(found)
                     reached = found.position
@@ -185,7 +207,9 @@ class RedisAgentPromptCache:
                         return joined(reads, reached, found.end, found.detail)
             except AWAY as error:
                 if concerns_key(error):
-                    raise CacheUnavailable(f"what Redis has under the name of {key} is no log ({error})") from error
+                    raise CacheUnavailable(
+                        f"what Redis has under the name of {key} is no log ({error})"
+                    ) from error
                 away = error
                 self.stats.failed_reads += 1
                 await asyncio.sleep(min(RETRY_S, left_s))
@@ -197,12 +221,16 @@ class RedisAgentPromptCache:
                     raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away
                 raise LogTimeout(message, begun=await self._begun(key))
 
-    async def _look(self, key: LogKey, position: int, after: bytes, *, block_s: float) -> tuple[LogRead | None, bytes]:
-        """What follows `position` in entries behind `after`, waiting `block_s` for it, and the last entry's id.
+    async def _look(
+        self, key: LogKey, position: int, after: bytes, *, block_s: float
+    ) -> tuple[LogRead | None, bytes]:
+        """What follows `position` in entries behind `after`, waiting `block_s` for it, and the last
+        entry's id.
 
         None if nothing came and the log may still be written.
         """
-        name, block_ms = self._layout.log(key), int(1000 * block_s)
+        name = self._layout.log(key)
+        block_ms = int(1000 * block_s)
         block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
         command = ("XREAD", *block, "STREAMS", name, after)
         if streams := await self._connection.call(*command, blocks_s=block_s):
@@ -210,7 +238,11 @@ class RedisAgentPromptCache:
             read, skipped = read_entries(entries, position)
             if skipped:
                 self.stats.skipped += skipped
-                log.warning("%d entries of the log of %s in Redis make no sense and are skipped", skipped, key)
+                log.warning(
+                    "%d entries of the log of %s in Redis make no sense and are skipped",
+                    skipped,
+                    key,
+                )
             return read if read.position > position or read.end else None, entries[-1][0]
         gone = position and not await self._connection.call("EXISTS", name)
         return forgotten(position) if gone else None, after

@@ -16,15 +16,21 @@ AWAY = (RedisError, OSError, TimeoutError)
 
 
 def concerns_key(reply: object) -> bool:
-    """Whether `reply` is a refusal for what lies under a command's key: no other key is to suffer from it."""
-    return isinstance(reply, ResponseError) and any(word in str(reply) for word in ("WRONGTYPE", "equal or smaller"))
+    """Whether `reply` is a refusal for what lies under a command's key: no other key is to suffer
+    from it.
+    """
+    return isinstance(reply, ResponseError) and any(
+        word in str(reply) for word in ("WRONGTYPE", "equal or smaller")
+    )
 
 
-def connect(url: str, *, max_connections: int, connect_limit_s: float, options: Mapping[str, Any]) -> Redis:
+def connect(
+    url: str, *, max_connections: int, connect_limit_s: float, options: Mapping[str, Any]
+) -> Redis:
     """A client that never sends a command twice and lets a read block for as long as it says.
 
-    redis-py's own defaults retry ten times and cut off reads after 5 s: a blocked XREAD then hangs for a minute.
-    Raises ValueError where `url` sets what replies look like.
+    redis-py's own defaults retry ten times and cut off reads after 5 s: a blocked XREAD then hangs
+    for a minute. Raises ValueError where `url` sets what replies look like.
     """
     client = Redis.from_url(
         url,
@@ -43,7 +49,9 @@ def connect(url: str, *, max_connections: int, connect_limit_s: float, options: 
 
 
 class Connection:
-    """A client and the time that Redis may take for each reply. Every call may raise what `AWAY` holds."""
+    """A client and the time that Redis may take for each reply. Every call may raise what `AWAY`
+    holds.
+    """
 
     def __init__(self, client: Redis, *, reply_limit_s: float) -> None:
         self._client = client
@@ -55,10 +63,14 @@ class Connection:
             return await self._client.execute_command(*command)  # type: ignore[no-untyped-call] # redis-py has none
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """One round trip, no transaction. A command that Redis refused has its error as its reply."""
+        """One round trip, no transaction. A command that Redis refused has its error as its
+        reply."""
         if not commands:
             return []
-        async with asyncio.timeout(self._reply_limit_s), self._client.pipeline(transaction=False) as pipeline:
+        async with (
+            asyncio.timeout(self._reply_limit_s),
+            self._client.pipeline(transaction=False) as pipeline,
+        ):
             for command in commands:
                 pipeline.execute_command(*command)
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
@@ -73,7 +85,9 @@ class Connection:
         return replies
 
     async def server_identity(self) -> str:
-        """What changes when a server is restarted or another takes its place; always the same if INFO is forbidden."""
+        """What changes when a server is restarted or another takes its place; always the same if
+        INFO is forbidden.
+        """
         try:
             return str((await self.call("INFO", "server")).get("run_id"))
         except NoPermissionError:

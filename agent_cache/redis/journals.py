@@ -1,4 +1,5 @@
-"""Journals in Redis: a list that begins with its head, and keys for the lease and for who claimed the journal last.
+"""Journals in Redis: a list that begins with its head, and keys for the lease and for who claimed
+the journal last.
 
 Each call is one atomic script.
 """
@@ -12,8 +13,9 @@ from agent_cache.protocol import CacheUnavailable, JournalDiffers, JournalState
 from agent_cache.redis.connection import AWAY, Connection
 from agent_cache.redis.layout import Layout
 
-# KEYS: lease, list, owner; ARGV: owner, and milliseconds that the lease and the list live. Who claimed last is known as
-# long as the list is: a lease that ran out is still its owner's until another comes, and never again after that
+# KEYS: lease, list, owner; ARGV: owner, and milliseconds that the lease and the list live. Who
+# claimed last is known as long as the list is: a lease that ran out is still its owner's until
+# another comes, and never again after that
 CLAIM = """
 local head, leased = redis.call('LINDEX', KEYS[2], 0), redis.call('GET', KEYS[1])
 if head and head ~= ARGV[4] then return 'differs' end
@@ -52,7 +54,9 @@ RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[
 class RedisJournals:
     """See `Journals`. The list lives for `ttl_s` after its last write."""
 
-    def __init__(self, connection: Connection, layout: Layout, *, ttl_s: float, lease_s: float) -> None:
+    def __init__(
+        self, connection: Connection, layout: Layout, *, ttl_s: float, lease_s: float
+    ) -> None:
         self._connection = connection
         self._layout = layout
         self._lives_ms = max(1, round(1000 * lease_s)), max(1, round(1000 * ttl_s))
@@ -69,8 +73,12 @@ class RedisJournals:
             raise JournalDiffers(f"the journal {key!r} was begun with another head")
         return None if found == b"held" else list(found)
 
-    async def append(self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]) -> bool:
-        return bool(await self._run(APPEND, tenant, key, owner, *self._lives_ms, position, *records))
+    async def append(
+        self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]
+    ) -> bool:
+        return bool(
+            await self._run(APPEND, tenant, key, owner, *self._lives_ms, position, *records)
+        )
 
     async def release(self, tenant: str, key: str, owner: str) -> None:
         await self._run(RELEASE, tenant, key, owner)
@@ -88,6 +96,8 @@ class RedisJournals:
 
     async def _run(self, script: str, tenant: str, key: str, *values: str | int | bytes) -> Any:
         try:
-            return await self._connection.call("EVAL", script, 3, *self._layout.journal(tenant, key), *values)
+            return await self._connection.call(
+                "EVAL", script, 3, *self._layout.journal(tenant, key), *values
+            )
         except AWAY as error:
             raise CacheUnavailable(f"Redis is away ({error!r})") from error

@@ -1,13 +1,15 @@
 """How logs lie in Redis: names of keys, and what the entries of a stream hold. No I/O.
 
-A log is one stream. An entry's id is `<position>-<kind>`, where the position is the log's length including the entry;
-ids grow by themselves, so a write that is sent twice is refused the second time.
+A log is one stream. An entry's id is `<position>-<kind>`, where the position is the log's length
+including the entry; ids grow by themselves, so a write that is sent twice is refused the second
+time.
 
     0-1             begun; field `owner` names the process that writes
     <position>-0    chunks; field `chunks` is JSON, [[text, [id, ...]], ...]
     <position>-2    end mark; fields `end` and `detail`
 
-Each program has a set of its agents as well as its streams, so that it can be deleted without a scan.
+Each program has a set of its agents as well as its streams, so that it can be deleted without a
+scan.
 """
 
 import json
@@ -37,9 +39,10 @@ def id_parts(entry_id: bytes) -> tuple[int, int]:
 class Layout:
     """The names and commands of one deployment's logs.
 
-    `prefix` keeps deployments apart that share a Redis; `owner` tells this process from others; keys expire `ttl_s`
-    after the last write, or up to `renew_s` later. Names are percent-encoded, so no tenant, program or agent can run
-    into another, and a program's keys share a hash tag, so that they lie on one node of a cluster.
+    `prefix` keeps deployments apart that share a Redis; `owner` tells this process from others;
+    keys expire `ttl_s` after the last write, or up to `renew_s` later. Names are percent-encoded,
+    so no tenant, program or agent can run into another, and a program's keys share a hash tag, so
+    that they lie on one node of a cluster.
     """
 
     prefix: str
@@ -48,7 +51,9 @@ class Layout:
 
     @property
     def renew_s(self) -> float:
-        """How long a key's time to live need not be renewed, so that most writes are one command and not three."""
+        """How long a key's time to live need not be renewed, so that most writes are one command
+        and not three.
+        """
         return self.ttl_s / 16
 
     def log(self, key: LogKey) -> str:
@@ -82,20 +87,43 @@ class Layout:
     def end(self, key: LogKey, position: int, end: End, detail: str) -> Command:
         """Add the end mark, unless the log is gone."""
         mark = f"{position}-{END_KIND}"
-        return ("XADD", self.log(key), "NOMKSTREAM", mark, "end", end.value, "detail", _bytes(detail))
+        return (
+            "XADD",
+            self.log(key),
+            "NOMKSTREAM",
+            mark,
+            "end",
+            end.value,
+            "detail",
+            _bytes(detail),
+        )
 
     def keep(self, key: LogKey) -> list[Command]:
         """Count the time to live from now."""
         ttl_ms = max(1, round(1000 * (self.ttl_s + self.renew_s)))
-        return [("PEXPIRE", name, ttl_ms) for name in (self.log(key), self.agents(key.tenant, key.program))]
+        return [
+            ("PEXPIRE", name, ttl_ms)
+            for name in (self.log(key), self.agents(key.tenant, key.program))
+        ]
 
     def delete(self, log: str) -> list[Command]:
-        """Wake the log's blocked readers with an end mark, then delete it: a deletion alone wakes no reader.
+        """Wake the log's blocked readers with an end mark, then delete it: a deletion alone wakes
+        no reader.
 
-        The mark's id is the server's time, which is greater than any position. The two must not become one
+        The mark's id is the server's time, which is greater than any position. The two must not
+        become one
         transaction: readers are woken when it ends, and would then find the log deleted.
         """
-        mark: Command = ("XADD", log, "NOMKSTREAM", "*", "end", End.ABORTED.value, "detail", FORGOTTEN)
+        mark: Command = (
+            "XADD",
+            log,
+            "NOMKSTREAM",
+            "*",
+            "end",
+            End.ABORTED.value,
+            "detail",
+            FORGOTTEN,
+        )
         return [mark, ("UNLINK", log)]
 
     def _program(self, tenant: str, program: str) -> str:
@@ -114,7 +142,10 @@ def decode(field: bytes) -> list[Chunk]:
         batch = [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    if not all(type(chunk.text) is str and all(type(id) is int and id >= 0 for id in chunk.ids) for chunk in batch):
+    if not all(
+        type(chunk.text) is str and all(type(id) is int and id >= 0 for id in chunk.ids)
+        for chunk in batch
+    ):
         raise ValueError("chunks are pairs of a text and token ids")
     return batch
 
@@ -123,22 +154,31 @@ DAMAGED = "What Redis has of the log is damaged."
 
 
 def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]:
-    """`entries`, the ones behind `position`, as one read, and how many of them make no sense and are skipped.
+    """`entries`, the ones behind `position`, as one read, and how many of them make no sense and
+    are skipped.
 
-    A log that lacks what a skipped entry held ends as failed. ValueError for a position inside a chunk.
+    A log that lacks what a skipped entry held ends as failed. ValueError for a position inside a
+    chunk.
     """
     chunks: list[Chunk] = []
-    reached, skipped = position, 0
+    reached = position
+    skipped = 0
     for entry_id, fields in entries:
-        start, at = reached, id_parts(entry_id)[0]
+        start = reached
+        at = id_parts(entry_id)[0]
         try:
-            end = End(fields[b"end"].decode()) if b"end" in fields else None
+            if b"end" in fields:
+                end = End(fields[b"end"].decode())
+            else:
+                end = None
             batch = [] if end else decode(fields[b"chunks"])
         except (KeyError, ValueError):
             skipped += 1
             continue
         first = at if end else at - sum(map(len, batch))
-        if first > start and end is not End.ABORTED:  # the mark of a deletion has a time for its position
+        if (
+            first > start and end is not End.ABORTED
+        ):  # the mark of a deletion has a time for its position
             return joined(chunks, start, End.FAILED, DAMAGED), skipped
         if end:
             return joined(chunks, reached, end, _text(fields.get(b"detail", b""))), skipped

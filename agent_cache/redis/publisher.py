@@ -1,7 +1,7 @@
 """The one task that copies this process's logs to Redis.
 
-While a round trip is under way more chunks come in; the next round sends them all, each log's as one entry. So the
-work is per round trip and not per token, and writers never wait.
+While a round trip is under way more chunks come in; the next round sends them all, each log's as
+one entry. So the work is per round trip and not per token, and writers never wait.
 """
 
 import asyncio
@@ -32,7 +32,9 @@ def _answer(future: "asyncio.Future[Any] | None", result: object = None) -> None
 
 
 CHUNKS_PER_ENTRY = 256
-"""With the publisher's logs per round it bounds how long catching up holds the event loop: some 20 ms."""
+"""With the publisher's logs per round it bounds how long catching up holds the event loop: some 20
+ms.
+"""
 
 
 class Outcome(Enum):
@@ -46,11 +48,13 @@ class Outcome(Enum):
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """One log's way to Redis: `chunks` of them are there, the begin mark if `begun`, the end mark if `ended`.
+    """One log's way to Redis: `chunks` of them are there, the begin mark if `begun`, the end mark
+    if `ended`.
 
-    Its keys' time to live was renewed at `renewed_s`. `sent` counts the stream entries under way, and has `chunks`,
-    `ended` and `renewed_s` once Redis has taken them. `answer` gives the log's creator the outcome of its begin mark,
-    None if Redis did not say. A `withdrawn` log is served to this process only.
+    Its keys' time to live was renewed at `renewed_s`. `sent` counts the stream entries under way,
+    and has `chunks`, `ended` and `renewed_s` once Redis has taken them. `answer` gives the log's
+    creator the outcome of its begin mark, None if Redis did not say. A `withdrawn` log is served to
+    this process only.
     """
 
     key: LogKey
@@ -75,27 +79,38 @@ class Publication:
         return not self.withdrawn and (behind or not self.begun)
 
     def writes(self, layout: Layout, now_s: float) -> list[Command]:
-        """What to send next: the begin mark alone, as another process may have set it, or what waits behind it."""
+        """What to send next: the begin mark alone, as another process may have set it, or what
+        waits behind it.
+        """
         if not self.begun:
             self.sent = 1, 0, False, now_s
             return layout.begin(self.key)
-        log, upto = self.log, min(len(self.log.chunks), self.chunks + CHUNKS_PER_ENTRY)
+        log = self.log
+        upto = min(len(self.log.chunks), self.chunks + CHUNKS_PER_ENTRY)
         ended = log.end is not None and upto == len(log.chunks)
         commands: list[Command] = []
         if self.chunks < upto:
             commands.append(layout.chunks(self.key, log.chunks[self.chunks : upto], log.ends[upto]))
         if log.end is not None and ended and not self.ended:
             commands.append(layout.end(self.key, log.position, log.end, log.detail))
-        entries, renewed_s = len(commands), self.renewed_s
+        entries = len(commands)
+        renewed_s = self.renewed_s
         if ended or now_s >= renewed_s + layout.renew_s:
-            commands, renewed_s = commands + layout.keep(self.key), now_s
+            commands = commands + layout.keep(self.key)
+            renewed_s = now_s
         self.sent = entries, upto, ended, renewed_s
         return commands
 
     def settle(self, replies: Sequence[object]) -> Outcome:
-        """Take note of Redis's `replies` to what was sent. Raises the first error that is not an answer."""
+        """Take note of Redis's `replies` to what was sent. Raises the first error that is not an
+        answer.
+        """
         refusal = replies[0]
-        if not self.begun and isinstance(refusal, ResponseError) and "equal or smaller" in str(refusal):
+        if (
+            not self.begun
+            and isinstance(refusal, ResponseError)
+            and "equal or smaller" in str(refusal)
+        ):
             return Outcome.TAKEN
         for reply in replies:
             if isinstance(reply, Exception) and not concerns_key(reply):
@@ -105,7 +120,10 @@ class Publication:
         entries, chunks, ended, renewed_s = self.sent
         if any(reply is None for reply in replies[:entries]):
             return Outcome.GONE
-        self.begun, self.chunks, self.ended, self.renewed_s = True, chunks, ended, renewed_s
+        self.begun = True
+        self.chunks = chunks
+        self.ended = ended
+        self.renewed_s = renewed_s
         return Outcome.PUBLISHED
 
     def resume(self, first: Sequence[Entry], last: Sequence[Entry], owner: str) -> bool:
@@ -113,9 +131,14 @@ class Publication:
 
         False if it is another process's, another process was about to delete it, or it is none.
         """
-        if concerns_key(first) or concerns_key(last) or bool(first) != bool(last):  # or it changed between the two
+        if (
+            concerns_key(first) or concerns_key(last) or bool(first) != bool(last)
+        ):  # or it changed between the two
             return False
-        self.begun, self.chunks, self.ended, self.renewed_s = bool(first), 0, False, -math.inf
+        self.begun = bool(first)
+        self.chunks = 0
+        self.ended = False
+        self.renewed_s = -math.inf
         if not first:
             return True
         if first[0][1].get(b"owner") != owner.encode():
@@ -144,7 +167,12 @@ class Publisher:
     """
 
     def __init__(
-        self, connection: Connection, layout: Layout, stats: CacheStats, *, clock: Callable[[], float]
+        self,
+        connection: Connection,
+        layout: Layout,
+        stats: CacheStats,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self._clock = clock
         self._connection = connection
@@ -152,7 +180,9 @@ class Publisher:
         self._stats = stats
         self._publications: dict[LogKey, Publication] = {}
         self._dirty: dict[LogKey, Publication] = {}
-        self._deletions: dict[tuple[str, str], asyncio.Future[None]] = {}  # what is asked for stays until it is done
+        self._deletions: dict[
+            tuple[str, str], asyncio.Future[None]
+        ] = {}  # what is asked for stays until it is done
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -194,7 +224,9 @@ class Publisher:
             _answer(publication.answer)
 
     async def delete(self, tenant: str, program: str) -> None:
-        """Delete the program's logs, those of other processes too; at once, or, with Redis away, when it is back."""
+        """Delete the program's logs, those of other processes too; at once, or, with Redis away,
+        when it is back.
+        """
         done = self._deletions.get((tenant, program))
         if done is None or done.done():
             done = self._deletions[tenant, program] = asyncio.get_running_loop().create_future()
@@ -249,7 +281,9 @@ class Publisher:
             await self._examine()
         while self._dirty or self._deletions:
             await self._delete_all()
-            await self._publish([self._dirty.pop(key) for key in list(islice(self._dirty, LOGS_PER_ROUND))])
+            await self._publish(
+                [self._dirty.pop(key) for key in list(islice(self._dirty, LOGS_PER_ROUND))]
+            )
         if self._stats.degraded:
             self._stats.degraded = False
             self._backoff_s = FIRST_BACKOFF_S
@@ -259,32 +293,44 @@ class Publisher:
         """Delete the programs that wait, in two round trips for many of them."""
         while self._deletions:
             programs = list(islice(self._deletions, PROGRAMS_PER_ROUND))
-            sets = await self._connection.ask([("SMEMBERS", self._layout.agents(*program)) for program in programs])
+            sets = await self._connection.ask(
+                [("SMEMBERS", self._layout.agents(*program)) for program in programs]
+            )
             commands: list[Command] = []
             for program, agents in zip(programs, sets, strict=True):
                 for agent in () if concerns_key(agents) else agents:
-                    commands += self._layout.delete(self._layout.log_named(*program, agent.decode("ascii", "replace")))
+                    commands += self._layout.delete(
+                        self._layout.log_named(*program, agent.decode("ascii", "replace"))
+                    )
                 commands.append(("UNLINK", self._layout.agents(*program)))
             await self._connection.ask(commands)
             for program in programs:
                 _answer(self._deletions.pop(program, None))
 
     async def _publish(self, batch: Sequence[Publication]) -> None:
-        now_s, before = self._clock(), self._stats.published
+        now_s = self._clock()
+        before = self._stats.published
         batch = [publication for publication in batch if publication.pending]
         writes = [publication.writes(self._layout, now_s) for publication in batch]
         try:
             replies = iter(await self._connection.send(list(chain.from_iterable(writes))))
-            sent = [(one, list(islice(replies, len(commands)))) for one, commands in zip(batch, writes, strict=True)]
+            sent = [
+                (one, list(islice(replies, len(commands))))
+                for one, commands in zip(batch, writes, strict=True)
+            ]
             gone = self._settle(sent)
         except AWAY:
             taken = self._stats.published - before
             self._stats.lost_writes += sum(publication.sent[0] for publication in batch) - taken
             raise
-        if gone and await self._connection.server_identity() != self._server:  # lost with the server's memory
+        if (
+            gone and await self._connection.server_identity() != self._server
+        ):  # lost with the server's memory
             raise RedisConnectionError("the server was restarted or replaced")
         for publication in gone:
-            self._withdraw(publication, "Redis dropped it (deleted by another process, expired or evicted)")
+            self._withdraw(
+                publication, "Redis dropped it (deleted by another process, expired or evicted)"
+            )
 
     def _settle(self, sent: Iterable[tuple[Publication, Sequence[object]]]) -> list[Publication]:
         """Give each log its replies; returns those that Redis no longer has."""
@@ -297,7 +343,9 @@ class Publisher:
                 gone.append(publication)
             elif outcome is Outcome.REFUSED:
                 self._withdraw(publication, "something else lies under its name in Redis")
-            elif publication.awaited:  # another process has begun that log: its creator here gets an error
+            elif (
+                publication.awaited
+            ):  # another process has begun that log: its creator here gets an error
                 _answer(publication.answer, Outcome.TAKEN)
                 self.drop(publication.key)
             else:
@@ -320,8 +368,12 @@ class Publisher:
         for start in range(0, len(publications), LOGS_PER_ROUND):
             batch = publications[start : start + LOGS_PER_ROUND]
             names = [self._layout.log(publication.key) for publication in batch]
-            firsts = await self._connection.ask([("XRANGE", name, "-", "+", "COUNT", 1) for name in names])
-            lasts = await self._connection.ask([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names])
+            firsts = await self._connection.ask(
+                [("XRANGE", name, "-", "+", "COUNT", 1) for name in names]
+            )
+            lasts = await self._connection.ask(
+                [("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names]
+            )
             for publication, first, last in zip(batch, firsts, lasts, strict=True):
                 if not publication.resume(first, last, self._layout.owner):
                     self._withdraw(publication, "another process had begun or deleted it")
@@ -330,7 +382,8 @@ class Publisher:
         """Redis is away: log it once, and let no caller wait for it."""
         if not self._stats.degraded:
             log.warning(
-                "Redis is away (%s). Agent logs are kept in this process only, where requests are still served; other "
+                "Redis is away (%s). Agent logs are kept in this process only, where requests "
+                "are still served; other "
                 "processes cannot read them until Redis is back.",
                 repr(error),
             )

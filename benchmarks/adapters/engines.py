@@ -38,7 +38,9 @@ async def running(model: Path, room: int, folder: Path) -> AsyncIterator[Running
     sglang = _sglang(model, room, folder)
     try:
         await asyncio.to_thread(sglang.start, progress=print)
-        address = PairAddress(sglang.prefill.url, sglang.decode.url, sglang.bootstrap_host, sglang.bootstrap_port)
+        address = PairAddress(
+            sglang.prefill.url, sglang.decode.url, sglang.bootstrap_host, sglang.bootstrap_port
+        )
         yield Running(address, model, f"SGLang pair, cpu, float32; {words}")
     finally:
         await asyncio.to_thread(sglang.stop)
@@ -47,10 +49,19 @@ async def running(model: Path, room: int, folder: Path) -> AsyncIterator[Running
 def _sglang(model: Path, room: int, folder: Path) -> CpuPair:
     venv = built_environment()
     if venv is None:
-        raise ConfigError("the SGLang environment is not built.", remedy=f"Build it with: {BUILD_COMMAND}")
+        raise ConfigError(
+            "the SGLang environment is not built.", remedy=f"Build it with: {BUILD_COMMAND}"
+        )
     places = str(room + 1)  # SGLang counts requests without an adapter as one more
     options = (
         *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK)),
-        *("--max-loras-per-batch", places, "--max-loaded-loras", places, "--lora-target-modules", *MODULES),
+        *(
+            "--max-loras-per-batch",
+            places,
+            "--max-loaded-loras",
+            places,
+            "--lora-target-modules",
+            *MODULES,
+        ),
     )
     return make_pair(model, venv, folder, options=options)

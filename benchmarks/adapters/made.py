@@ -23,11 +23,13 @@ def make_adapter(
     strength: float = 0.5,
     rank_stabilised: bool = False,
 ) -> Path:
-    """Write an adapter of the model in folder `model` into `folder`, which SGLang loads as well, and return it.
+    """Write an adapter of the model in folder `model` into `folder`, which SGLang loads as well,
+    and return it.
 
-    Equal arguments give equal files; another `seed` gives an adapter that answers otherwise. Each of `modules` gets,
-    for inputs of size one, an addition of about size `strength`: 1 is about what a layer of a random checkpoint gives
-    itself. SGLang scales rank-stabilised adapters as if they were not. Raises `ConfigError`.
+    Equal arguments give equal files; another `seed` gives an adapter that answers otherwise. Each
+    of `modules` gets, for inputs of size one, an addition of about size `strength`: 1 is about what
+    a layer of a random checkpoint gives itself. SGLang scales rank-stabilised adapters as if they
+    were not. Raises `ConfigError`.
     """
     shapes = _shapes(Path(model), modules)
     rng = np.random.default_rng(seed)
@@ -51,7 +53,9 @@ def make_adapter(
         "use_rslora": rank_stabilised,
         "bias": "none",
     }
-    (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (target / "adapter_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -69,6 +73,8 @@ def _shapes(model: Path, modules: Sequence[str]) -> Mapping[str, tuple[int, int]
     if missing := set(modules) - {linear.rpartition(".")[2] for linear in shapes}:
         raise ConfigError(
             f"{model} has no weights for {min(missing)}.",
-            remedy=f"Name a model folder with safetensors, and modules out of {', '.join(MODULES)}.",
+            remedy=(
+                f"Name a model folder with safetensors, and modules out of {', '.join(MODULES)}."
+            ),
         )
     return shapes

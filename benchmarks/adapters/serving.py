@@ -28,7 +28,9 @@ FIRST_ID = 4
 
 @dataclass(frozen=True)
 class Amount:
-    """How many requests come from how many clients at a time, for how many adapters, `room` of them loaded."""
+    """How many requests come from how many clients at a time, for how many adapters, `room` of them
+    loaded.
+    """
 
     requests: int
     clients: int
@@ -59,7 +61,9 @@ def stream(amount: Amount, vocabulary: int, seed: int) -> list[Asked]:
 
 @dataclass(frozen=True)
 class Served:
-    """Outputs and latencies (seconds) in the stream's order, loads per server, and the mean time of a load."""
+    """Outputs and latencies (seconds) in the stream's order, loads per server, and the mean time of
+    a load.
+    """
 
     outputs: Sequence[tuple[int, ...]]
     latencies_s: Sequence[float]
@@ -89,12 +93,16 @@ async def served(pool: SglangPair, asked: Sequence[Asked], clients: int) -> Serv
     loads = [one.loads.count for one in counts]
     order = range(len(asked))
     load_s = sum(one.loads.sum_s for one in counts) / max(1, sum(loads))
-    return Served([outputs[at] for at in order], [latencies_s[at] for at in order], elapsed_s, loads, load_s)
+    return Served(
+        [outputs[at] for at in order], [latencies_s[at] for at in order], elapsed_s, loads, load_s
+    )
 
 
 def by_adapter(asked: Sequence[Asked]) -> Sequence[int]:
     """The places of the stream's requests, adapter after adapter."""
-    first = {adapter: place for place, adapter in enumerate(dict.fromkeys(one.adapter for one in asked))}
+    first = {
+        adapter: place for place, adapter in enumerate(dict.fromkeys(one.adapter for one in asked))
+    }
     return sorted(range(len(asked)), key=lambda place: first[asked[place].adapter])
 
 
@@ -109,10 +117,17 @@ async def each_alone(pool: SglangPair, asked: Sequence[Asked], clients: int) -> 
 
 
 async def _answer(pool: SglangPair, asked: Asked) -> tuple[int, ...]:
-    sampling = {"temperature": 0, "max_new_tokens": asked.tokens, "ignore_eos": True, "stream_interval": 8}
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": asked.tokens,
+        "ignore_eos": True,
+        "stream_interval": 8,
+    }
     request = Generation(random_rid(), asked.prompt, sampling, adapter=asked.adapter)
     async with aclosing(pool.generate(request)) as events:
-        return tuple([token async for event in events if isinstance(event, Tokens) for token in event.ids])
+        return tuple(
+            [token async for event in events if isinstance(event, Tokens) for token in event.ids]
+        )
 
 
 STEP_S, REQUEST_S, UNLOAD_S = 0.010, 0.002, 0.005
@@ -149,7 +164,9 @@ def windows(amount: Amount) -> list[Row]:
     rows = []
     for load_s in LOADS_S:
         for window_s in WINDOWS_S:
-            settings = AdapterSettings(max_loaded_adapters=amount.room, window_s=window_s, wait_s=1e6)
+            settings = AdapterSettings(
+                max_loaded_adapters=amount.room, window_s=window_s, wait_s=1e6
+            )
             runs = [_run(amount, settings, load_s, seed) for seed in range(SEEDS)]
             means = {key: fmean(run[key] for run in runs) for key in runs[0]}
             rows.append({"load_s": load_s, "window_s": window_s, **means})
@@ -166,7 +183,9 @@ def _run(amount: Amount, settings: AdapterSettings, load_s: float, seed: int) ->
         latencies_s: list[float] = []
         waiting = iter(asked)
         begun_s = now()
-        await asyncio.gather(*(_client(leases, server, waiting, latencies_s) for _ in range(amount.clients)))
+        await asyncio.gather(
+            *(_client(leases, server, waiting, latencies_s) for _ in range(amount.clients))
+        )
         return _row(asked, amount, leases.counts.loads.count, latencies_s, now() - begun_s)
 
     return run_virtual(whole())
@@ -184,11 +203,19 @@ async def _client(
         latencies_s.append(now() - asked_s)
 
 
-def _row(asked: Sequence[Asked], amount: Amount, loads: int, latencies_s: Sequence[float], elapsed_s: float) -> Row:
+def _row(
+    asked: Sequence[Asked],
+    amount: Amount,
+    loads: int,
+    latencies_s: Sequence[float],
+    elapsed_s: float,
+) -> Row:
     order = [one.adapter for one in asked]
     return {
         "per_s": len(asked) / elapsed_s,
         **{f"p{share}_s": float(np.percentile(latencies_s, share)) for share in (50, 95, 99)},
         "loads": loads,
-        "fewest_in_order": fewest_switches_in_this_order(order, (), dict.fromkeys(order, 1), amount.room),
+        "fewest_in_order": fewest_switches_in_this_order(
+            order, (), dict.fromkeys(order, 1), amount.room
+        ),
     }

@@ -1,1 +1,3 @@
-"""Chimera's setting in virtual time: its tasks, predictors as good as its own, and engines by roofline."""
+"""Chimera's setting in virtual time: its tasks, predictors as good as its own, and engines by
+roofline.
+"""

@@ -14,35 +14,56 @@ def draw(panels: Mapping[str, Mapping[str, list[Point]]]) -> str:
     names = list(dict.fromkeys(name for policies in panels.values() for name in policies))
     colours = dict(zip(names, (COLOURS * len(names))[: len(names)], strict=True))
     height = HEIGHT + 18 * len(names) + 10
-    parts = [_panel(at * WIDTH, title, policies, colours) for at, (title, policies) in enumerate(panels.items())]
+    parts = [
+        _panel(at * WIDTH, title, policies, colours)
+        for at, (title, policies) in enumerate(panels.items())
+    ]
     legend = [
-        f'<text x="{MARGIN}" y="{HEIGHT + 18 * (at + 1)}" fill="{colours[name]}">&#9679; {escape(name)}</text>'
+        (
+            f'<text x="{MARGIN}" y="{HEIGHT + 18 * (at + 1)}" fill="{colours[name]}">&#9679; '
+            f"{escape(name)}</text>"
+        )
         for at, name in enumerate(names)
     ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH * len(panels)}" height="{height}" font-size="12"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH * len(panels)}" '
+        f'height="{height}" font-size="12"'
+    )
     return "\n".join(
-        [f'{head} font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>', *parts, *legend, "</svg>"]
+        [
+            f'{head} font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>',
+            *parts,
+            *legend,
+            "</svg>",
+        ]
     )
 
 
-def _panel(left: float, title: str, policies: Mapping[str, list[Point]], colours: Mapping[str, str]) -> str:
+def _panel(
+    left: float, title: str, policies: Mapping[str, list[Point]], colours: Mapping[str, str]
+) -> str:
     points = [point for found in policies.values() for point in found]
     low, high = min(x for x, _ in points) - 1, max(x for x, _ in points) + 1
     top = 1.08 * max(y for _, y in points)
     inner, tall = WIDTH - 1.5 * MARGIN, HEIGHT - 2 * MARGIN
 
     def place(point: Point) -> tuple[float, float]:
-        return left + MARGIN + inner * (point[0] - low) / (high - low), MARGIN + tall * (1 - point[1] / top)
+        return left + MARGIN + inner * (point[0] - low) / (high - low), MARGIN + tall * (
+            1 - point[1] / top
+        )
 
     axes = (
         f'<path d="M{left + MARGIN} {MARGIN}v{tall}h{inner}" fill="none" stroke="#999"/>'
         f'<text x="{left + MARGIN}" y="{MARGIN - 14}" font-weight="bold">{escape(title)}</text>'
         f'<text x="{left + MARGIN}" y="{HEIGHT - MARGIN + 16}">{low:.0f} % right</text>'
-        f'<text x="{left + MARGIN + inner}" y="{HEIGHT - MARGIN + 16}" text-anchor="end">{high:.0f} %</text>'
+        f'<text x="{left + MARGIN + inner}" y="{HEIGHT - MARGIN + 16}" '
+        f'text-anchor="end">{high:.0f} %</text>'
         f'<text x="{left + MARGIN - 4}" y="{MARGIN + 4}" text-anchor="end">{top:.0f}</text>'
         f'<text x="{left + 4}" y="{MARGIN + tall / 2}">ms/tok</text>'
     )
-    return axes + "".join(_line([place(point) for point in found], colours[name]) for name, found in policies.items())
+    return axes + "".join(
+        _line([place(point) for point in found], colours[name]) for name, found in policies.items()
+    )
 
 
 def _line(points: list[tuple[float, float]], colour: str) -> str:

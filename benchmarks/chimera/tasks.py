@@ -22,7 +22,9 @@ DIFFICULT_IS_LONG = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Mean and deviation of a workflow's output tokens, and the share of tasks that the model answers rightly."""
+    """Mean and deviation of a workflow's output tokens, and the share of tasks that the model
+    answers rightly.
+    """
 
     tokens: float
     deviation: float
@@ -30,16 +32,16 @@ class Ability:
 
 
 MATH = {
-    # tokens of the smallest and largest: Chimera, section 4.1; those between are assumed. Right answers: MATH in
-    # Qwen2.5's technical report
+    # tokens of the smallest and largest: Chimera, section 4.1; those between are assumed. Right
+    # answers: MATH in Qwen2.5's technical report
     "qwen2.5-1.5b": Ability(606, 2587, 0.552),
     "qwen2.5-3b": Ability(640, 1900, 0.659),
     "qwen2.5-7b": Ability(680, 1100, 0.755),
     "qwen2.5-14b": Ability(709, 715, 0.800),
 }
 APPS = {
-    # as above; the paper shows right answers, which are shares of tests passed, in a picture only: assumed, near the
-    # 21 to 24 % that section 4.3 gives for vLLM on 1.5B and 7B
+    # as above; the paper shows right answers, which are shares of tests passed, in a picture only:
+    # assumed, near the 21 to 24 % that section 4.3 gives for vLLM on 1.5B and 7B
     "qwen2.5-1.5b": Ability(447, 1276, 0.12),
     "qwen2.5-3b": Ability(510, 1000, 0.20),
     "qwen2.5-7b": Ability(580, 760, 0.38),
@@ -49,7 +51,9 @@ APPS = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Per model the tokens of each stage, the chance of a right answer as the difficulty gives it, and the answer."""
+    """Per model the tokens of each stage, the chance of a right answer as the difficulty gives it,
+    and the answer.
+    """
 
     tokens: Mapping[str, tuple[int, ...]]
     chance: Mapping[str, float]
@@ -70,7 +74,10 @@ def tasks(number: int, abilities: Mapping[str, Ability], seed: int) -> list[Task
 def _task(abilities: Mapping[str, Ability], draws: random.Random) -> Task:
     difficulty, stages = draws.gauss(), draws.choice(STAGES)
     chance = {name: _chance(one.right, difficulty) for name, one in abilities.items()}
-    tokens = {name: tuple(_tokens(one, difficulty, draws) for _ in range(stages)) for name, one in abilities.items()}
+    tokens = {
+        name: tuple(_tokens(one, difficulty, draws) for _ in range(stages))
+        for name, one in abilities.items()
+    }
     return Task(tokens, chance, {name: draws.random() < chance[name] for name in abilities})
 
 
@@ -91,10 +98,11 @@ def _tokens(ability: Ability, difficulty: float, draws: random.Random) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Blur:
-    """How far predictions are off: in deviations of a probit, and of a logarithm of tokens. None predicts nothing.
+    """How far predictions are off: in deviations of a probit, and of a logarithm of tokens. None
+    predicts nothing.
 
-    With `whole` lengths are of all that remains of a program, without it of the stage alone. `flat` counts an agent as
-    one, whatever it writes. A prediction takes `cost_s`.
+    With `whole` lengths are of all that remains of a program, without it of the stage alone. `flat`
+    counts an agent as one, whatever it writes. A prediction takes `cost_s`.
     """
 
     scores: float | None = 0.0

@@ -29,7 +29,9 @@ from shell_router.topology import AUTO, Agent, Prefill, Prompt, Topology
 QUESTION_TOKENS = 160
 """Assumed: a question, with its system prompt."""
 AT_ONCE = 64
-"""Assumed: sequences that an engine decodes at once; all others wait in the router, in the policy's order."""
+"""Assumed: sequences that an engine decodes at once; all others wait in the router, in the policy's
+order.
+"""
 NEVER_S = 1e9
 
 
@@ -46,7 +48,9 @@ class Policy:
 
 @dataclass
 class Outcome:
-    """What came of a policy: per workflow its seconds, its tokens, and whether its answer was right."""
+    """What came of a policy: per workflow its seconds, its tokens, and whether its answer was
+    right.
+    """
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -57,10 +61,16 @@ class Outcome:
     @property
     def ms_per_token(self) -> float:
         """The mean over workflows, in milliseconds: the paper's end-to-end latency per token."""
-        return 1000 * sum(s / t for s, t in zip(self.seconds, self.tokens, strict=True)) / len(self.seconds)
+        return (
+            1000
+            * sum(s / t for s, t in zip(self.seconds, self.tokens, strict=True))
+            / len(self.seconds)
+        )
 
 
-def run(policy: Policy, tasks: Sequence[Task], costs: Mapping[str, PairCosts], per_s: float, seed: int) -> Outcome:
+def run(
+    policy: Policy, tasks: Sequence[Task], costs: Mapping[str, PairCosts], per_s: float, seed: int
+) -> Outcome:
     """All tasks to their ends; equal arguments give equal outcomes."""
     return run_virtual(_run(policy, tasks, costs, per_s, seed))
 
@@ -74,13 +84,17 @@ async def _run(
     served = {
         name: ServedModel(
             name,
-            Fleet(name, [_engine(costs[name], _writes(tasks, name))], SchedulingSettings(queue=queue)),
+            Fleet(
+                name, [_engine(costs[name], _writes(tasks, name))], SchedulingSettings(queue=queue)
+            ),
             tokenizer,
             131_072,
         )
         for name in costs
     }
-    chooser = ModelChooser(served, _auto(policy, costs), Foreseen(tasks, policy.blur, seed), clock=loop.time)
+    chooser = ModelChooser(
+        served, _auto(policy, costs), Foreseen(tasks, policy.blur, seed), clock=loop.time
+    )
     outcome = Outcome()
     async with MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf) as cache:
         executor = Executor(served, cache, None, clock=loop.time, chooser=chooser)
@@ -89,9 +103,14 @@ async def _run(
 
 
 def _auto(policy: Policy, costs: Mapping[str, PairCosts]) -> Auto:
-    """Pi of Algorithm 1: a token's time with a full batch. Where agents count as one, models count as equally fast."""
+    """Pi of Algorithm 1: a token's time with a full batch. Where agents count as one, models count
+    as equally fast.
+    """
     figures = {
-        name: ModelFigures(AT_ONCE, 1.0 if policy.blur.flat else one.decode.step_s + AT_ONCE * one.decode.sequence_s)
+        name: ModelFigures(
+            AT_ONCE,
+            1.0 if policy.blur.flat else one.decode.step_s + AT_ONCE * one.decode.sequence_s,
+        )
         for name, one in costs.items()
     }
     return Auto(tuple(costs), policy.choice, figures)
@@ -126,7 +145,12 @@ def workflow(stages: int) -> Topology:
 
 
 async def _ask_all(
-    executor: Executor, policy: Policy, tasks: Sequence[Task], per_s: float, seed: int, outcome: Outcome
+    executor: Executor,
+    policy: Policy,
+    tasks: Sequence[Task],
+    per_s: float,
+    seed: int,
+    outcome: Outcome,
 ) -> None:
     draws = random.Random(f"{seed}/arrivals")
     graphs = {stages: workflow(stages) for stages in {task.stages for task in tasks}}
@@ -136,7 +160,9 @@ async def _ask_all(
             group.create_task(_ask(executor, policy, graphs[task.stages], number, task, outcome))
 
 
-async def _ask(executor: Executor, policy: Policy, graph: Topology, number: int, task: Task, outcome: Outcome) -> None:
+async def _ask(
+    executor: Executor, policy: Policy, graph: Topology, number: int, task: Task, outcome: Outcome
+) -> None:
     loop = asyncio.get_running_loop()
     question = f"{number} {filler(QUESTION_TOKENS, str(number))}"
     chat = ({"role": "user", "content": question},)
@@ -147,7 +173,9 @@ async def _ask(executor: Executor, policy: Policy, graph: Topology, number: int,
             outcome.choice_s.append(event.at_s - event.started_s)
 
     began_s = loop.time()
-    answer = await executor.run(graph, MoaRequest(str(number), tenant, chat, timeout_s=NEVER_S), hear)
+    answer = await executor.run(
+        graph, MoaRequest(str(number), tenant, chat, timeout_s=NEVER_S), hear
+    )
     model = answer.agents[graph.root.id].model
     outcome.seconds.append(loop.time() - began_s)
     outcome.tokens.append(sum(spent.completion_tokens for spent in answer.agents.values()))
@@ -167,10 +195,11 @@ WORTHS = (10.0, 40.0, 160.0)
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Its tasks, predictors as good as the paper's and as slow as this router's on a busy CPU, and its figures.
+    """Its tasks, predictors as good as the paper's and as slow as this router's on a busy CPU, and
+    its figures.
 
-    `paper` has Chimera over vLLM by fleet (section 4.3): speed-up, and points of score. `distance` has Kendall's by
-    model (table 3), `precision` is the macro average precision (table 2).
+    `paper` has Chimera over vLLM by fleet (section 4.3): speed-up, and points of score. `distance`
+    has Kendall's by model (table 3), `precision` is the macro average precision (table 2).
     """
 
     abilities: Mapping[str, Ability]
@@ -209,8 +238,14 @@ def policies(predicted: Blur) -> Mapping[str, Policy]:
         "MLFQ": Policy(fewest, "least_attained", COUNTED, by_program=True),
         "LTR": Policy(fewest, "shortest_total", replace(predicted, scores=None, whole=False)),
         "vLLM (STJF)": Policy(fewest, "shortest_total", Blur(scores=None)),
-        **{f"Chimera, slack {s:g}": Policy(choice, "shortest_total", predicted) for s, choice in chimera.items()},
-        **{f"worth, {s:g} s": Policy(choice, "shortest_total", predicted) for s, choice in worth.items()},
+        **{
+            f"Chimera, slack {s:g}": Policy(choice, "shortest_total", predicted)
+            for s, choice in chimera.items()
+        },
+        **{
+            f"worth, {s:g} s": Policy(choice, "shortest_total", predicted)
+            for s, choice in worth.items()
+        },
         "best score": Policy(ModelChoiceSettings("best_score"), "shortest_total", predicted),
     }
 
@@ -223,4 +258,7 @@ def oracles(predicted: Blur) -> Mapping[str, Policy]:
         "oracle router": replace(predicted, oracle_scores=True),
         "oracle both": replace(predicted, lengths=0.0, oracle_scores=True),
     }
-    return {name: Policy(ModelChoiceSettings("chimera"), "shortest_total", blur) for name, blur in blurs.items()}
+    return {
+        name: Policy(ModelChoiceSettings("chimera"), "shortest_total", blur)
+        for name, blur in blurs.items()
+    }

@@ -1,4 +1,5 @@
-"""Real torch modules on disk, served by the pool; and the same runs predicted from measured costs."""
+"""Real torch modules on disk, served by the pool; and the same runs predicted from measured
+costs."""
 
 import asyncio
 import ctypes
@@ -35,7 +36,9 @@ from shell_router.lab.simulation.components import ComponentTrials
 EXPERTS, SHARED, ROOM, WIDTH = 150, 10, 20, 768
 EVERY_S = 0.0
 MMAP_THRESHOLD = -3
-"""Of glibc's `mallopt`. Unless it is fixed, freed weights stay with the process, and its size tells nothing."""
+"""Of glibc's `mallopt`. Unless it is fixed, freed weights stay with the process, and its size tells
+nothing.
+"""
 ARRANGEMENTS: Mapping[str, tuple[int, Policies]] = {
     "Samba-CoE": (1, POLICIES["samba-coe"]),
     "Samba-CoE Parallel": (2, POLICIES["samba-coe"]),
@@ -47,7 +50,9 @@ ARRANGEMENTS: Mapping[str, tuple[int, Policies]] = {
 
 
 def real(images: int, seeds: int) -> list[Row]:
-    """One row per arrangement; rounds take turns, so that what else the machine does falls on all alike."""
+    """One row per arrangement; rounds take turns, so that what else the machine does falls on all
+    alike.
+    """
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1_000_000)
     with tempfile.TemporaryDirectory() as folder:
@@ -56,9 +61,14 @@ def real(images: int, seeds: int) -> list[Row]:
         rows: dict[str, list[Row]] = {name: [] for name in ARRANGEMENTS}
         for seed in range(seeds):
             for name, (count, policies) in ARRANGEMENTS.items():
-                rows[name].append(asyncio.run(run_real(Path(folder), costs, count, policies, images, seed)))
+                rows[name].append(
+                    asyncio.run(run_real(Path(folder), costs, count, policies, images, seed))
+                )
     slow = fmean(row["per_s"] for row in rows["Samba-CoE"])
-    means = {name: {key: fmean(row[key] for row in found) for key in found[0]} for name, found in rows.items()}
+    means = {
+        name: {key: fmean(row[key] for row in found) for key in found[0]}
+        for name, found in rows.items()
+    }
     return [{"system": name, "x": mean["per_s"] / slow, **mean} for name, mean in means.items()]
 
 
@@ -81,8 +91,13 @@ def catalog_of(folder: Path) -> list[Component]:
             successor = EXPERTS - SHARED + number % SHARED
             usage[successor] = usage.get(successor, 0.0) + share
             after[successor].add(f"e{number}")
-    found = components_in(folder, lambda _: "net", lambda name: min(1.0, usage.get(int(name[1:]), 0.0)))
-    return [replace(component, after=frozenset(after.get(int(component.name[1:]), ()))) for component in found]
+    found = components_in(
+        folder, lambda _: "net", lambda name: min(1.0, usage.get(int(name[1:]), 0.0))
+    )
+    return [
+        replace(component, after=frozenset(after.get(int(component.name[1:]), ())))
+        for component in found
+    ]
 
 
 def components_of(folder: Path, names: list[str]) -> TorchComponents:
@@ -115,17 +130,25 @@ async def _timed(work: Awaitable[Any]) -> float:
 def executors_of(catalog: list[Component], costs: Costs, count: int) -> list[ExecutorSettings]:
     """`count` executors with equal shares of the memory."""
     memory_bytes = int(ROOM * catalog[0].memory_bytes * 1.1) // count
-    return [ExecutorSettings(f"cpu-{one}", memory_bytes, {"net": costs}, 1 / 1.1) for one in range(count)]
+    return [
+        ExecutorSettings(f"cpu-{one}", memory_bytes, {"net": costs}, 1 / 1.1)
+        for one in range(count)
+    ]
 
 
 def chains_of(images: int, seed: int) -> list[tuple[str, ...]]:
     """The requests of a run, in order."""
     draw, upto = random.Random(seed), list(accumulate(shares(EXPERTS - SHARED)))
     drawn = draw.choices(range(EXPERTS - SHARED), cum_weights=upto, k=images)
-    return [(f"e{one}", f"e{EXPERTS - SHARED + one % SHARED}") if one % 3 else (f"e{one}",) for one in drawn]
+    return [
+        (f"e{one}", f"e{EXPERTS - SHARED + one % SHARED}") if one % 3 else (f"e{one}",)
+        for one in drawn
+    ]
 
 
-async def run_real(folder: Path, costs: Costs, count: int, policies: Policies, images: int, seed: int) -> Row:
+async def run_real(
+    folder: Path, costs: Costs, count: int, policies: Policies, images: int, seed: int
+) -> Row:
     """What an arrangement does on one stream."""
     catalog, events = catalog_of(folder), list[Event]()
     executors = executors_of(catalog, costs, count)
@@ -139,14 +162,19 @@ async def run_real(folder: Path, costs: Costs, count: int, policies: Policies, i
         events.append(event)
 
     async with ComponentPool(catalog, executors, components, policies, watch=watch) as pool:
-        loaded, begun_s = set(sum((pool.loaded()[executor.name] for executor in executors), ())), time.perf_counter()
+        loaded, begun_s = (
+            set(sum((pool.loaded()[executor.name] for executor in executors), ())),
+            time.perf_counter(),
+        )
         async with asyncio.TaskGroup() as tasks:
             for number, chain in enumerate(chains_of(images, seed)):
                 tasks.create_task(pool.ask(Request(str(number), chain, sample)))
                 await asyncio.sleep(EVERY_S)
         seconds = time.perf_counter() - begun_s
     switches = sum(isinstance(event, Switched) for event in events)
-    fewest = fewest_switches_in_any_order((event.component for event in events if isinstance(event, Served)), loaded)
+    fewest = fewest_switches_in_any_order(
+        (event.component for event in events if isinstance(event, Served)), loaded
+    )
     return {
         "per_s": images / seconds,
         "switches": switches,
@@ -167,11 +195,15 @@ PLACE = "cpu"
 
 
 def predicted(images: int, seeds: int) -> list[Row]:
-    """One row per arrangement and seed. Each is profiled anew right before: what else the machine does changes."""
+    """One row per arrangement and seed. Each is profiled anew right before: what else the machine
+    does changes.
+    """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_components(Path(folder))
-        return [_row(Path(folder), name, images, seed) for seed in range(seeds) for name in ARRANGEMENTS]
+        return [
+            _row(Path(folder), name, images, seed) for seed in range(seeds) for name in ARRANGEMENTS
+        ]
 
 
 def _row(folder: Path, name: str, images: int, seed: int) -> Row:
@@ -201,5 +233,7 @@ async def _profiled(folder: Path) -> Measured:
     """Files are in the system's page cache, as in the run."""
     some, components = catalog_of(folder), components_of(folder, [PLACE])
     sample, room_bytes = torch.zeros(WIDTH), ROOM * some[0].memory_bytes
-    bench = Bench(components, some, PLACE, room_bytes, sample, components.working_bytes, time.perf_counter)
+    bench = Bench(
+        components, some, PLACE, room_bytes, sample, components.working_bytes, time.perf_counter
+    )
     return await measured(bench, Amount(rounds=20))

@@ -1,4 +1,6 @@
-"""Boards of components, devices and what they cost, the systems that are compared, and their runs in virtual time."""
+"""Boards of components, devices and what they cost, the systems that are compared, and their runs
+in virtual time.
+"""
 
 import asyncio
 import random
@@ -31,7 +33,9 @@ DETECTORS = 12
 DAMAGED = 0.05
 IMAGE_EVERY_S = 0.004
 BYTES = {"ResNet101": 178_000_000, "YOLOv5m": 85_000_000, "YOLOv5l": 186_000_000}
-"""Four for each published parameter: 44.5, 21.2 and 46.5 million. The paper's 13 billion in 60 GB agree with that."""
+"""Four for each published parameter: 44.5, 21.2 and 46.5 million. The paper's 13 billion in 60 GB
+agree with that.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,17 @@ def shares(types: int, skew: float = SKEW) -> list[float]:
 
 def chain(component: int) -> tuple[str, ...]:
     """The components that look at a component, if the first finds nothing."""
-    return (f"type-{component}",) if component % 2 else (f"type-{component}", f"detector-{component // 2 % DETECTORS}")
+    return (
+        (f"type-{component}",)
+        if component % 2
+        else (f"type-{component}", f"detector-{component // 2 % DETECTORS}")
+    )
 
 
 def components(types: int, skew: float = SKEW) -> list[Component]:
-    """The board's components, with usage probabilities worked out from the rules, as in section 4.5."""
+    """The board's components, with usage probabilities worked out from the rules, as in section
+    4.5.
+    """
     usage, after = [0.0] * DETECTORS, [set[str]() for _ in range(DETECTORS)]
     catalog = []
     for component, share in enumerate(shares(types, skew)):
@@ -70,7 +80,13 @@ def components(types: int, skew: float = SKEW) -> list[Component]:
     for detector in range(DETECTORS):
         kind = "YOLOv5m" if detector % 2 else "YOLOv5l"
         catalog.append(
-            Component(f"detector-{detector}", kind, BYTES[kind], usage[detector], frozenset(after[detector]))
+            Component(
+                f"detector-{detector}",
+                kind,
+                BYTES[kind],
+                usage[detector],
+                frozenset(after[detector]),
+            )
         )
     return catalog
 
@@ -79,7 +95,9 @@ def requests(task: Task, seed: int, skew: float = SKEW) -> Iterator[Request]:
     """The task's images in order; a request's sample says whether its component is damaged."""
     draw = random.Random(f"{task.name}/{seed}")
     upto = list(accumulate(shares(task.types, skew)))
-    for number, component in enumerate(draw.choices(range(task.types), cum_weights=upto, k=task.images)):
+    for number, component in enumerate(
+        draw.choices(range(task.types), cum_weights=upto, k=task.images)
+    ):
         yield Request(str(number), chain(component), draw.random() < DAMAGED)
 
 
@@ -97,7 +115,9 @@ ACTIVATION_BYTES = int(1.5 * BYTES["ResNet101"])
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Executors of a system on a device: `several` for each of a task's boards, `one` that has the whole GPU."""
+    """Executors of a system on a device: `several` for each of a task's boards, `one` that has the
+    whole GPU.
+    """
 
     name: str
     disk_rate: float
@@ -128,13 +148,17 @@ class Device:
         return max(FROM_DISK_S * share, BYTES[kind] / self.disk_rate + HOST_LOAD_S * share)
 
     def several(self, task: Task) -> list[ExecutorSettings]:
-        """CoServe's best arrangement: 3 executors on the GPU for board A and 4 for board B, and one on the CPU."""
+        """CoServe's best arrangement: 3 executors on the GPU for board A and 4 for board B, and one
+        on the CPU.
+        """
         on_gpu = 3 if task.name.startswith("A") else 4
         share = 0.75
         if self.gpu_experts:
             share = self.gpu_experts[on_gpu - 3] * BYTES["ResNet101"] / self.gpu_bytes
         each, gpu = self.gpu_bytes // on_gpu, self.costs(1.0, self.best_batch)
-        executors = [ExecutorSettings(f"gpu-{number}", each, gpu, share) for number in range(on_gpu)]
+        executors = [
+            ExecutorSettings(f"gpu-{number}", each, gpu, share) for number in range(on_gpu)
+        ]
         return [*executors, ExecutorSettings("cpu", self.cpu_bytes, self.costs(6.0, 5))]
 
     def one(self) -> list[ExecutorSettings]:
@@ -154,7 +178,8 @@ DEVICES = (
 
 
 def least_extension(queues: Sequence[QueueView], number: int) -> int:
-    """The queue with which the longest of all queues is shortest; of equals, the one that grows least (Figure 8).
+    """The queue with which the longest of all queues is shortest; of equals, the one that grows
+    least (Figure 8).
 
     Equal in that too, the shortest queue is taken, so that idle executors get work.
     """
@@ -168,7 +193,9 @@ def least_extension(queues: Sequence[QueueView], number: int) -> int:
 
 
 def round_robin(queues: Sequence[QueueView], number: int) -> int:
-    """One after the other, as Samba-CoE Parallel does (section 5.1): the request's `number` alone decides."""
+    """One after the other, as Samba-CoE Parallel does (section 5.1): the request's `number` alone
+    decides.
+    """
     return number % len(queues)
 
 
@@ -186,30 +213,44 @@ POLICIES: Mapping[str, Policies] = {
     "ours": Policies(),
     "coserve": Policies(least_extension, evict=two_stage, prefetch=0),
     "samba-coe": Policies(round_robin, 0.0, least_recently_used, least_recently_used, prefetch=0),
-    "samba-coe-fifo": Policies(round_robin, 0.0, first_in_first_out, first_in_first_out, prefetch=0),
+    "samba-coe-fifo": Policies(
+        round_robin, 0.0, first_in_first_out, first_in_first_out, prefetch=0
+    ),
 }
-"""Samba-CoE runs on one executor; on several, taking turns, it is the paper's Samba-CoE Parallel."""
+"""Samba-CoE runs on one executor; on several, taking turns, it is the paper's Samba-CoE Parallel.
+"""
 
 
 def fewest_switches_in_any_order(needed: Iterable[str], loaded_first: Collection[str]) -> int:
-    """What no schedule undercuts: each component that is needed and was not loaded at first is loaded once."""
+    """What no schedule undercuts: each component that is needed and was not loaded at first is
+    loaded once.
+    """
     return len(set(needed) - set(loaded_first))
 
 
 def fewest_switches_in_this_order(
-    served: Sequence[str], loaded_first: Collection[str], memory_bytes: Mapping[str, int], budget_bytes: int
+    served: Sequence[str],
+    loaded_first: Collection[str],
+    memory_bytes: Mapping[str, int],
+    budget_bytes: int,
 ) -> int:
-    """Loads of the best eviction for the components of the batches `served` in turn, by Belady's rule.
+    """Loads of the best eviction for the components of the batches `served` in turn, by Belady's
+    rule.
 
-    The rule is exact where all components are of one size. For mixed sizes each size gets the whole budget for itself,
-    so that this is a bound from below. Raises ConfigError where a component does not fit.
+    The rule is exact where all components are of one size. For mixed sizes each size gets the whole
+    budget for itself, so that this is a bound from below. Raises ConfigError where a component does
+    not fit.
     """
     if too_large := [name for name in served if memory_bytes[name] > budget_bytes]:
         raise ConfigError(f"{budget_bytes} bytes do not hold {too_large[0]}.", remedy="Give more.")
     loads = 0
     for size in {memory_bytes[name] for name in served}:
         alike = [name for name in served if memory_bytes[name] == size]
-        loads += _belady(alike, [name for name in loaded_first if memory_bytes[name] == size], budget_bytes // size)
+        loads += _belady(
+            alike,
+            [name for name in loaded_first if memory_bytes[name] == size],
+            budget_bytes // size,
+        )
     return loads
 
 
@@ -244,7 +285,9 @@ def _next_uses(served: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run took and how often it switched; `fewest`: in any order, `fewest_so`: in the order it served."""
+    """What a run took and how often it switched; `fewest`: in any order, `fewest_so`: in the order
+    it served.
+    """
 
     images: int
     seconds: float
@@ -261,9 +304,17 @@ class Outcome:
 
 
 def run(
-    task: Task, device: Device, executors: list[ExecutorSettings], policies: Policies, *, seed: int, every_s: float
+    task: Task,
+    device: Device,
+    executors: list[ExecutorSettings],
+    policies: Policies,
+    *,
+    seed: int,
+    every_s: float,
 ) -> Outcome:
-    """Ask all images of the task, one each `every_s`; CPU time is that of the whole run, simulation included."""
+    """Ask all images of the task, one each `every_s`; CPU time is that of the whole run, simulation
+    included.
+    """
     begun_s = time.process_time()
     events, loaded, seconds = run_virtual(_stream(task, device, executors, policies, seed, every_s))
     cpu_s = time.process_time() - begun_s
@@ -276,7 +327,8 @@ def run(
         len(switched),
         sum(event.tier is Tier.DISK for event in switched),
         fewest_switches_in_any_order(
-            (event.component for event in served), {name for executor in executors for name in loaded[executor.name]}
+            (event.component for event in served),
+            {name for executor in executors for name in loaded[executor.name]},
         ),
         sum(
             fewest_switches_in_this_order(
@@ -292,7 +344,12 @@ def run(
 
 
 async def _stream(
-    task: Task, device: Device, executors: list[ExecutorSettings], policies: Policies, seed: int, every_s: float
+    task: Task,
+    device: Device,
+    executors: list[ExecutorSettings],
+    policies: Policies,
+    seed: int,
+    every_s: float,
 ) -> tuple[list[Event], dict[str, tuple[str, ...]], float]:
     loop, events = asyncio.get_running_loop(), list[Event]()
     catalog = components(task.types)

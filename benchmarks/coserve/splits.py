@@ -9,7 +9,17 @@ from functools import cache
 from statistics import fmean, quantiles
 from typing import Any
 
-from benchmarks.coserve.runs import BYTES, DEVICES, IMAGE_EVERY_S, POLICIES, Device, Task, components, requests, run
+from benchmarks.coserve.runs import (
+    BYTES,
+    DEVICES,
+    IMAGE_EVERY_S,
+    POLICIES,
+    Device,
+    Task,
+    components,
+    requests,
+    run,
+)
 from benchmarks.report import Row
 from shell_router.experts.components import ExecutorSettings
 from shell_router.experts.components.executor import ComponentExecutor
@@ -36,12 +46,18 @@ DECISIONS: tuple[tuple[str, type, str], ...] = (
 
 
 def deciding(requests: int) -> list[Row]:
-    """One row per decision, and their sum as a share of the run's virtual time, on the NUMA device."""
+    """One row per decision, and their sum as a share of the run's virtual time, on the NUMA
+    device."""
     device, task = DEVICES[0], Task("B", EXPERTS - 12, requests)
     with _timed() as seconds:
         outcome = run(task, device, device.several(task), POLICIES["ours"], seed=0, every_s=0.0)
     rows = [_decision_row(name, seconds[name], outcome.seconds) for name, _, _ in DECISIONS]
-    return [*rows, _decision_row("all", [one for name, _, _ in DECISIONS for one in seconds[name]], outcome.seconds)]
+    return [
+        *rows,
+        _decision_row(
+            "all", [one for name, _, _ in DECISIONS for one in seconds[name]], outcome.seconds
+        ),
+    ]
 
 
 def _decision_row(name: str, seconds: list[float], run_s: float) -> Row:
@@ -100,7 +116,10 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
     )  # drawn apart, as long: a short one favors components over batches
     per_s = cache(_throughput(device, task, policies, seed))
     tried = cache(_throughput(device, sample, policies, seed))
-    gpu, largest_bytes = device.several(task)[0], max(one.memory_bytes for one in components(task.types))
+    gpu, largest_bytes = (
+        device.several(task)[0],
+        max(one.memory_bytes for one in components(task.types)),
+    )
     least = PERCENT * (largest_bytes + 1) / gpu.memory_bytes
     window = decay_window(tried, least=least)
     one = PERCENT * BYTES["ResNet101"] / device.gpu_bytes
@@ -130,7 +149,9 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
 
 
 def _drawn(per_s: Throughput, lower: float, upper: float, least: float) -> float:
-    """The mean of shares that are spread over a window, as far as components fit into them and they into the memory."""
+    """The mean of shares that are spread over a window, as far as components fit into them and they
+    into the memory.
+    """
     shares = [lower + (upper - lower) * (number + 0.5) / DRAWS for number in range(DRAWS)]
     return fmean(per_s(min(PERCENT, max(least, share))) for share in shares)
 
@@ -151,4 +172,8 @@ def _throughput(device: Device, task: Task, policies: str, seed: int) -> Through
 
 def _with_share(executor: ExecutorSettings, percent: float) -> ExecutorSettings:
     """The CPU's executor keeps its own."""
-    return executor if executor.name == "cpu" else replace(executor, component_share=min(1.0, percent / PERCENT))
+    return (
+        executor
+        if executor.name == "cpu"
+        else replace(executor, component_share=min(1.0, percent / PERCENT))
+    )

@@ -1,4 +1,6 @@
-"""Routing drawn at random: skewed popularity, sparse strong pairs as Gimbal's figures 3 and 4 show, and topics."""
+"""Routing drawn at random: skewed popularity, sparse strong pairs as Gimbal's figures 3 and 4 show,
+and topics.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,10 +17,10 @@ Floats = NDArray[np.float32]
 class Routing:
     """How tokens choose `top_k` of `experts` in each of `layers`: by the highest noisy logits.
 
-    An expert's popularity in a layer is log-normal with deviation `skew`. A share `linked` of a layer's experts has one
-    follower in the next layer, whose logit is `strength` higher for a token that chose the first. Each token has one of
-    `topics`, for which its share of each layer's experts, drawn anew in each, is `topical` higher. `seed` fixes all
-    of this, not the tokens.
+    An expert's popularity in a layer is log-normal with deviation `skew`. A share `linked` of a
+    layer's experts has one follower in the next layer, whose logit is `strength` higher for a token
+    that chose the first. Each token has one of `topics`, for which its share of each layer's
+    experts, drawn anew in each, is `topical` higher. `seed` fixes all of this, not the tokens.
     """
 
     layers: int = 48
@@ -48,9 +50,14 @@ def drawn(routing: Routing, tokens: int = 4000, *, sample: int = 0) -> ExpertRec
 
 
 def _logits(
-    routing: Routing, topic_of: NDArray[np.int64], model: np.random.Generator, draw: np.random.Generator
+    routing: Routing,
+    topic_of: NDArray[np.int64],
+    model: np.random.Generator,
+    draw: np.random.Generator,
 ) -> Floats:
-    """[tokens, experts]: a layer's popularity and topics from `model`, with Gumbel noise from `draw`."""
+    """[tokens, experts]: a layer's popularity and topics from `model`, with Gumbel noise from
+    `draw`.
+    """
     noise = draw.standard_exponential((len(topic_of), routing.experts), dtype=np.float32)
     logits = -np.log(noise.clip(np.finfo(np.float32).tiny))
     logits += model.normal(0, routing.skew, routing.experts).astype(np.float32)

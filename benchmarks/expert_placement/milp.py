@@ -1,4 +1,6 @@
-"""The paper's program (equations 3 to 12), solved by CP-SAT: what the others are held against on small cases."""
+"""The paper's program (equations 3 to 12), solved by CP-SAT: what the others are held against on
+small cases.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,12 +8,20 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
-from shell_router.experts.placement.records import ExpertRecord, Placement, experts_per_gpu, kept, loads
+from shell_router.experts.placement.records import (
+    ExpertRecord,
+    Placement,
+    experts_per_gpu,
+    kept,
+    loads,
+)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """`alpha` and `beta` weigh D and the cut (12); `one_partition` places all layers alike, as the paper writes it."""
+    """`alpha` and `beta` weigh D and the cut (12); `one_partition` places all layers alike, as the
+    paper writes it.
+    """
 
     alpha: float = 1.0
     beta: float = 1.0
@@ -22,7 +32,9 @@ LIMIT_S = 60.0
 
 
 def milp(record: ExpertRecord, gpus: int, weights: Weights = Weights()) -> Placement:
-    """The placement of least `objective`. Hopeless beyond 16 experts: ValueError where it is not proven in 60 s."""
+    """The placement of least `objective`. Hopeless beyond 16 experts: ValueError where it is not
+    proven in 60 s.
+    """
     program = _Program(record, gpus, weights)
     return Placement(gpus, program.solved())
 
@@ -44,7 +56,9 @@ class _Program:
         rows = 1 if weights.one_partition else len(record.activations)
         self._x = [self._placed_layer() for _ in range(rows)]
         deviation = self._deviation()
-        self._model.minimize(weights.alpha / gpus * deviation + weights.beta * sum(self._cut_terms()))  # (12)
+        self._model.minimize(
+            weights.alpha / gpus * deviation + weights.beta * sum(self._cut_terms())
+        )  # (12)
 
     def solved(self) -> Any:
         """The experts' GPUs [layers, experts]."""
@@ -52,8 +66,12 @@ class _Program:
         solver.parameters.max_time_in_seconds = LIMIT_S
         solver.parameters.random_seed = 0
         if (status := solver.solve(self._model)) != cp_model.OPTIMAL:
-            raise ValueError(f"no placement was proven best within {LIMIT_S:g} s: {solver.status_name(status)}")
-        found = np.array([[[solver.value(one) for one in row] for row in layer] for layer in self._x]).argmax(axis=2)
+            raise ValueError(
+                f"no placement was proven best within {LIMIT_S:g} s: {solver.status_name(status)}"
+            )
+        found = np.array(
+            [[[solver.value(one) for one in row] for row in layer] for layer in self._x]
+        ).argmax(axis=2)
         return np.repeat(found, len(self._record.activations) // len(found), axis=0)
 
     def _placed_layer(self) -> list[list[Any]]:
@@ -62,7 +80,9 @@ class _Program:
         for row in x:
             self._model.add_exactly_one(row)  # (3)
         for gpu in self._gpus:
-            self._model.add(sum(row[gpu] for row in x) == experts_per_gpu(experts, len(self._gpus)))  # (4)
+            self._model.add(
+                sum(row[gpu] for row in x) == experts_per_gpu(experts, len(self._gpus))
+            )  # (4)
         return x
 
     def _layer(self, number: int) -> list[list[Any]]:
@@ -76,7 +96,9 @@ class _Program:
         for number, row in enumerate(activations):
             total = int(row.sum())  # (5), g times (6)
             for gpu in self._gpus:
-                load = sum(int(count) * of[gpu] for count, of in zip(row, self._layer(number), strict=True))  # (7)
+                load = sum(
+                    int(count) * of[gpu] for count, of in zip(row, self._layer(number), strict=True)
+                )  # (7)
                 self._model.add(len(self._gpus) * load - total <= deviation)  # (8)
                 self._model.add(total - len(self._gpus) * load <= deviation)  # (9)
         return deviation
@@ -84,17 +106,22 @@ class _Program:
     def _cut_terms(self) -> list[Any]:
         """The transitions of each pair of experts, times whether they are apart (11)."""
         if self._weights.one_partition:
-            links = [(0, 0, self._record.transitions.sum(axis=0) * (1 - np.eye(self._record.experts)))]  # (2)
+            links = [
+                (0, 0, self._record.transitions.sum(axis=0) * (1 - np.eye(self._record.experts)))
+            ]  # (2)
         else:
             links = [(at, at + 1, counts) for at, counts in enumerate(self._record.transitions)]
         return [
-            int(counts[one, other]) * (1 - self._together(self._x[here][one], self._x[there][other]))
+            int(counts[one, other])
+            * (1 - self._together(self._x[here][one], self._x[there][other]))
             for here, there, counts in links
             for one, other in np.argwhere(counts)
         ]
 
     def _together(self, one: list[Any], other: list[Any]) -> Any:
-        """The sum over the GPUs of s, which is 1 where both experts are (10); its lower bound follows from (12)."""
+        """The sum over the GPUs of s, which is 1 where both experts are (10); its lower bound
+        follows from (12).
+        """
         same = [self._model.new_bool_var("") for _ in self._gpus]
         for both, first, second in zip(same, one, other, strict=True):
             self._model.add_implication(both, first)

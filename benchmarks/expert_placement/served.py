@@ -1,4 +1,6 @@
-"""A mixture of experts on real SGLang without a GPU: one server, and two ranks whose experts move while it serves."""
+"""A mixture of experts on real SGLang without a GPU: one server, and two ranks whose experts move
+while it serves.
+"""
 
 import asyncio
 import re
@@ -15,27 +17,47 @@ import aiohttp
 
 from benchmarks.random_checkpoint import make_moe_checkpoint
 from launch.sglang_cpu.engine import EngineServer
-from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment, engine_variables, install_plugin
+from launch.sglang_cpu.environment import (
+    BUILD_COMMAND,
+    built_environment,
+    engine_variables,
+    install_plugin,
+)
 from launch.sglang_cpu.pair import COMMON_OPTIONS, free_ports, until_ready
 from shell_router.errors import require
 from shell_router.sglang_plugin.experts import PLACEMENT
 
 RANKS = 2
 OWN_MODELS = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_models"}
-"""What SGLang's own products of experts lack on a CPU: see launch/sglang_cpu/stand_in/cpu_models."""
+"""What SGLang's own products of experts lack on a CPU: see launch/sglang_cpu/stand_in/cpu_models.
+"""
 
 
 @contextmanager
 def served(folder: Path, model: Path, *options: str, **variables: str) -> Iterator[EngineServer]:
-    """One SGLang server without disaggregation, its output in `folder`/log; it is stopped at the end."""
+    """One SGLang server without disaggregation, its output in `folder`/log; it is stopped at the
+    end.
+    """
     venv = built_environment()
-    require(venv is not None, "The SGLang environment is not built.", f"Build it with: {BUILD_COMMAND}")
+    require(
+        venv is not None, "The SGLang environment is not built.", f"Build it with: {BUILD_COMMAND}"
+    )
     site = folder / "site"
     site.mkdir(parents=True)
     install_plugin(site)
-    shared = [option for option in COMMON_OPTIONS if "disaggregation" not in option and option != "mooncake_tcp"]
+    shared = [
+        option
+        for option in COMMON_OPTIONS
+        if "disaggregation" not in option and option != "mooncake_tcp"
+    ]
     (port,) = free_ports(1)
-    command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model))
+    command = (
+        str(venv / "bin" / "python"),
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model),
+    )
     server = EngineServer(
         "single",
         (*command, "--port", str(port), *shared, *options),
@@ -53,17 +75,24 @@ def served(folder: Path, model: Path, *options: str, **variables: str) -> Iterat
 
 def balanced(passes: int) -> Sequence[str]:
     """Options of two ranks whose experts SGLang balances each time after that many passes."""
-    chunk = ("--eplb-rebalance-layers-per-chunk", "1000")  # without it SGLang times the balancing, by CUDA
+    chunk = (
+        "--eplb-rebalance-layers-per-chunk",
+        "1000",
+    )  # without it SGLang times the balancing, by CUDA
     every = ("--eplb-rebalance-num-iterations", str(passes))
     return ("--tp-size", str(RANKS), "--ep-size", str(RANKS), "--enable-eplb", *every, *chunk)
 
 
-VERDICT = re.compile(r"Experts (move|stay) by \w+, .*?balance ([\d.]+) to ([\d.]+), traffic ([\d.]+)% to ([\d.]+)%")
+VERDICT = re.compile(
+    r"Experts (move|stay) by \w+, .*?balance ([\d.]+) to ([\d.]+), traffic ([\d.]+)% to ([\d.]+)%"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the plugin logs each time: whether experts move, and balance and traffic (%) before and by the new one."""
+    """What the plugin logs each time: whether experts move, and balance and traffic (%) before and
+    by the new one.
+    """
 
     moves: bool
     balance: tuple[float, float]
@@ -73,14 +102,21 @@ class Verdict:
 def verdicts(server: EngineServer) -> list[Verdict]:
     """All of the server's so far."""
     found = VERDICT.findall(server.log.read_text(encoding="utf-8", errors="replace"))
-    return [Verdict(moved == "move", (float(a), float(b)), (float(c), float(d))) for moved, a, b, c, d in found]
+    return [
+        Verdict(moved == "move", (float(a), float(b)), (float(c), float(d)))
+        for moved, a, b, c, d in found
+    ]
 
 
-async def answer(session: aiohttp.ClientSession, server: EngineServer, prompt: str | Sequence[int], tokens: int) -> Any:
+async def answer(
+    session: aiohttp.ClientSession, server: EngineServer, prompt: str | Sequence[int], tokens: int
+) -> Any:
     """The ids of the greedy answer of that many tokens."""
     given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    async with session.post(f"{server.url}/generate", json={**given, "sampling_params": sampling}) as response:
+    async with session.post(
+        f"{server.url}/generate", json={**given, "sampling_params": sampling}
+    ) as response:
         response.raise_for_status()
         return (await response.json())["output_ids"]
 
@@ -93,7 +129,9 @@ HIDDEN, INNER = 256, 512
 BALANCE_LIMIT_S = 300
 
 
-async def _round(session: aiohttp.ClientSession, server: EngineServer, draws: Random) -> tuple[float, float]:
+async def _round(
+    session: aiohttp.ClientSession, server: EngineServer, draws: Random
+) -> tuple[float, float]:
     """Milliseconds per token of a prompt, and per step of decoding; no prompt comes twice."""
 
     def prompt(tokens: int) -> list[int]:
@@ -105,16 +143,24 @@ async def _round(session: aiohttp.ClientSession, server: EngineServer, draws: Ra
     took_s = []
     for tokens in (1, OUTPUT):
         begun_s = time.perf_counter()
-        await asyncio.gather(*(answer(session, server, prompt(SHORT), tokens) for _ in range(SEQUENCES)))
+        await asyncio.gather(
+            *(answer(session, server, prompt(SHORT), tokens) for _ in range(SEQUENCES))
+        )
         took_s.append(time.perf_counter() - begun_s)
     return 1e3 * prefill_s / PROMPT, 1e3 * (took_s[1] - took_s[0]) / (OUTPUT - 1)
 
 
-async def _phases(server: EngineServer, rounds: int, moving: bool) -> tuple[list[list[tuple[float, float]]], bool]:
-    """The rounds before and after SGLang's first balance, and whether answers are equal before, during and after."""
+async def _phases(
+    server: EngineServer, rounds: int, moving: bool
+) -> tuple[list[list[tuple[float, float]]], bool]:
+    """The rounds before and after SGLang's first balance, and whether answers are equal before,
+    during and after.
+    """
     draws, asked = Random(0), "Tell me about the number and the river."
     limit = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(
+        timeout=limit, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
         await _round(session, server, draws)
         first = await answer(session, server, asked, OUTPUT)
         equal, phases = True, []
@@ -127,7 +173,9 @@ async def _phases(server: EngineServer, rounds: int, moving: bool) -> tuple[list
 
 
 def rows(folder: Path, rounds: int) -> Iterator[Mapping[str, object]]:
-    """By algorithm; the first never moves an expert, which shows how far the machine's speed drifts."""
+    """By algorithm; the first never moves an expert, which shows how far the machine's speed
+    drifts.
+    """
     model = make_moe_checkpoint(folder / "model", hidden=HIDDEN, inner=INNER, popular_first=True)
     for algorithm in ("none", "swap", "gimbal"):
         moving = algorithm != "none"
@@ -140,13 +188,17 @@ def rows(folder: Path, rounds: int) -> Iterator[Mapping[str, object]]:
             found = verdicts(server)
         row: dict[str, object] = {"algorithm": algorithm}
         for phase, name in enumerate(("before", "after")):
-            row[f"fullest rank {name}, %"] = 100 * found[phase].balance[0] / RANKS if moving else None
+            row[f"fullest rank {name}, %"] = (
+                100 * found[phase].balance[0] / RANKS if moving else None
+            )
             row[f"traffic {name}, %"] = found[phase].traffic[0] if moving else None
         for at, what in enumerate(("prompt token", "decode step")):
             before, after = (sorted(one[at] for one in phase) for phase in phases)
             row[f"{what} before, ms"] = _spread(before)
             row[f"{what} after, ms"] = _spread(after)
-            row[f"{what} change"] = f"{statistics.median(after) / statistics.median(before) - 1:+.1%}"
+            row[f"{what} change"] = (
+                f"{statistics.median(after) / statistics.median(before) - 1:+.1%}"
+            )
         yield {**row, "answers equal": "yes" if equal else "NO"}
 
 

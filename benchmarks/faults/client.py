@@ -55,7 +55,10 @@ class Client:
 @asynccontextmanager
 async def connected_client(url: str) -> AsyncIterator[Client]:
     """A client of the router at `url`."""
-    connector, patience = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=None)
+    connector, patience = (
+        aiohttp.TCPConnector(limit=0, force_close=True),
+        aiohttp.ClientTimeout(total=None),
+    )
     async with aiohttp.ClientSession(connector=connector, timeout=patience) as session:
         yield Client(session, url)
 
@@ -70,14 +73,18 @@ class Request:
     async def streaming(self) -> None:
         """Return once the first token is there; RuntimeError where the answer ends without one."""
         first = asyncio.create_task(self._streams.wait())
-        await asyncio.wait({first, self._ended}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {first, self._ended}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
         first.cancel()
         if not self._streams.is_set():
             await self.leave()
             raise RuntimeError(f"no token came before the fault: {self._received()}")
 
     async def end(self) -> Ended:
-        """How it ended for its client. One that leaves after LIMIT_S received nothing, and its end is at infinity."""
+        """How it ended for its client. One that leaves after LIMIT_S received nothing, and its end
+        is at infinity.
+        """
         await asyncio.wait({self._ended}, timeout=LIMIT_S)
         if self._ended.done():
             return self._ended.result()
@@ -94,7 +101,9 @@ class Request:
 
     async def _run(self, session: aiohttp.ClientSession, url: str, body: bytes) -> Ended:
         try:
-            async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
+            async with session.post(
+                url, data=body, headers={"Content-Type": "application/json"}
+            ) as answer:
                 if answer.content_type == _STREAM:
                     return await self._streamed(answer)
                 body = await answer.read()
@@ -145,7 +154,9 @@ class RefusingPrefill:
             return web.json_response(_REFUSAL, status=400)
         kind = {"Content-Type": "application/json"}
         url = f"{self._prefill_url}{request.path_qs}"
-        async with self._session.request(request.method, url, data=body or None, headers=kind) as found:
+        async with self._session.request(
+            request.method, url, data=body or None, headers=kind
+        ) as found:
             return web.Response(
                 body=await found.read(),
                 status=found.status,

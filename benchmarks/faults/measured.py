@@ -38,9 +38,11 @@ LATER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds until the request ended for the client, None where the client left; and what it received.
+    """Seconds until the request ended for the client, None where the client left; and what it
+    received.
 
-    `held` requests were on the servers LATER_S after the fault, `held_after` LATER_S after the client knew or left.
+    `held` requests were on the servers LATER_S after the fault, `held_after` LATER_S after the
+    client knew or left.
     """
 
     error_s: float | None
@@ -95,8 +97,9 @@ USUAL_STALL_S = 60.0
 class Fault:
     """What strikes, and what the routers and the pair are set to for it.
 
-    `stall_s` is our router's limit for a silent engine; `refusing` puts that server before prefill. Where a server is
-    killed, `away` names the row of one more request, sent before the server is started again.
+    `stall_s` is our router's limit for a silent engine; `refusing` puts that server before prefill.
+    Where a server is killed, `away` names the row of one more request, sent before the server is
+    started again.
     """
 
     strike: Callable[[Scene], Awaitable[Outcome]]
@@ -212,14 +215,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row's request, once, and when the next request was served with all servers running again."""
+    """One row's request, once, and when the next request was served with all servers running
+    again."""
 
     outcome: Outcome
     next_ok: bool
     next_s: float
 
 
-async def measured_rows(engines: Engines, faults: Mapping[str, Fault], rounds: int, folder: Path) -> list[Row]:
+async def measured_rows(
+    engines: Engines, faults: Mapping[str, Fault], rounds: int, folder: Path
+) -> list[Row]:
     """One row for each fault and router, figures being medians over the rounds."""
     cases: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for at in range(rounds):
@@ -232,14 +238,18 @@ async def measured_rows(engines: Engines, faults: Mapping[str, Fault], rounds: i
     return [_row(row, router, cases[row, router]) for row in rows for router in ROUTERS]
 
 
-async def _cases(engines: Engines, name: str, fault: Fault, router: str, folder: Path) -> dict[str, Case]:
+async def _cases(
+    engines: Engines, name: str, fault: Fault, router: str, folder: Path
+) -> dict[str, Case]:
     """By row. The router is a fresh one, so that no breaker remembers another fault."""
     async with asyncio.timeout(CASE_LIMIT_S), AsyncExitStack() as stack:
         await engines.make_whole(fault.decode_context)
         refusing = await stack.enter_async_context(refusing_prefill(engines.prefill.url))
         prefill_url = refusing.url if fault.refusing else engines.prefill.url
         legs = Legs(prefill_url, engines.decode.url, engines.bootstrap_port)
-        url = await stack.enter_async_context(running_router(router, Setting(legs, fault.stall_s, folder)))
+        url = await stack.enter_async_context(
+            running_router(router, Setting(legs, fault.stall_s, folder))
+        )
         client = await stack.enter_async_context(connected_client(url))
         scene = Scene(engines, refusing, client)
         outcomes = {name: await fault.strike(scene)}
@@ -252,7 +262,9 @@ async def _cases(engines: Engines, name: str, fault: Fault, router: str, folder:
 
 
 async def _next(client: Client) -> tuple[bool, float]:
-    """Whether the next request is served at once, and seconds until one is, infinite where none is within LIMIT_S."""
+    """Whether the next request is served at once, and seconds until one is, infinite where none is
+    within LIMIT_S.
+    """
     began_s = monotonic()
     tries = 0
     while monotonic() - began_s < LIMIT_S:

@@ -28,7 +28,9 @@ from launch.sglang_cpu.pair import CpuPair, make_pair, until_ready
 
 CONTEXT, PREFILL_CONTEXT, SHORT_DECODE_CONTEXT = 32768, 16384, 8192
 OPTIONS = ("--chunked-prefill-size", "512")
-"""A long prompt then leaves time to break something while it prefills, and can be aborted between two chunks."""
+"""A long prompt then leaves time to break something while it prefills, and can be aborted between
+two chunks.
+"""
 START_S, ANSWER_S, WORK_S, IDLE_S, SERVED_S = 180.0, 10.0, 20.0, 10.0, 20.0
 POLL_S = 0.02
 
@@ -36,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class Engines:
-    """One SGLang pair. Its prefill server takes shorter prompts than its decode server, by default."""
+    """One SGLang pair. Its prefill server takes shorter prompts than its decode server, by
+    default."""
 
     def __init__(self, pair: CpuPair, session: aiohttp.ClientSession) -> None:
         self.prefill, self.decode = pair.prefill, pair.decode
@@ -46,7 +49,9 @@ class Engines:
         self._stalled: EngineServer | None = None
 
     def start(self) -> None:
-        """Start what does not run and return when both serve. It blocks, so nothing else may be under way."""
+        """Start what does not run and return when both serve. It blocks, so nothing else may be
+        under way.
+        """
         contexts = {self.prefill: PREFILL_CONTEXT, self.decode: self._decode_context}
         away = [server for server in contexts if not server.started]
         for server in away:
@@ -70,7 +75,9 @@ class Engines:
         self._stalled = None
 
     async def make_whole(self, decode_context: int) -> None:
-        """Return when the pair holds nothing, serves, and decode has that context; RuntimeError where it cannot."""
+        """Return when the pair holds nothing, serves, and decode has that context; RuntimeError
+        where it cannot.
+        """
         if decode_context != self._decode_context:
             self.decode.kill()
             self._decode_context = decode_context
@@ -80,7 +87,9 @@ class Engines:
             self.stop()
             self.start()
             if not await self._is_whole():
-                raise RuntimeError(f"The pair does not serve. Read {self.decode.log} and {self.prefill.log}.")
+                raise RuntimeError(
+                    f"The pair does not serve. Read {self.decode.log} and {self.prefill.log}."
+                )
 
     async def _is_whole(self) -> bool:
         try:
@@ -110,7 +119,9 @@ class Engines:
 
     async def abort_all(self, server: EngineServer) -> None:
         """End every request of this server."""
-        async with self._session.post(f"{server.url}/abort_request", json={"abort_all": True}) as answer:
+        async with self._session.post(
+            f"{server.url}/abort_request", json={"abort_all": True}
+        ) as answer:
             answer.raise_for_status()
 
     async def prefilling(self) -> None:
@@ -124,7 +135,9 @@ class Engines:
 
         Looked at twice, since SGLang counts a request nowhere for a step of its scheduler.
         """
-        asked = [one for one in (self.prefill, self.decode) if one.started and one is not self._stalled]
+        asked = [
+            one for one in (self.prefill, self.decode) if one.started and one is not self._stalled
+        ]
         looks = [sum([await self._held_by(server) for server in asked]) for _ in range(2)]
         return max(looks)
 
@@ -136,11 +149,14 @@ class Engines:
 def _requests(rank: dict[str, Any]) -> int:
     """Requests of one rank.
 
-    One that is prefilled chunk by chunk is in no queue and shows by its tokens alone. Tokens on decode do not tell:
-    SGLang keeps those of an aborted transfer for up to 30 s more, lest a late write hit another request's.
+    One that is prefilled chunk by chunk is in no queue and shows by its tokens alone. Tokens on
+    decode do not tell: SGLang keeps those of an aborted transfer for up to 30 s more, lest a late
+    write hit another request's.
     """
     pair = rank["disaggregation"]
-    counted = rank["num_running_reqs"] + rank["num_waiting_reqs"] + pair["prefill_inflight_queue_reqs"]
+    counted = (
+        rank["num_running_reqs"] + rank["num_waiting_reqs"] + pair["prefill_inflight_queue_reqs"]
+    )
     return int(counted or (pair["mode"] == "prefill" and rank["num_used_tokens"] > 0))
 
 
@@ -149,8 +165,12 @@ async def running_engines(venv: Path, folder: Path) -> AsyncIterator[Engines]:
     """A pair that serves while the context is open; its model and logs go to `folder`."""
     model = make_checkpoint(folder / "model", context_length=CONTEXT)
     pair = make_pair(model, venv, folder, options=OPTIONS)
-    connector = aiohttp.TCPConnector(force_close=True)  # SGLang closes idle connections, and killed servers all
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
+    connector = aiohttp.TCPConnector(
+        force_close=True
+    )  # SGLang closes idle connections, and killed servers all
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=ANSWER_S)
+    ) as session:
         engines = Engines(pair, session)
         try:
             engines.start()
@@ -163,7 +183,10 @@ DEPLOYMENT = """
 models:
   small:
     path: {model}
-    pairs: [{{prefill: "{legs.prefill}", decode: "{legs.decode}", bootstrap_port: {legs.bootstrap_port}}}]
+    pairs:
+      - prefill: "{legs.prefill}"
+        decode: "{legs.decode}"
+        bootstrap_port: {legs.bootstrap_port}
 embedder: {{model: none}}
 limits: {{engine_stall_s: {stall_s}}}
 """
@@ -197,11 +220,15 @@ def _ours(setting: Setting, port: int) -> list[str]:
 
 def _theirs(setting: Setting, port: int) -> list[str]:
     legs, metrics_port = setting.legs, free_ports(1)[0]
-    return rust_command(legs.prefill, legs.decode, port, metrics_port, bootstrap_port=legs.bootstrap_port)
+    return rust_command(
+        legs.prefill, legs.decode, port, metrics_port, bootstrap_port=legs.bootstrap_port
+    )
 
 
 def smg_in(venv: Path) -> Callable[[Setting, int], list[str]]:
-    """The router that followed sglang-router, installed in an environment of its own; it takes the same options."""
+    """The router that followed sglang-router, installed in an environment of its own; it takes the
+    same options.
+    """
 
     def command(setting: Setting, port: int) -> list[str]:
         return [str(venv / "bin" / "smg"), "launch", *_theirs(setting, port)[3:]]
@@ -209,12 +236,16 @@ def smg_in(venv: Path) -> Callable[[Setting, int], list[str]]:
     return command
 
 
-ROUTERS: dict[str, Callable[[Setting, int], list[str]]] = {"shell-router": _ours, "sglang-router": _theirs}
+ROUTERS: dict[str, Callable[[Setting, int], list[str]]] = {
+    "shell-router": _ours,
+    "sglang-router": _theirs,
+}
 
 
 @asynccontextmanager
 async def running_router(name: str, setting: Setting) -> AsyncIterator[str]:
-    """The URL of the router of that name, which has answered a request, while the context is open."""
+    """The URL of the router of that name, which has answered a request, while the context is
+    open."""
     port = free_ports(1)[0]
     with running(name, ROUTERS[name](setting, port), None, setting.folder) as process:
         url = f"http://127.0.0.1:{port}"

@@ -83,7 +83,13 @@ def _wanted() -> Iterator[PlacementRequest]:
     while True:
         number += 1
         ids = shared + [number * PROMPT + at for at in range(PROMPT // 2)]
-        hints = Hints(f"user-{draws.randrange(50)}", f"program-{number // 13}", "tree", f"p-{number % 13}", 300.0)
+        hints = Hints(
+            f"user-{draws.randrange(50)}",
+            f"program-{number // 13}",
+            "tree",
+            f"p-{number % 13}",
+            300.0,
+        )
         yield PlacementRequest(PROMPT, ids, 1000, hints)
 
 
@@ -92,7 +98,9 @@ def _clocks() -> tuple[int, int]:
 
 
 def _since(begun: tuple[int, int]) -> tuple[float, float]:
-    """Microseconds by the clock, and of this thread's own work: others may take the core in between."""
+    """Microseconds by the clock, and of this thread's own work: others may take the core in
+    between.
+    """
     wall, own = _clocks()
     return (wall - begun[0]) / 1e3, (own - begun[1]) / 1e3
 

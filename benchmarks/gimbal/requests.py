@@ -14,7 +14,8 @@ SIGMA = math.sqrt(math.log(2))  # of a log-normal whose deviation is its mean
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: when it comes, its user, how long prompt and output are, and how much of the prompt is the user's.
+    """One request: when it comes, its user, how long prompt and output are, and how much of the
+    prompt is the user's.
 
     The rest of a prompt is like no other's.
     """
@@ -33,7 +34,9 @@ def log_normal(draws: Random, mean: float) -> float:
 
 def _two_end(draws: Random) -> float:
     sixth = LONGEST / 6
-    return draws.uniform(1, sixth) if draws.random() < 0.5 else draws.uniform(LONGEST - sixth, LONGEST)
+    return (
+        draws.uniform(1, sixth) if draws.random() < 0.5 else draws.uniform(LONGEST - sixth, LONGEST)
+    )
 
 
 PROMPTS: Mapping[str, Callable[[Random], float]] = {
@@ -49,7 +52,9 @@ PROMPTS: Mapping[str, Callable[[Random], float]] = {
 def requests(
     distribution: str, count: int, per_s: float, seed: int, pool: Sequence[tuple[int, int]] = ()
 ) -> list[Request]:
-    """`count` requests, Poisson at `per_s`, each of a user of its own, with lengths of `pool` where that is given."""
+    """`count` requests, Poisson at `per_s`, each of a user of its own, with lengths of `pool` where
+    that is given.
+    """
     draws = Random(f"{distribution}/{seed}")
     found, at_s = [], 0.0
     for number in range(count):
@@ -70,7 +75,10 @@ def nearest(pool: Sequence[tuple[int, int]], prompt: int, draws: Random) -> tupl
 def from_burstgpt(file: Path) -> list[tuple[int, int]]:
     """Prompt and output tokens of the requests in a BurstGPT file that did not fail."""
     with file.open(newline="", encoding="utf-8") as rows:
-        pairs = ((int(row["Request tokens"]), int(row["Response tokens"])) for row in csv.DictReader(rows))
+        pairs = (
+            (int(row["Request tokens"]), int(row["Response tokens"]))
+            for row in csv.DictReader(rows)
+        )
         return [(prompt, output) for prompt, output in pairs if prompt and output]
 
 
@@ -89,7 +97,10 @@ def conversations(count: int, per_s: float, seed: int) -> list[Request]:
 def _conversation(user: str, at_s: float, draws: Random) -> list[Request]:
     turns, said = list[Request](), 0
     while said < LONGEST_CONVERSATION:
-        prompt, answer = said + 1 + round(log_normal(draws, MESSAGE)), 1 + round(log_normal(draws, ANSWER))
+        prompt, answer = (
+            said + 1 + round(log_normal(draws, MESSAGE)),
+            1 + round(log_normal(draws, ANSWER)),
+        )
         turns.append(Request(at_s, user, prompt, answer, old=prompt))
         if draws.random() < 1 / TURNS:
             break

@@ -1,4 +1,6 @@
-"""Gimbal's engines, which prefill and decode in one step, and requests served by the router's own dispatcher."""
+"""Gimbal's engines, which prefill and decode in one step, and requests served by the router's own
+dispatcher.
+"""
 
 import asyncio
 from collections import deque
@@ -14,7 +16,13 @@ from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.placement import EngineReport
 from shell_router.routing.queue import QueueSettings
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts, attended_pairs
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+    attended_pairs,
+)
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor
 from shell_router.standins.simulated.text import Written
@@ -25,7 +33,9 @@ AT_ONCE = 256
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`computed` of its tokens have KV; it gets each piece of `interval` tokens, and the first and last."""
+    """`computed` of its tokens have KV; it gets each piece of `interval` tokens, and the first and
+    last.
+    """
 
     prompt: int
     wanted: int
@@ -46,7 +56,9 @@ class _Request:
 class SteppedEngine:
     """One engine; `Together` makes its steps. No request is ever abandoned, and no prefix kept."""
 
-    def __init__(self, costs: PairCosts, write: Callable[[Generation], Written], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, costs: PairCosts, write: Callable[[Generation], Written], wake: Callable[[], None]
+    ) -> None:
         self._costs = costs
         self._write = write
         self._wake = wake
@@ -60,7 +72,9 @@ class SteppedEngine:
         """See `SimulatedPair.reported`."""
         held, room = sum(one.computed for one in self._running), self._costs.decode.cache_tokens
         waiting = sum(one.prompt for one in self._waiting)
-        return EngineReport(1 - self._free / room, held + waiting, len(self._running), len(self._waiting))
+        return EngineReport(
+            1 - self._free / room, held + waiting, len(self._running), len(self._waiting)
+        )
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""
@@ -131,9 +145,12 @@ class SteppedEngine:
         return last
 
     def _seconds(self) -> float:
-        """As the pair's costs have it; a step that prefills reads all weights once, for decode too."""
+        """As the pair's costs have it; a step that prefills reads all weights once, for decode
+        too."""
         prefill, decode = self._costs.prefill, self._costs.decode
-        chunks = [(one, tokens) for one, tokens in self._step if one.computed < one.prompt or tokens > 1]
+        chunks = [
+            (one, tokens) for one, tokens in self._step if one.computed < one.prompt or tokens > 1
+        ]
         context = sum(one.computed for one, _ in self._step)
         if not chunks:
             return decode.steps_s(1, len(self._step), context)
@@ -144,7 +161,8 @@ class SteppedEngine:
 class Together:
     """Makes steps of its engines: each for itself, or with `in_step` all at once.
 
-    `experts` are the seconds that a step takes on top, by the tokens of all engines that make it at once.
+    `experts` are the seconds that a step takes on top, by the tokens of all engines that make it at
+    once.
     """
 
     def __init__(
@@ -185,25 +203,29 @@ class Together:
 
 # NVIDIA A100 SXM 80 GB data sheet: BF16 without sparsity, HBM2e
 FLOPS, BANDWIDTH, MEMORY = 312e12, 2.039e12, 80e9
-# Qwen3 technical report (2505.09388), table 2, and the model's config.json: 30.5 billion parameters, 3.3 of them
-# active, 48 layers, 32 heads, 4 of them for KV, each of 128 numbers; 128 experts, of which a token takes 8
+# Qwen3 technical report (2505.09388), table 2, and the model's config.json: 30.5 billion
+# parameters, 3.3 of them active, 48 layers, 32 heads, 4 of them for KV, each of 128 numbers; 128
+# experts, of which a token takes 8
 PARAMETERS, ACTIVE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30.5e9, 3.3e9, 48, 32, 4, 128
 EXPERTS, CHOSEN, IN_EXPERTS = 128, 8, 29.0e9
 BYTES = 2
 KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * BYTES
-# Assumed, as in configs/engines/h200.yaml: what kernels reach of the data sheet, and the memory an engine may fill;
-# 2048 tokens of a pass are vLLM's default on an A100
+# Assumed, as in configs/engines/h200.yaml: what kernels reach of the data sheet, and the memory an
+# engine may fill; 2048 tokens of a pass are vLLM's default on an A100
 COMPUTE_SHARE, MEMORY_SHARE, USABLE, CHUNK, PASS_S, REQUEST_S = 0.5, 0.7, 0.9, 2048, 0.0005, 0.004
 FEW, MANY = 8, 64
 VLLM_RESERVES = 0
-"""vLLM lets a request in where its prompt fits (v1/core/sched/scheduler.py), and preempts where it then runs out."""
+"""vLLM lets a request in where its prompt fits (v1/core/sched/scheduler.py), and preempts where it
+then runs out.
+"""
 
 
 def costs(*, cached: bool, reserved_tokens: int | None = VLLM_RESERVES) -> PairCosts:
-    """Of an engine with all weights on its own GPU; with `cached` it keeps prefixes. See DecodeCosts for the other.
+    """Of an engine with all weights on its own GPU; with `cached` it keeps prefixes. See
+    DecodeCosts for the other.
 
-    A pass reads every expert that one of its tokens takes. For prefill these are all; a step of n sequences touches
-    1 - (1 - 8/128)^n of them, here a straight line through 8 and 64 sequences.
+    A pass reads every expert that one of its tokens takes. For prefill these are all; a step of n
+    sequences touches 1 - (1 - 8/128)^n of them, here a straight line through 8 and 64 sequences.
     """
     bandwidth, flops = BANDWIDTH * MEMORY_SHARE, FLOPS * COMPUTE_SHARE
     room = int((MEMORY * USABLE - PARAMETERS * BYTES) / KV_BYTES)
@@ -245,9 +267,17 @@ class Setting:
 
 
 def scheduling(
-    policy: str, order: str | None = None, *, room: int = 0, share: float = 1.0, age_s: float = 5.0, bind: str = "place"
+    policy: str,
+    order: str | None = None,
+    *,
+    room: int = 0,
+    share: float = 1.0,
+    age_s: float = 5.0,
+    bind: str = "place",
 ) -> SchedulingSettings:
-    """With an `order` the queue is the router's, and an engine gets what fits into `share` of its `room`."""
+    """With an `order` the queue is the router's, and an engine gets what fits into `share` of its
+    `room`.
+    """
     if order is None:
         return SchedulingSettings(SelectionSettings(policy))
     queue = QueueSettings(order, bind, max_tokens=int(share * room), age_s=age_s, wait_s=PATIENT_S)
@@ -255,7 +285,8 @@ def scheduling(
 
 
 def settings(room: int) -> Mapping[str, Setting]:
-    """By name. Gimbal's engines hold requests back themselves, here the router does for them: `bind` is their arrival.
+    """By name. Gimbal's engines hold requests back themselves, here the router does for them:
+    `bind` is their arrival.
 
     EDR, the paper's third part, places experts and is not the router's: see experts.py.
     """
@@ -267,23 +298,28 @@ def settings(room: int) -> Mapping[str, Setting]:
         "DPLB+SJFS": Setting(scheduling("gimbal", sjf, room=room, bind="arrival")),
         "fewest requests": Setting(scheduling("least_running")),
         "ours": Setting(scheduling("scored", sjf, room=room)),
-        "ours, lengths known": Setting(scheduling("scored", "shortest_total", room=room, share=1.1), known=True),
+        "ours, lengths known": Setting(
+            scheduling("scored", "shortest_total", room=room, share=1.1), known=True
+        ),
     }
 
 
 ENGINES = 2
 EVENT_TOKENS = 16
 Kind = Literal["shared", "stepped", "in step"]
-"""How an engine prefills and decodes: on a GPU that both share evenly, or step by step, alone or all together."""
+"""How an engine prefills and decodes: on a GPU that both share evenly, or step by step, alone or
+all together.
+"""
 _FILLER = tuple(range(1 << 14))
 
 
 @dataclass(slots=True)
 class Served:
-    """Per request, in the order of their ends: seconds to the first token, per token after it, and in all.
+    """Per request, in the order of their ends: seconds to the first token, per token after it, and
+    in all.
 
-    `ended` has when it was, whose, and its tokens, outputs counted twice; `preemptions` counts how often engines ran
-    out of KV and took some of a request that was being written.
+    `ended` has when it was, whose, and its tokens, outputs counted twice; `preemptions` counts how
+    often engines ran out of KV and took some of a request that was being written.
     """
 
     ttft_s: list[float] = field(default_factory=list)
@@ -328,7 +364,11 @@ async def _served(
         return Written(("",) * len(ids), ids, 0.0)
 
     in_step = kind == "in step"
-    stepped = None if kind == "shared" else Together(costs, write, ENGINES, in_step=in_step, experts=experts)
+    stepped = (
+        None
+        if kind == "shared"
+        else Together(costs, write, ENGINES, in_step=in_step, experts=experts)
+    )
     pairs = stepped.engines if stepped else [_engine(costs, write) for _ in range(ENGINES)]
     fleet = Fleet("qwen3-30b-a3b", pairs, scheduling)
 
@@ -338,7 +378,9 @@ async def _served(
         hints = Hints(one.user, output_tokens=one.output if known else None)
         sampling = {"max_new_tokens": 1 << 14, "stream_interval": EVENT_TOKENS}
         first_s = None
-        async for item in fleet.generate(Generation(f"r{number}", _ids(number, one), sampling, hints=hints)):
+        async for item in fleet.generate(
+            Generation(f"r{number}", _ids(number, one), sampling, hints=hints)
+        ):
             if first_s is None:
                 first_s = loop.time()
             if isinstance(item, Finish):
@@ -358,7 +400,9 @@ async def _served(
         done.elapsed_s = loop.time()
         if steps:
             steps.cancel()
-    done.preemptions = sum(pair.preemptions if stepped else pair.decoding.preemptions for pair in pairs)
+    done.preemptions = sum(
+        pair.preemptions if stepped else pair.decoding.preemptions for pair in pairs
+    )
     return done
 
 

@@ -1,4 +1,6 @@
-"""Batches in virtual time whose models cost something else than their profiles say, by the product's sessions."""
+"""Batches in virtual time whose models cost something else than their profiles say, by the
+product's sessions.
+"""
 
 import asyncio
 import heapq
@@ -42,9 +44,11 @@ class Words:
 
 
 class Shared:
-    """An engine that answers in virtual time: the seconds that each prompt takes alone are shared by those in flight.
+    """An engine that answers in virtual time: the seconds that each prompt takes alone are shared
+    by those in flight.
 
-    With fewer than `SATURATED` of them, each goes no faster: the others' share of the engine is lost.
+    With fewer than `SATURATED` of them, each goes no faster: the others' share of the engine is
+    lost.
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
@@ -91,7 +95,9 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class TimedWorkers:
-    """Workers whose loads and answers take what `true` says; `seconds` are those of each model's answers."""
+    """Workers whose loads and answers take what `true` says; `seconds` are those of each model's
+    answers.
+    """
 
     true: Workload
     seconds: Mapping[str, Sequence[float]]
@@ -104,7 +110,9 @@ class TimedWorkers:
 
 
 def with_tails(workload: Workload) -> Workload:
-    """The workload with a `fixed_s` for the end of each session, when few are in flight: as a profile would find it."""
+    """The workload with a `fixed_s` for the end of each session, when few are in flight: as a
+    profile would find it.
+    """
     one = Workload((ModelWork("one", 160, 0.0, 1.0),), 1, 1)
     rounds = [run(one, wrap_around(one), off(one, 0.0, seed), "none")[0] for seed in range(9)]
     tail = statistics.median(rounds) - 160
@@ -112,8 +120,11 @@ def with_tails(workload: Workload) -> Workload:
     return replace(workload, models=models)
 
 
-def off(workload: Workload, spread: float, seed: int) -> tuple[Workload, Mapping[str, Sequence[float]]]:
-    """What the workload's models really cost: per prompt and per load by lognormal factors of their own, mean 1.
+def off(
+    workload: Workload, spread: float, seed: int
+) -> tuple[Workload, Mapping[str, Sequence[float]]]:
+    """What the workload's models really cost: per prompt and per load by lognormal factors of their
+    own, mean 1.
 
     Of a model, answers differ from each other by a lognormal factor, too (0.5).
     """
@@ -131,17 +142,23 @@ def off(workload: Workload, spread: float, seed: int) -> tuple[Workload, Mapping
         )
         for one in workload.models
     )
-    seconds = {one.name: [one.per_prompt_s * factor(0.5) for _ in range(one.prompts)] for one in models}
+    seconds = {
+        one.name: [one.per_prompt_s * factor(0.5) for _ in range(one.prompts)] for one in models
+    }
     return replace(workload, models=models), seconds
 
 
 def run(
     planned: Workload, plan: Plan, real: tuple[Workload, Mapping[str, Sequence[float]]], moves: str
 ) -> tuple[float, Counter[str]]:
-    """Seconds that the plan takes at the real costs, and the prompts that moved; `moves`: none, taken or all."""
+    """Seconds that the plan takes at the real costs, and the prompts that moved; `moves`: none,
+    taken or all.
+    """
     prompts = {
         one.name: [
-            Prompt(f"{number}", "proposer", one.name, [{"content": str(number)}], {"max_new_tokens": 1})
+            Prompt(
+                f"{number}", "proposer", one.name, [{"content": str(number)}], {"max_new_tokens": 1}
+            )
             for number in range(one.prompts)
         ]
         for one in planned.models

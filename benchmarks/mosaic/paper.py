@@ -1,8 +1,17 @@
-"""MOSAIC's own workloads and figures (its Tables 1 to 3, Figures 2b and 6), and the costs that they lead to."""
+"""MOSAIC's own workloads and figures (its Tables 1 to 3, Figures 2b and 6), and the costs that they
+lead to.
+"""
 
 from dataclasses import dataclass
 
-from shell_router.batch.planner import ModelWork, Plan, Session, Workload, counting_bound_s, round_robin
+from shell_router.batch.planner import (
+    ModelWork,
+    Plan,
+    Session,
+    Workload,
+    counting_bound_s,
+    round_robin,
+)
 from shell_router.standins.simulated.costs import Gpu, Roofline, costs_of
 
 WORKERS, CAPACITY = 4, 2
@@ -17,15 +26,31 @@ PER_PROMPT_S = {
     "GLM": (430 - 43 - 40) / (1632 + 547),
 }
 PROMPTS = {
-    "MMLU-Pro": {"Gemma": 1632, "QwenR1": 1428, "Qwen": 956, "LlamaR1": 1070, "Exaone": 547, "GLM": 667},
-    "MedMCQA": {"Gemma": 4195, "QwenR1": 144, "Qwen": 5682, "LlamaR1": 620, "Exaone": 625, "GLM": 1283},
+    "MMLU-Pro": {
+        "Gemma": 1632,
+        "QwenR1": 1428,
+        "Qwen": 956,
+        "LlamaR1": 1070,
+        "Exaone": 547,
+        "GLM": 667,
+    },
+    "MedMCQA": {
+        "Gemma": 4195,
+        "QwenR1": 144,
+        "Qwen": 5682,
+        "LlamaR1": 620,
+        "Exaone": 625,
+        "GLM": 1283,
+    },
     "GPQA": {"Gemma": 4, "QwenR1": 158, "Qwen": 0, "LlamaR1": 429, "Exaone": 3, "GLM": 0},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What the paper reports of a benchmark; times in seconds, the aggregator's tensor-parallel over its four GPUs."""
+    """What the paper reports of a benchmark; times in seconds, the aggregator's tensor-parallel
+    over its four GPUs.
+    """
 
     questions: int
     whole_s: float
@@ -46,21 +71,44 @@ class Reported:
 
 REPORTED = {
     "MMLU-Pro": Reported(
-        2100, 4149.9, 2427.6, 1514.7, 870.5, {"always asked": 0.0, "tau 1": 0.4571, "tau 2/3": 0.8462}
+        2100,
+        4149.9,
+        2427.6,
+        1514.7,
+        870.5,
+        {"always asked": 0.0, "tau 1": 0.4571, "tau 2/3": 0.8462},
     ),
-    "MedMCQA": Reported(4183, 1321.0, 648.6, 516.49, 122.09, {"always asked": 0.0, "tau 1": 0.4748, "tau 2/3": 0.9018}),
-    "GPQA": Reported(198, 2696.4, 1153.1, 348.0, 227.73, {"always asked": 0.0, "tau 1": 0.3737, "tau 2/3": 0.8737}),
+    "MedMCQA": Reported(
+        4183,
+        1321.0,
+        648.6,
+        516.49,
+        122.09,
+        {"always asked": 0.0, "tau 1": 0.4748, "tau 2/3": 0.9018},
+    ),
+    "GPQA": Reported(
+        198,
+        2696.4,
+        1153.1,
+        348.0,
+        227.73,
+        {"always asked": 0.0, "tau 1": 0.3737, "tau 2/3": 0.8737},
+    ),
 }
 EXPERT_SPEEDUP = {"MMLU-Pro": 1.69, "MedMCQA": 1.53, "GPQA": 2.54}
 
 A100 = Gpu(flops=312e12, bandwidth=2.039e12, memory=80e9, link=300e9)
 """NVIDIA's data sheet, A100 SXM 80 GB."""
 ALL_REDUCES_S = 2 * 32 * 15e-6
-"""Assumed: what a pass of 32 layers spends on two all-reduces each, of 15 microseconds, between four such GPUs."""
+"""Assumed: what a pass of 32 layers spends on two all-reduces each, of 15 microseconds, between
+four such GPUs.
+"""
 
 
 def paper_workload(name: str) -> Workload:
-    """The proposers of one of the benchmarks, with costs for which round-robin takes as long as it did there."""
+    """The proposers of one of the benchmarks, with costs for which round-robin takes as long as it
+    did there.
+    """
     low, high = 0.0, 10.0
     for _ in range(60):  # the makespan grows with the factor
         middle = (low + high) / 2
@@ -70,12 +118,16 @@ def paper_workload(name: str) -> Workload:
 
 
 def _scaled(name: str, factor: float) -> Workload:
-    models = [ModelWork(one, PROMPTS[name][one], LOAD_S[one], factor * PER_PROMPT_S[one]) for one in LOAD_S]
+    models = [
+        ModelWork(one, PROMPTS[name][one], LOAD_S[one], factor * PER_PROMPT_S[one])
+        for one in LOAD_S
+    ]
     return Workload(tuple(models), WORKERS, CAPACITY)
 
 
 def tensor_parallel(name: str, gate: str) -> ModelWork:
-    """The aggregator on all GPUs at once: the line through the two times that the paper reports of it.
+    """The aggregator on all GPUs at once: the line through the two times that the paper reports of
+    it.
 
     What does not grow with the questions, a load and the longest output, is most of it.
     """
@@ -90,8 +142,8 @@ def tensor_parallel(name: str, gate: str) -> ModelWork:
 def on_each_gpu(whole: ModelWork) -> Workload:
     """The same aggregator loaded on every GPU, for a share of the questions each.
 
-    Prompts per second are the same in all, but that no pass waits for the others' GPUs. The longest output takes as
-    much longer as a pass of one sequence does, by the roofline of an 8B model.
+    Prompts per second are the same in all, but that no pass waits for the others' GPUs. The longest
+    output takes as much longer as a pass of one sequence does, by the roofline of an 8B model.
     """
     alone_s, together_s = pass_s(1), pass_s(WORKERS)
     model = ModelWork(
@@ -112,7 +164,9 @@ def pass_s(gpus: int) -> float:
 
 
 def data_parallel(workload: Workload) -> Plan:
-    """Every model on all workers at once, then a barrier and the next model (section A.6). It knows no limits."""
+    """Every model on all workers at once, then a barrier and the next model (section A.6). It knows
+    no limits.
+    """
     sessions: list[Session] = []
     begin_s = 0.0
     for model in workload.asked:

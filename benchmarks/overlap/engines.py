@@ -27,7 +27,8 @@ TINY = ROOT / "models" / "large"
 MADE = Path.home() / ".cache" / "shell-router" / "benchmark-models"
 CPU_ATTENTION = "SHELL_ROUTER_CPU_ATTENTION"
 CPU_MEMORY = "--max-total-tokens 24576"  # of SmolLM2 in float32 1.1 GB in each server
-# the deployment's own model prefills in less time than a request takes to reach its engine: there is nothing to hide
+# the deployment's own model prefills in less time than a request takes to reach its engine: there
+# is nothing to hide
 CPU_WEIGHTS = RandomWeights(hidden=512, layers=4)
 ASK_S = 10.0
 
@@ -48,7 +49,9 @@ def _random(weights: RandomWeights) -> ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class CpuPair:
-    """What the CPU pair serves: `random` weights, `tiny` or `smollm2`; its attention, and further flags."""
+    """What the CPU pair serves: `random` weights, `tiny` or `smollm2`; its attention, and further
+    flags.
+    """
 
     model: str = "random"
     attention: str = "released"
@@ -61,21 +64,30 @@ def sglang_deployment(file: Path | None, cpu_pair: CpuPair) -> Config:
         return load_config(file, os.environ, with_keys=False)
     venv = built_environment()
     if venv is None:
-        raise ConfigError("the SGLang environment is not built.", remedy=f"Build it with: {BUILD_COMMAND}")
+        raise ConfigError(
+            "the SGLang environment is not built.", remedy=f"Build it with: {BUILD_COMMAND}"
+        )
     config = load_config(CPU_DEPLOYMENT, os.environ)
     prefill, decode, bootstrap = free_ports(3)
     urls = {"prefill": f"http://127.0.0.1:{prefill}", "decode": f"http://127.0.0.1:{decode}"}
     served = _served(cpu_pair.model, venv)
 
     def changed(model: ModelSettings) -> ModelSettings:
-        return replace(served, pairs=tuple(replace(pair, bootstrap_port=bootstrap, **urls) for pair in model.pairs))
+        return replace(
+            served,
+            pairs=tuple(replace(pair, bootstrap_port=bootstrap, **urls) for pair in model.pairs),
+        )
 
     settings = replace(
         config.launch,
         flags=f"{config.launch.flags} {CPU_MEMORY} {cpu_pair.flags}",
         environment={**config.launch.environment, CPU_ATTENTION: cpu_pair.attention},
     )
-    return replace(config, models={alias: changed(model) for alias, model in config.models.items()}, launch=settings)
+    return replace(
+        config,
+        models={alias: changed(model) for alias, model in config.models.items()},
+        launch=settings,
+    )
 
 
 def _served(model: str, venv: Path) -> ModelSettings:
@@ -84,7 +96,8 @@ def _served(model: str, venv: Path) -> ModelSettings:
             return ModelSettings(path=smollm2_folder(venv))
         except subprocess.CalledProcessError as error:
             raise ConfigError(
-                f"SmolLM2 was not made: {error.stderr.strip()[-1000:]}", remedy="Check that pip reaches its index."
+                f"SmolLM2 was not made: {error.stderr.strip()[-1000:]}",
+                remedy="Check that pip reaches its index.",
             ) from error
     return ModelSettings(TINY) if model == "tiny" else _random(CPU_WEIGHTS)
 
@@ -102,7 +115,8 @@ async def flush(config: Config) -> None:
 
 @asynccontextmanager
 async def running_deployment(config: Config) -> AsyncIterator[Services]:
-    """All that `config` names, its engines with `launch` included, while the context is open; no HTTP server.
+    """All that `config` names, its engines with `launch` included, while the context is open; no
+    HTTP server.
 
     No program is held out: each runs as its setting says. Raises ConfigError and EngineError.
     """
@@ -158,5 +172,7 @@ async def _name_of(url: str) -> str:
         ):
             info = await answer.json()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineUnreachable(f"{url} does not say what it is: {error}", remedy="Read its log.") from error
+        raise EngineUnreachable(
+            f"{url} does not say what it is: {error}", remedy="Read its log."
+        ) from error
     return f"SGLang {info.get('version')}, {info.get('device')}, {info.get('dtype')}"

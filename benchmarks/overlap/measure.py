@@ -37,15 +37,22 @@ Sampling = Mapping[str, Any]
 
 
 def tokens_by_model(config: Config, new_tokens: int) -> Mapping[str, int]:
-    """Tokens that an agent of each model writes: `new_tokens`, or, where one pair serves all, less for the smaller."""
+    """Tokens that an agent of each model writes: `new_tokens`, or, where one pair serves all, less
+    for the smaller.
+    """
     first, *others = config.models.values()
     if any(one != first for one in others):
         return dict.fromkeys(config.models, new_tokens)
-    return {alias: max(1, int(SHARED_PAIR_LENGTHS.get(alias, 1.0) * new_tokens)) for alias in config.models}
+    return {
+        alias: max(1, int(SHARED_PAIR_LENGTHS.get(alias, 1.0) * new_tokens))
+        for alias in config.models
+    }
 
 
 def output_lengths(config: Config, new_tokens: int | None) -> Mapping[str, Sampling]:
-    """What fixes the length of an output, by alias; None leaves its end to the model, within a limit."""
+    """What fixes the length of an output, by alias; None leaves its end to the model, within a
+    limit.
+    """
     if new_tokens is None:
         return {alias: {"max_new_tokens": FREE_LIMIT} for alias in config.models}
     lengths = tokens_by_model(config, new_tokens)
@@ -57,11 +64,13 @@ def fixed_length(tokens: int) -> Sampling:
     return {"max_new_tokens": tokens, "ignore_eos": True}
 
 
-def four_settings(lengths: Mapping[str, Sampling], shape: Sequence[int] = (9, 3, 1)) -> Mapping[str, Topology]:
+def four_settings(
+    lengths: Mapping[str, Sampling], shape: Sequence[int] = (9, 3, 1)
+) -> Mapping[str, Topology]:
     """The settings by name; an agent's output is as long as `lengths` says for its model's alias.
 
-    `shape` is the tree's agents by layer; all-to-all has as many aggregators as proposers. Raises ConfigError where
-    one of the topologies' aliases is missing.
+    `shape` is the tree's agents by layer; all-to-all has as many aggregators as proposers. Raises
+    ConfigError where one of the topologies' aliases is missing.
     """
     tree = shaped("tree-9-3-1.yaml", shape, lengths)
     dense = shaped("all-to-all-9-9-1.yaml", [*[shape[0]] * (len(shape) - 1), shape[-1]], lengths)
@@ -77,31 +86,55 @@ def four_settings(lengths: Mapping[str, Sampling], shape: Sequence[int] = (9, 3,
 def shaped(file: str, shape: Sequence[int], models: Iterable[str]) -> Topology:
     """One of the shipped topologies, with other numbers of agents."""
     text = (TOPOLOGIES / file).read_text(encoding="utf-8")
-    return parse_topology(re.sub(r"shape: .*", f"shape: {list(shape)}", text), source=file, models=set(models))
+    return parse_topology(
+        re.sub(r"shape: .*", f"shape: {list(shape)}", text), source=file, models=set(models)
+    )
 
 
 def in_chunks(tree: Topology, chunks: Sequence[int]) -> Mapping[str, Topology]:
     """The tree with incremental prefill in chunks of fixed sizes, by name."""
-    return {f"in chunks of {tokens}": replace(tree, prefill=Prefill(chunk_tokens=tokens)) for tokens in chunks}
+    return {
+        f"in chunks of {tokens}": replace(tree, prefill=Prefill(chunk_tokens=tokens))
+        for tokens in chunks
+    }
 
 
-def setting(topology: Topology, lengths: Mapping[str, Sampling], *, incremental: bool, early_exit: bool) -> Topology:
+def setting(
+    topology: Topology, lengths: Mapping[str, Sampling], *, incremental: bool, early_exit: bool
+) -> Topology:
     """`topology` with mechanisms switched on or off."""
     gate = EarlyExit() if early_exit else None
     return replace(
         topology,
-        agents={name: writing(agent, lengths[agent.model]) for name, agent in topology.agents.items()},
+        agents={
+            name: writing(agent, lengths[agent.model]) for name, agent in topology.agents.items()
+        },
         clusters=tuple(replace(cluster, early_exit=gate) for cluster in topology.clusters),
         prefill=Prefill(incremental=incremental),
     )
 
 
 def writing(agent: Agent, length: Sampling) -> Agent:
-    """`agent` with an output of that length, drawn as its topology says. Drafts are measured by drafts.py."""
+    """`agent` with an output of that length, drawn as its topology says. Drafts are measured by
+    drafts.py.
+    """
     return replace(agent, sampling={**agent.sampling, **length}, drafts=False)
 
 
-WORDS = ("time", "people", "water", "number", "answer", "seven", "twelve", "table", "river", "money", "light", "house")
+WORDS = (
+    "time",
+    "people",
+    "water",
+    "number",
+    "answer",
+    "seven",
+    "twelve",
+    "table",
+    "river",
+    "money",
+    "light",
+    "house",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +158,8 @@ async def measured_rows(
 ) -> list[Row]:
     """One row per setting; the settings take turns, and each round begins with another one.
 
-    Outputs of fixed length answer new questions each time; free ones the same question in each setting of a round, and
-    `forget` then empties the engines' prefix caches before each turn.
+    Outputs of fixed length answer new questions each time; free ones the same question in each
+    setting of a round, and `forget` then empties the engines' prefix caches before each turn.
     """
     found: dict[str, list[Figures]] = {name: [] for name in settings}
     asked = Questions(amount, next(model.tokenizer for model in services.models.values()))
@@ -139,25 +172,41 @@ async def measured_rows(
             asked_now = topology if round_number else short(topology)  # the first round warms up
             traces = await asyncio.gather(
                 *(
-                    run(services, asked_now, f"{name}-{round_number}-{client}", asked.of(round_number, client))
+                    run(
+                        services,
+                        asked_now,
+                        f"{name}-{round_number}-{client}",
+                        asked.of(round_number, client),
+                    )
                     for client in range(amount.clients)
                 )
             )
             figures = mean_of([figures_of(topology, trace) for trace in traces])
             log.info(
                 "round %d, %s: %.1f s, exposed %.2f s, late %.2f, updates: %s",
-                *(round_number, name, figures.end_to_end_s, figures.reader_exposed_s, figures.late_share),
+                *(
+                    round_number,
+                    name,
+                    figures.end_to_end_s,
+                    figures.reader_exposed_s,
+                    figures.late_share,
+                ),
                 ", ".join(updates_of(traces)) or "none",
             )
             if round_number:
                 found[name].append(figures)
     length = "free" if amount.new_tokens is None else str(amount.new_tokens)
-    return [{"new_tokens": length, "clients": amount.clients, **row(name, found)} for name in settings]
+    return [
+        {"new_tokens": length, "clients": amount.clients, **row(name, found)} for name in settings
+    ]
 
 
 def short(topology: Topology) -> Topology:
     """`topology` with outputs of a few tokens."""
-    agents = {name: replace(agent, sampling=_shorter(agent.sampling)) for name, agent in topology.agents.items()}
+    agents = {
+        name: replace(agent, sampling=_shorter(agent.sampling))
+        for name, agent in topology.agents.items()
+    }
     return replace(topology, agents=agents)
 
 
@@ -171,7 +220,9 @@ class Questions:
     def __init__(self, amount: Amount, tokenizer: Tokenizer) -> None:
         self._amount = amount
         self._tokenizer = tokenizer
-        self._words = random.Random()  # by the system: pairs that run already may have seen those of an earlier run
+        self._words = (
+            random.Random()
+        )  # by the system: pairs that run already may have seen those of an earlier run
 
     def of(self, round_number: int, client: int) -> str:
         """Drawn anew at each call, unless outputs are free."""
@@ -193,7 +244,9 @@ def drawn_question(words: random.Random, tokens: int, tokenizer: Tokenizer) -> s
     return " ".join(drawn[: max(1, round(tokens / tokens_per_word))])
 
 
-async def run(services: Services, topology: Topology, run_id: str, question: str) -> Mapping[str, Any]:
+async def run(
+    services: Services, topology: Topology, run_id: str, question: str
+) -> Mapping[str, Any]:
     """The trace of one request."""
     trace = Trace(
         run_id,
@@ -215,10 +268,16 @@ def updates_of(traces: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Tokens and seconds of each update, and what its prompt waited for."""
     for trace in traces:
         for name, agent in trace["agents"].items():
-            ended_s = max((trace["agents"][precursor]["ended_s"] for precursor in agent["precursors"]), default=0)
+            ended_s = max(
+                (trace["agents"][precursor]["ended_s"] for precursor in agent["precursors"]),
+                default=0,
+            )
             spans = [span for span in agent["spans"] if span["name"] == "prefill_increment"]
             for span in spans:
-                yield f"{name} {span['prompt_tokens']} in {span['start_s']:.1f}-{span['end_s']:.1f} of {ended_s:.1f} s"
+                yield (
+                    f"{name} {span['prompt_tokens']} in "
+                    f"{span['start_s']:.1f}-{span['end_s']:.1f} of {ended_s:.1f} s"
+                )
 
 
 def mean_of(figures: Sequence[Figures]) -> Figures:
@@ -227,7 +286,9 @@ def mean_of(figures: Sequence[Figures]) -> Figures:
         field.name: [value for one in figures if (value := getattr(one, field.name)) is not None]
         for field in fields(Figures)
     }
-    return Figures(**{name: statistics.mean(values) if values else None for name, values in known.items()})
+    return Figures(
+        **{name: statistics.mean(values) if values else None for name, values in known.items()}
+    )
 
 
 def row(name: str, found: Mapping[str, Sequence[Figures]]) -> Row:
@@ -236,7 +297,9 @@ def row(name: str, found: Mapping[str, Sequence[Figures]]) -> Row:
     to_tree = [a.end_to_end_s / b.end_to_end_s for a, b in zip(mine, tree, strict=True)]
     exposed = [a.reader_exposed_s / b.reader_exposed_s for a, b in zip(mine, tree, strict=True)]
     dense = found.get("all-to-all")
-    to_dense = [a.end_to_end_s / b.end_to_end_s for a, b in zip(mine, dense, strict=True)] if dense else []
+    to_dense = (
+        [a.end_to_end_s / b.end_to_end_s for a, b in zip(mine, dense, strict=True)] if dense else []
+    )
     return {
         "setting": name,
         "end_to_end_ms": 1e3 * median(one.end_to_end_s for one in mine),
@@ -245,7 +308,9 @@ def row(name: str, found: Mapping[str, Sequence[Figures]]) -> Row:
         "vs_tree": median(to_tree),
         "tree_95": interval(to_tree),
         "second_layer_ms": 1e3 * median(one.second_layer_s for one in mine),
-        "second_vs_tree": median(a.second_layer_s / b.second_layer_s for a, b in zip(mine, tree, strict=True)),
+        "second_vs_tree": median(
+            a.second_layer_s / b.second_layer_s for a, b in zip(mine, tree, strict=True)
+        ),
         "exposed_ms": 1e3 * median(one.exposed_s for one in mine),
         "exposed_share": median(exposed),
         "exposed_95": interval(exposed),
@@ -263,9 +328,11 @@ def median(values: Iterable[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> str:
-    """`0.94-0.97`: the narrowest pair of ordered values that holds the true median in 95 % of all such samples.
+    """`0.94-0.97`: the narrowest pair of ordered values that holds the true median in 95 % of all
+    such samples.
 
-    That needs no distribution; of fewer than six values the smallest and the largest, which say less.
+    That needs no distribution; of fewer than six values the smallest and the largest, which say
+    less.
     """
     ordered, count = sorted(values), len(values)
     drop = 0
@@ -275,12 +342,15 @@ def interval(values: Sequence[float]) -> str:
 
 
 def _outside(count: int, drop: int) -> float:
-    """How often the median lies outside what is left of `count` values without `drop` at each end."""
+    """How often the median lies outside what is left of `count` values without `drop` at each
+    end."""
     return 2 * sum(math.comb(count, below) for below in range(drop + 1)) / 2**count
 
 
 async def chunk_costs(services: Services, rounds: int) -> list[Row]:
-    """What a prompt costs that is prefilled in chunks, against one pass over it; medians over the rounds."""
+    """What a prompt costs that is prefilled in chunks, against one pass over it; medians over the
+    rounds.
+    """
     model = next(iter(services.models.values()))
     words, spent_s = random.Random(), dict[int, list[list[float]]]()
     vocabulary = sorted({token for word in WORDS for token in model.tokenizer.encode(f" {word}")})
@@ -291,7 +361,9 @@ async def chunk_costs(services: Services, rounds: int) -> list[Row]:
             for end in range(chunk, len(ids) + 1, chunk):
                 started_s = services.clock()
                 request = f"chunks-{round_number}-{chunk}"
-                await model.engine.prefill(Generation(f"{request}.p{end}", ids[:end], affinity=request))
+                await model.engine.prefill(
+                    Generation(f"{request}.p{end}", ids[:end], affinity=request)
+                )
                 took_s.append(services.clock() - started_s)
             if round_number:
                 spent_s.setdefault(chunk, []).append(took_s)
@@ -301,7 +373,9 @@ async def chunk_costs(services: Services, rounds: int) -> list[Row]:
             "chunk_tokens": chunk,
             "chunks": len(runs[0]),
             "total_ms": 1e3 * median(map(sum, runs)),
-            "vs_one_pass": median(sum(a) / b for a, b in zip(runs, whole, strict=True)) if chunk > 1 else None,
+            "vs_one_pass": median(sum(a) / b for a, b in zip(runs, whole, strict=True))
+            if chunk > 1
+            else None,
             "first_ms": 1e3 * median(took_s[0] for took_s in runs),
             "last_ms": 1e3 * median(took_s[-1] for took_s in runs),
         }
@@ -310,7 +384,9 @@ async def chunk_costs(services: Services, rounds: int) -> list[Row]:
 
 
 async def free_lengths(services: Services, tree: Topology, rounds: int, clients: int) -> list[Row]:
-    """Tokens of prompts and outputs by layer where the model ends its outputs; one question a round and client."""
+    """Tokens of prompts and outputs by layer where the model ends its outputs; one question a round
+    and client.
+    """
     *between, _ = tree.layers
     layers = dict(zip(("proposer", "aggregator"), between, strict=False)) | {"root": [tree.root.id]}
     names = {agent: name for name, layer in layers.items() for agent in layer}

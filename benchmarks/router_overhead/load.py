@@ -1,6 +1,8 @@
-"""An HTTP/1.1 client with as little work per answer as Python allows, so that the load is not what is measured.
+"""An HTTP/1.1 client with as little work per answer as Python allows, so that the load is not what
+is measured.
 
-It reads what the servers here write and no more: answers with a Content-Length or in chunks, kept alive.
+It reads what the servers here write and no more: answers with a Content-Length or in chunks, kept
+alive.
 """
 
 import asyncio
@@ -24,8 +26,9 @@ class AnswerError(Exception):
 class Connection(asyncio.Protocol):
     """One connection with one request at a time.
 
-    With `quick_acks` every segment received is acknowledged at once. Without, Linux may wait up to 40 ms, for which
-    a server that leaves Nagle's algorithm on waits before it sends its next small segment.
+    With `quick_acks` every segment received is acknowledged at once. Without, Linux may wait up to
+    40 ms, for which a server that leaves Nagle's algorithm on waits before it sends its next small
+    segment.
     """
 
     def __init__(self, authority: str, *, quick_acks: bool) -> None:
@@ -47,8 +50,12 @@ class Connection(asyncio.Protocol):
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(AnswerError(f"the connection ended before the answer: {exc}"))
 
-    async def post(self, path: str, body: bytes, arrived: Callable[[bytes], None] | None = None) -> bytes:
-        """The answer's bytes, head and body as they came; `arrived` gets each piece when it comes. AnswerError."""
+    async def post(
+        self, path: str, body: bytes, arrived: Callable[[bytes], None] | None = None
+    ) -> bytes:
+        """The answer's bytes, head and body as they came; `arrived` gets each piece when it comes.
+        AnswerError.
+        """
         self._received, self._end, self._arrived = b"", 0, arrived
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request_bytes(self._authority, path, body))
@@ -88,7 +95,10 @@ class Connection(asyncio.Protocol):
 
 def request_bytes(authority: bytes, path: str, body: bytes) -> bytes:
     """One POST as it goes over the wire; only our router reads `x-model`."""
-    head = b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\n" % (path.encode(), authority)
+    head = b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\n" % (
+        path.encode(),
+        authority,
+    )
     return head + b"x-model: small\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
@@ -97,7 +107,9 @@ async def connect(url: str, *, quick_acks: bool = False) -> Connection:
     authority = url.removeprefix("http://")
     host, _, port = authority.partition(":")
     loop = asyncio.get_running_loop()
-    connected = loop.create_connection(lambda: Connection(authority, quick_acks=quick_acks), host, int(port))
+    connected = loop.create_connection(
+        lambda: Connection(authority, quick_acks=quick_acks), host, int(port)
+    )
     async with asyncio.timeout(ANSWER_S):
         return (await connected)[1]
 

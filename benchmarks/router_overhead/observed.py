@@ -1,10 +1,13 @@
-"""What the live page and OpenTelemetry spans cost: the same trees at a router without and at others with both.
+"""What the live page and OpenTelemetry spans cost: the same trees at a router without and at others
+with both.
 
-All routers work at the same time on one core, so that what else the machine does slows them alike, and each round
-starts new ones: two processes of one program differ by some percent as long as they live.
+All routers work at the same time on one core, so that what else the machine does slows them alike,
+and each round starts new ones: two processes of one program differ by some percent as long as they
+live.
 
-The page is a client that does what an open `/ui` does: it reads what the page shows every 2 s. Where it asks, too, it
-streams trees with all agents' texts, one after the other, in place of one of the other clients.
+The page is a client that does what an open `/ui` does: it reads what the page shows every 2 s.
+Where it asks, too, it streams trees with all agents' texts, one after the other, in place of one of
+the other clients.
 """
 
 import asyncio
@@ -34,7 +37,11 @@ Row = dict[str, Any]
 OFF, OPEN, ASKING = "neither", "page open, OTLP on", "page open and asking, OTLP on"
 SHOWN = ("requests", "breaker_open", "failures_total", "kv_usage", "cache_hit_rate")
 METRICS = ("queue_requests", *(f"engine_{name}" for name in SHOWN))
-READ = ("/v1/models", "/metrics?" + "&".join(f"name[]=shell_router_{name}" for name in METRICS), "/v1/traces?limit=20")
+READ = (
+    "/v1/models",
+    "/metrics?" + "&".join(f"name[]=shell_router_{name}" for name in METRICS),
+    "/v1/traces?limit=20",
+)
 POLL_S = 2.0
 MOST_ADDED = 0.05
 Round = dict[str, TreeFigures]
@@ -44,7 +51,9 @@ async def observed_rows(cores: Cores, folder: Path, amount: Amount, rounds: int)
     """A row per setup."""
     async with AsyncExitStack() as stack:
         otlp = await stack.enter_async_context(_receiver())
-        target, engine = await stack.enter_async_context(running_engine(cores, folder, token_s=amount.tree_token_s))
+        target, engine = await stack.enter_async_context(
+            running_engine(cores, folder, token_s=amount.tree_token_s)
+        )
         watched = f"listen: {{ui: true}}\ntraces: {{otlp: '{otlp}'}}\n"
 
         def started(more: str) -> AbstractAsyncContextManager[Setup]:
@@ -56,7 +65,8 @@ async def observed_rows(cores: Cores, folder: Path, amount: Amount, rounds: int)
             names = names[number % 3 :] + names[: number % 3]
             async with AsyncExitStack() as running:
                 routers = {
-                    one: await running.enter_async_context(started("" if one == OFF else watched)) for one in names
+                    one: await running.enter_async_context(started("" if one == OFF else watched))
+                    for one in names
                 }
                 found.append(await _round(routers, cores, amount))
     return [_row(name, found) for name in (OFF, OPEN, ASKING)]
@@ -70,8 +80,12 @@ async def _round(routers: Mapping[str, Setup], cores: Cores, amount: Amount) -> 
         assert router.watched.router is not None
         for pid in router.watched.router.children():
             os.sched_setaffinity(pid, {cores.client})
-    long = replace(amount, trees_each=2 * amount.trees_each)  # many, for every 40th or so pays for a collection
-    figures = await asyncio.gather(*(_measured(name, router, long) for name, router in routers.items()))
+    long = replace(
+        amount, trees_each=2 * amount.trees_each
+    )  # many, for every 40th or so pays for a collection
+    figures = await asyncio.gather(
+        *(_measured(name, router, long) for name, router in routers.items())
+    )
     return dict(zip(routers, figures, strict=True))
 
 
@@ -81,7 +95,11 @@ async def _measured(name: str, router: Setup, amount: Amount) -> TreeFigures:
     others = amount.trees_at_a_time - (name == ASKING)
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(routed_trees(target.url, "incremental", others))
-        page = await stack.enter_async_context(_open_page(target.url, "incremental")) if name != OFF else None
+        page = (
+            await stack.enter_async_context(_open_page(target.url, "incremental"))
+            if name != OFF
+            else None
+        )
         if name == ASKING and page is not None:
             clients.append(page)
         return await measure_trees(clients, router.watched, amount.trees_each)
@@ -90,11 +108,18 @@ async def _measured(name: str, router: Setup, amount: Amount) -> TreeFigures:
 @asynccontextmanager
 async def _open_page(url: str, topology: str) -> AsyncIterator[Ask]:
     """Reads what the page shows meanwhile; what it gives asks as the page does."""
-    async with aiohttp.ClientSession(url, raise_for_status=True) as session, asyncio.TaskGroup() as tasks:
+    async with (
+        aiohttp.ClientSession(url, raise_for_status=True) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
         polling = tasks.create_task(_poll(session))
 
         async def ask(question: str) -> str:
-            body = {"model": topology, "messages": [{"role": "user", "content": question}], "stream": True}
+            body = {
+                "model": topology,
+                "messages": [{"role": "user", "content": question}],
+                "stream": True,
+            }
             sent = {**body, "include_agents": True, "stream_options": {"include_usage": True}}
             async with session.post("/v1/chat/completions", json=sent) as response:
                 answer = "".join([_content(line) async for line in response.content])
@@ -109,7 +134,9 @@ async def _open_page(url: str, topology: str) -> AsyncIterator[Ask]:
 def _content(line: bytes) -> str:
     if not line.startswith(b"data: {"):
         return ""
-    return "".join(choice["delta"].get("content") or "" for choice in orjson.loads(line[6:])["choices"])
+    return "".join(
+        choice["delta"].get("content") or "" for choice in orjson.loads(line[6:])["choices"]
+    )
 
 
 async def _poll(session: aiohttp.ClientSession) -> None:
@@ -158,12 +185,18 @@ def _router_us(figures: TreeFigures) -> float:
 
 
 def observed_goals(rows: Sequence[Row]) -> Iterator[str]:
-    """What watching adds to the router's CPU per tree: the median over the rounds, and the mean with two standard
-    errors on each side."""
+    """What watching adds to the router's CPU per tree: the median over the rounds, and the mean
+    with two standard errors on each side."""
     for row in rows:
         if row["router"] != OFF:
             added = [one - 1 for one in row["relative"]]
             error = 2 * stdev(added) / len(added) ** 0.5 if len(added) > 1 else float("nan")
-            figures = f"{median(added):+.1%}, mean {mean(added):+.1%} ± {error:.1%} over {len(added)} rounds"
+            figures = (
+                f"{median(added):+.1%}, mean {mean(added):+.1%} ± {error:.1%} over "
+                f"{len(added)} rounds"
+            )
             verdict = "met   " if median(added) < MOST_ADDED else "missed"
-            yield f"{verdict}  {row['router']}: {figures} of the router's CPU per tree (goal: under {MOST_ADDED:.0%})"
+            yield (
+                f"{verdict}  {row['router']}: {figures} of the router's CPU per tree (goal: "
+                f"under {MOST_ADDED:.0%})"
+            )

@@ -9,7 +9,13 @@ from typing import Any
 
 from benchmarks.router_overhead.setups import Percentiles, Setups, Spent, Watched
 from benchmarks.router_overhead.streams import StreamLoad, measure_small, measure_streams
-from benchmarks.router_overhead.trees import Ask, aiohttp_trees, barrier_trees, measure_trees, routed_trees
+from benchmarks.router_overhead.trees import (
+    Ask,
+    aiohttp_trees,
+    barrier_trees,
+    measure_trees,
+    routed_trees,
+)
 
 Row = dict[str, Any]
 LIMIT_S = 600.0
@@ -31,8 +37,12 @@ class Amount:
     tree_token_s: float = 0.01
 
 
-FULL = Amount(rounds=3, small_s=3.0, alone=1000, streams=StreamLoad(each=4), trees_at_a_time=32, trees_each=5)
-QUICK = Amount(rounds=1, small_s=1.0, alone=300, streams=StreamLoad(each=2), trees_at_a_time=16, trees_each=3)
+FULL = Amount(
+    rounds=3, small_s=3.0, alone=1000, streams=StreamLoad(each=4), trees_at_a_time=32, trees_each=5
+)
+QUICK = Amount(
+    rounds=1, small_s=1.0, alone=300, streams=StreamLoad(each=2), trees_at_a_time=16, trees_each=3
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +100,17 @@ def _tree_clients(setups: Setups, amount: Amount) -> Iterator[tuple[str, Watched
     count, tokens = amount.trees_at_a_time, amount.tree_tokens
     ours, rust = setups.watched_ours, setups.watched_rust
     yield "shell-router", ours, lambda: routed_trees(setups.ours, "plain", count)
-    yield "shell-router, incremental prefill", ours, lambda: routed_trees(setups.ours, "incremental", count)
+    yield (
+        "shell-router, incremental prefill",
+        ours,
+        lambda: routed_trees(setups.ours, "incremental", count),
+    )
     lean = "sglang-router + lean client"
-    yield f"{lean}, whole answers", rust, lambda: barrier_trees(setups.rust, tokens, count, stream=False)
+    yield (
+        f"{lean}, whole answers",
+        rust,
+        lambda: barrier_trees(setups.rust, tokens, count, stream=False),
+    )
     yield f"{lean}, streamed", rust, lambda: barrier_trees(setups.rust, tokens, count, stream=True)
     yield "sglang-router + aiohttp client", rust, lambda: aiohttp_trees(setups.rust, tokens, count)
 
@@ -110,7 +128,9 @@ def _row(measure: str, setup: str, samples: Samples) -> Row:
         "p99_ms": median(one.latency.p99_ms for one in mine),
         "added_p50_ms": _added(mine, direct, lambda one: one.latency.p50_ms),
         "added_p99_ms": _added(mine, direct, lambda one: one.latency.p99_ms),
-        "router_busy": _median(None if s.router_s is None else s.router_s / s.wall_s for s in _spent(mine)),
+        "router_busy": _median(
+            None if s.router_s is None else s.router_s / s.wall_s for s in _spent(mine)
+        ),
         "load_busy": median((s.engine_s + s.client_s) / s.wall_s for s in _spent(mine)),
     }
 
@@ -127,8 +147,12 @@ def _per_core_s(one: Sample) -> float:
     return one.units / max((one.spent.router_s or 0.0) + one.spent.client_s, 1e-9)
 
 
-def _added(mine: list[Sample], direct: list[Sample] | None, figure: Callable[[Sample], float]) -> float | None:
-    """The median of each round's distance to `direct`; None where there is no such setup, or this is it."""
+def _added(
+    mine: list[Sample], direct: list[Sample] | None, figure: Callable[[Sample], float]
+) -> float | None:
+    """The median of each round's distance to `direct`; None where there is no such setup, or this
+    is it.
+    """
     if direct is None or direct is mine:
         return None
     return median(figure(one) - figure(other) for one, other in zip(mine, direct, strict=True))

@@ -21,7 +21,9 @@ import orjson
 from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.router_overhead.load import AnswerError, Connection, connect
 
-SMALL_BODY = orjson.dumps({"input_ids": list(range(1, 17)), "sampling_params": {"max_new_tokens": 4}})
+SMALL_BODY = orjson.dumps(
+    {"input_ids": list(range(1, 17)), "sampling_params": {"max_new_tokens": 4}}
+)
 
 
 STOP_S = 10.0
@@ -29,7 +31,9 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Which core each part runs on. On two cores engine and client share one and the router has the other."""
+    """Which core each part runs on. On two cores engine and client share one and the router has the
+    other.
+    """
 
     router: int
     engine: int
@@ -46,7 +50,9 @@ class Cores:
 def spread() -> Cores:
     """Cores as far as this process may use them."""
     cores = sorted(os.sched_getaffinity(0))
-    return Cores(router=cores[0], engine=cores[min(1, len(cores) - 1)], client=cores[min(2, len(cores) - 1)])
+    return Cores(
+        router=cores[0], engine=cores[min(1, len(cores) - 1)], client=cores[min(2, len(cores) - 1)]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,9 @@ class Process:
     def require_running(self) -> None:
         """RuntimeError with its last words if it has ended."""
         if self.child.poll() is not None:
-            raise RuntimeError(f"{self.log.stem} ended: {self.log.read_text(errors='replace')[-2000:]}")
+            raise RuntimeError(
+                f"{self.log.stem} ended: {self.log.read_text(errors='replace')[-2000:]}"
+            )
 
 
 def _cpu_s(pid: int) -> float:
@@ -83,7 +91,9 @@ def _cpu_s(pid: int) -> float:
 
 @contextmanager
 def running(name: str, command: Sequence[str], core: int | None, folder: Path) -> Iterator[Process]:
-    """`command` on `core`, or on any, while the context is open; its output goes to a file in `folder`."""
+    """`command` on `core`, or on any, while the context is open; its output goes to a file in
+    `folder`.
+    """
     log = folder / f"{name}.log"
     cores = os.sched_getaffinity(0) if core is None else {core}
     with log.open("wb") as output:
@@ -146,11 +156,15 @@ class Watched:
         before, started_s = self._cpu_s(), time.monotonic()
         await load()
         wall_s, after = time.monotonic() - started_s, self._cpu_s()
-        router_s, engine_s, client_s, children_s = (one - other for one, other in zip(after, before, strict=True))
+        router_s, engine_s, client_s, children_s = (
+            one - other for one, other in zip(after, before, strict=True)
+        )
         return Spent(wall_s, router_s if self.router else None, engine_s, client_s, children_s)
 
     def _cpu_s(self) -> tuple[float, float, float, float]:
-        router_s, children_s = (self.router.cpu_s(), self.router.children_cpu_s()) if self.router else (0.0, 0.0)
+        router_s, children_s = (
+            (self.router.cpu_s(), self.router.children_cpu_s()) if self.router else (0.0, 0.0)
+        )
         return router_s, self.engine.cpu_s(), time.process_time(), children_s
 
 
@@ -329,11 +343,15 @@ async def running_setups(cores: Cores, folder: Path, new_tokens: int) -> AsyncIt
 
 
 @asynccontextmanager
-async def running_engine(cores: Cores, folder: Path, *, token_s: float) -> AsyncIterator[tuple[DirectTarget, Process]]:
+async def running_engine(
+    cores: Cores, folder: Path, *, token_s: float
+) -> AsyncIterator[tuple[DirectTarget, Process]]:
     """A scripted pair alone, which writes a token every `token_s` seconds."""
     prefill_port, decode_port = free_ports(2)
     target = DirectTarget(f"http://127.0.0.1:{prefill_port}", f"http://127.0.0.1:{decode_port}")
-    with running("engine", _engine_command(prefill_port, decode_port, token_s=token_s), cores.engine, folder) as engine:
+    with running(
+        "engine", _engine_command(prefill_port, decode_port, token_s=token_s), cores.engine, folder
+    ) as engine:
         await answering(target, engine)
         yield target, engine
 
@@ -353,16 +371,24 @@ async def running_ours(
         yield Setup(name, target, Watched(router, engine))
 
 
-def _write_deployment(folder: Path, prefill: str, decode: str, new_tokens: int, more: str = "") -> Path:
+def _write_deployment(
+    folder: Path, prefill: str, decode: str, new_tokens: int, more: str = ""
+) -> Path:
     """A config with three models of one tokenizer, all served by the one pair, and two trees."""
     model = make_checkpoint(folder / "model", hidden=32, layers=1, heads=2, kv_heads=1)
     for name, incremental in (("plain", "false"), ("incremental", "true")):
         tree = TREE.format(name=name, new_tokens=new_tokens, incremental=incremental)
         (folder / f"{name}.yaml").write_text(tree, encoding="utf-8")
-    pair = f"{{path: {model}, context_length: 32768, pairs: [{{prefill: '{prefill}', decode: '{decode}'}}]}}"
+    pair = (
+        f"{{path: {model}, context_length: 32768, pairs: [{{prefill: '{prefill}', decode: "
+        f"'{decode}'}}]}}"
+    )
     models = "".join(f"  {alias}: {pair}\n" for alias in ("small", "medium", "large"))
     config = folder / "router.yaml"
-    text = f"models:\n{models}topologies: [plain.yaml, incremental.yaml]\nembedder: {{model: none}}\n{more}"
+    text = (
+        f"models:\n{models}topologies: [plain.yaml, incremental.yaml]\nembedder: {{model: "
+        f"none}}\n{more}"
+    )
     config.write_text(text, encoding="utf-8")
     return config
 
@@ -387,7 +413,14 @@ def rust_command(
     legs = ["--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode]
     legs += ["--policy", "round_robin"]
     at = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1"]
-    quiet = ["--prometheus-port", str(metrics_port), "--log-level", "error", "--worker-startup-check-interval", "1"]
+    quiet = [
+        "--prometheus-port",
+        str(metrics_port),
+        "--log-level",
+        "error",
+        "--worker-startup-check-interval",
+        "1",
+    ]
     return [sys.executable, "-m", "sglang_router.launch_router", *legs, *at, *quiet]
 
 

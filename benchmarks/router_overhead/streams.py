@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import orjson
 
-from benchmarks.router_overhead.setups import SMALL_BODY, Percentiles, Poster, Spent, Target, Watched, percentiles
+from benchmarks.router_overhead.setups import (
+    SMALL_BODY,
+    Percentiles,
+    Poster,
+    Spent,
+    Target,
+    Watched,
+    percentiles,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,9 @@ class SmallFigures:
 async def measure_small(
     target: Target, watched: Watched, *, connections: int, seconds: float, alone: int
 ) -> SmallFigures:
-    """`connections` send for `seconds`; before, `alone` requests one after the other on one connection."""
+    """`connections` send for `seconds`; before, `alone` requests one after the other on one
+    connection.
+    """
     posters = await asyncio.gather(*(target.open() for _ in range(connections)))
     try:
         await asyncio.gather(*(poster.post(SMALL_BODY) for poster in posters))
@@ -31,7 +41,9 @@ async def measure_small(
 
         async def load() -> None:
             ends_s = time.monotonic() + seconds
-            counts.extend(await asyncio.gather(*(_send_until(ends_s, poster) for poster in posters)))
+            counts.extend(
+                await asyncio.gather(*(_send_until(ends_s, poster) for poster in posters))
+            )
 
         spent = await watched.spent(load)
     finally:
@@ -60,7 +72,9 @@ _SENT_S = re.compile(rb'"sent_s":([0-9.]+)')
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """`streams` at a time, each of `chunks`, one token in each, `token_s` apart; every stream follows `each` times."""
+    """`streams` at a time, each of `chunks`, one token in each, `token_s` apart; every stream
+    follows `each` times.
+    """
 
     streams: int = 64
     chunks: int = 64
@@ -68,13 +82,17 @@ class StreamLoad:
     each: int = 3
 
     def wait_s(self, at: int) -> float:
-        """When stream `at` begins: spread over a stream's length, and their tokens over the time between two tokens."""
+        """When stream `at` begins: spread over a stream's length, and their tokens over the time
+        between two tokens.
+        """
         return at / self.streams * self.chunks * self.token_s + at * _GOLDEN % 1 * self.token_s
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFigures:
-    """Delays of first tokens count from the request, those of chunks from the engine's writing them."""
+    """Delays of first tokens count from the request, those of chunks from the engine's writing
+    them.
+    """
 
     chunks: int
     spent: Spent
@@ -103,7 +121,9 @@ class Arrivals:
 
 
 async def measure_streams(target: Target, watched: Watched, load: StreamLoad) -> StreamFigures:
-    """The engine must stamp its events. Streams are spread, so that neither they nor their chunks come in bursts."""
+    """The engine must stamp its events. Streams are spread, so that neither they nor their chunks
+    come in bursts.
+    """
     posters = await asyncio.gather(*(target.open() for _ in range(load.streams)))
     firsts_s: list[float] = []
     delays_s: list[float] = []
@@ -132,7 +152,11 @@ async def measure_streams(target: Target, watched: Watched, load: StreamLoad) ->
 
 def _body(chunks: int) -> bytes:
     return orjson.dumps(
-        {"input_ids": list(range(1, 17)), "sampling_params": {"max_new_tokens": chunks}, "stream": True}
+        {
+            "input_ids": list(range(1, 17)),
+            "sampling_params": {"max_new_tokens": chunks},
+            "stream": True,
+        }
     )
 
 

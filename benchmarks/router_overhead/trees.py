@@ -1,4 +1,6 @@
-"""Trees of 9-3-1 agents: one request to our router, or a client that runs the layers itself, each behind a barrier."""
+"""Trees of 9-3-1 agents: one request to our router, or a client that runs the layers itself, each
+behind a barrier.
+"""
 
 import asyncio
 import time
@@ -13,7 +15,10 @@ from benchmarks.router_overhead.load import ANSWER_S, Connection, answer_body, c
 from benchmarks.router_overhead.setups import Percentiles, Spent, Watched, percentiles
 
 LEAVES, CLUSTER = 9, 3
-QUESTION = "A train leaves at nine and travels for three hours and twelve minutes. When does it arrive, and why? "
+QUESTION = (
+    "A train leaves at nine and travels for three hours and twelve minutes. When does it "
+    "arrive, and why? "
+)
 Ask = Callable[[str], Awaitable[str]]
 """A question to the root's answer."""
 
@@ -28,7 +33,9 @@ class TreeFigures:
 
 
 async def measure_trees(asks: Sequence[Ask], watched: Watched, trees_each: int) -> TreeFigures:
-    """Every one of `asks` has `trees_each` questions answered, one after the other; all of them at the same time."""
+    """Every one of `asks` has `trees_each` questions answered, one after the other; all of them at
+    the same time.
+    """
     times_s: list[float] = []
 
     async def one(number: int, ask: Ask) -> None:
@@ -77,9 +84,13 @@ Generate = Callable[[int, str], Awaitable[str]]
 
 
 @asynccontextmanager
-async def barrier_trees(url: str, new_tokens: int, count: int, *, stream: bool) -> AsyncIterator[list[Ask]]:
+async def barrier_trees(
+    url: str, new_tokens: int, count: int, *, stream: bool
+) -> AsyncIterator[list[Ask]]:
     """`count` clients that run the layers themselves, as lean as this benchmark's own client is."""
-    connections = [[await connect(url, quick_acks=True) for _ in range(LEAVES)] for _ in range(count)]
+    connections = [
+        [await connect(url, quick_acks=True) for _ in range(LEAVES)] for _ in range(count)
+    ]
     try:
         yield [_layered(_lean(own, new_tokens, stream)) for own in connections]
     finally:
@@ -89,7 +100,9 @@ async def barrier_trees(url: str, new_tokens: int, count: int, *, stream: bool) 
 
 def _lean(connections: Sequence[Connection], new_tokens: int, stream: bool) -> Generate:
     async def generate(slot: int, prompt: str) -> str:
-        body = answer_body(await connections[slot].post("/generate", _body(prompt, new_tokens, stream)))
+        body = answer_body(
+            await connections[slot].post("/generate", _body(prompt, new_tokens, stream))
+        )
         return _streamed_text(body) if stream else str(orjson.loads(body)["text"])
 
     return generate
@@ -97,9 +110,13 @@ def _lean(connections: Sequence[Connection], new_tokens: int, stream: bool) -> G
 
 @asynccontextmanager
 async def aiohttp_trees(url: str, new_tokens: int, count: int) -> AsyncIterator[list[Ask]]:
-    """`count` clients that run the layers themselves with a general HTTP client, as people write them."""
+    """`count` clients that run the layers themselves with a general HTTP client, as people write
+    them.
+    """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=ANSWER_S)
+    ) as session:
 
         async def generate(_slot: int, prompt: str) -> str:
             sent = _body(prompt, new_tokens, stream=False)
@@ -113,9 +130,13 @@ async def aiohttp_trees(url: str, new_tokens: int, count: int) -> AsyncIterator[
 
 def _layered(generate: Generate) -> Ask:
     async def ask(question: str) -> str:
-        leaves = await asyncio.gather(*(generate(slot, _prompt(question, ())) for slot in range(LEAVES)))
+        leaves = await asyncio.gather(
+            *(generate(slot, _prompt(question, ())) for slot in range(LEAVES))
+        )
         clusters = [leaves[at : at + CLUSTER] for at in range(0, LEAVES, CLUSTER)]
-        middle = await asyncio.gather(*(generate(slot, _prompt(question, own)) for slot, own in enumerate(clusters)))
+        middle = await asyncio.gather(
+            *(generate(slot, _prompt(question, own)) for slot, own in enumerate(clusters))
+        )
         return await generate(0, _prompt(question, middle))
 
     return ask
@@ -124,9 +145,15 @@ def _layered(generate: Generate) -> Ask:
 def _prompt(question: str, outputs: Sequence[str]) -> str:
     if not outputs:
         return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    listed = "".join(f"\n\nResponse {number}:\n{output}" for number, output in enumerate(outputs, 1))
-    task = "Below are a question and several responses to it. Write one answer that is better than each of them."
-    return f"<|im_start|>user\n{task}\n\nQuestion:\n{question}{listed}<|im_end|>\n<|im_start|>assistant\n"
+    listed = "".join(
+        f"\n\nResponse {number}:\n{output}" for number, output in enumerate(outputs, 1)
+    )
+    task = (
+        "Below are a question and several responses to it. Write one answer that is better "
+        "than each of them."
+    )
+    turn = f"{task}\n\nQuestion:\n{question}{listed}"
+    return f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _body(prompt: str, new_tokens: int, stream: bool) -> bytes:

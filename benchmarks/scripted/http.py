@@ -1,4 +1,6 @@
-"""HTTP/1.1 server protocol with as little work per request as Python allows. For tests and benchmarks only."""
+"""HTTP/1.1 server protocol with as little work per request as Python allows. For tests and
+benchmarks only.
+"""
 
 import asyncio
 import re
@@ -9,13 +11,16 @@ import orjson
 
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 _STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; "
+    b"charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 _REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 500: b"Internal Server Error"}
 
 
 class Exchange:
-    """One request and the answer to it. `gone` is called if the client leaves before the answer's end."""
+    """One request and the answer to it. `gone` is called if the client leaves before the answer's
+    end.
+    """
 
     __slots__ = ("_protocol", "_streaming", "body", "gone", "method", "path")
 
@@ -40,7 +45,9 @@ class Exchange:
         self.answer(status, orjson.dumps(found))
 
     def write(self, chunks: list[bytes], *, last: bool) -> None:
-        """Some of a streamed answer, each a chunk of its own; the head goes first, the end after the `last`."""
+        """Some of a streamed answer, each a chunk of its own; the head goes first, the end after
+        the `last`.
+        """
         pieces = [] if self._streaming else [_STREAM_HEAD]
         self._streaming = True
         pieces += [b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks]
@@ -56,13 +63,18 @@ class Exchange:
 
 
 class HttpProtocol(asyncio.Protocol):
-    """Serves one connection, one exchange at a time, in order. Bodies must come with a Content-Length.
+    """Serves one connection, one exchange at a time, in order. Bodies must come with a
+    Content-Length.
 
-    With `cut_bytes` above 0 everything is written in pieces of that size, each in a turn of the loop of its own.
+    With `cut_bytes` above 0 everything is written in pieces of that size, each in a turn of the
+    loop of its own.
     """
 
     def __init__(
-        self, serve: Callable[[Exchange], None], cut_bytes: Callable[[], int], connections: set["HttpProtocol"]
+        self,
+        serve: Callable[[Exchange], None],
+        cut_bytes: Callable[[], int],
+        connections: set["HttpProtocol"],
     ) -> None:
         self._serve = serve
         self._cut_bytes = cut_bytes
@@ -93,7 +105,9 @@ class HttpProtocol(asyncio.Protocol):
         head_end = received.find(b"\r\n\r\n")
         if head_end < 0:
             return
-        if received.startswith(b"PRI "):  # HTTP/2, which sglang-router tries first when it looks for gRPC workers
+        if received.startswith(
+            b"PRI "
+        ):  # HTTP/2, which sglang-router tries first when it looks for gRPC workers
             self.drop()
             return
         length = _CONTENT_LENGTH.search(received, 0, head_end)
@@ -113,7 +127,9 @@ class HttpProtocol(asyncio.Protocol):
             return
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._write_piece)
-        self._pending += [written[start : start + cut_bytes] for start in range(0, len(written), cut_bytes)]
+        self._pending += [
+            written[start : start + cut_bytes] for start in range(0, len(written), cut_bytes)
+        ]
 
     def _write_piece(self) -> None:
         if self._pending:

@@ -1,4 +1,6 @@
-"""A scripted server's settings and faults, one request on it (its tokens, the answer it writes), and its adapters."""
+"""A scripted server's settings and faults, one request on it (its tokens, the answer it writes),
+and its adapters.
+"""
 
 import asyncio
 import json
@@ -21,8 +23,9 @@ FaultKind = Literal["refuse", "status", "close", "stall", "garbage", "error_even
 class Fault:
     """What goes wrong with a request.
 
-    `refuse` breaks the connection at once and `status` answers `status`; the others strike after `after_tokens` tokens
-    of a stream, or instead of an answer that is not streamed. It strikes `times` requests, or all when None.
+    `refuse` breaks the connection at once and `status` answers `status`; the others strike after
+    `after_tokens` tokens of a stream, or instead of an answer that is not streamed. It strikes
+    `times` requests, or all when None.
     """
 
     kind: FaultKind
@@ -33,21 +36,24 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FaultKind):
-            raise ValueError(f"fault kind must be one of {', '.join(get_args(FaultKind))}, not {self.kind!r}")
+            raise ValueError(
+                f"fault kind must be one of {', '.join(get_args(FaultKind))}, not {self.kind!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSettings:
     """How a scripted server behaves.
 
-    Delays are seconds: `prefill_s` plus `prefill_token_s` for each token not cached, then `token_s` for each
-    token; with `token_s` 0 a whole answer is written at once. `warms` names the prefill-only requests that fill
-    the prefix cache, which holds `cache_tokens`; without `route` there is no such route. `cut_bytes` above 0
-    writes in pieces of that size, `crlf` ends lines as some proxies do. `log_bodies` keeps the bodies of that
-    many last requests. With `stamped` every output says in `meta_info.sent_s` when it was written, in seconds of
-    the machine's monotonic clock. With `max_loaded_adapters` above 0 it takes LoRA adapters, each of which takes
-    `adapter_load_s` to load. With `memory_saver` it gives its memory back and takes it again; with `cpu_backup` its
-    weights are kept meanwhile.
+    Delays are seconds: `prefill_s` plus `prefill_token_s` for each token not cached, then `token_s`
+    for each token; with `token_s` 0 a whole answer is written at once. `warms` names the
+    prefill-only requests that fill the prefix cache, which holds `cache_tokens`; without `route`
+    there is no such route. `cut_bytes` above 0 writes in pieces of that size, `crlf` ends lines as
+    some proxies do. `log_bodies` keeps the bodies of that many last requests. With `stamped` every
+    output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic
+    clock. With `max_loaded_adapters` above 0 it takes LoRA adapters, each of which takes
+    `adapter_load_s` to load. With `memory_saver` it gives its memory back and takes it again; with
+    `cpu_backup` its weights are kept meanwhile.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -98,17 +104,23 @@ class BadRequest(Exception):
 
 
 def scripted_id(seed: int, position: int, vocabulary: int) -> int:
-    """The id at an output position: arithmetic modulo the vocabulary, so that every prompt has its own output."""
+    """The id at an output position: arithmetic modulo the vocabulary, so that every prompt has its
+    own output.
+    """
     return (seed + (position + 1) * 7919) % vocabulary
 
 
 class ScriptedRun:
-    """One request that has been accepted. Its output is a function of its prompt, its sampling parameters, its adapter.
+    """One request that has been accepted. Its output is a function of its prompt, its sampling
+    parameters, its adapter.
 
-    `scored_from` is the first prompt token whose log probability is asked for, or the prompt's length for none.
+    `scored_from` is the first prompt token whose log probability is asked for, or the prompt's
+    length for none.
     """
 
-    def __init__(self, exchange: Exchange, body: dict[str, Any], settings: ScriptedSettings) -> None:
+    def __init__(
+        self, exchange: Exchange, body: dict[str, Any], settings: ScriptedSettings
+    ) -> None:
         self.exchange = exchange
         self.settings = settings
         self.rid = str(body.get("rid") or id(self))
@@ -134,11 +146,14 @@ class ScriptedRun:
         limit = self.settings.context_length
         if self.prompt_tokens >= limit:
             raise BadRequest(
-                f"The input ({self.prompt_tokens} tokens) is longer than the model's context length ({limit} tokens)."
+                f"The input ({self.prompt_tokens} tokens) is longer than the model's context "
+                f"length ({limit} tokens)."
             )
         wanted = min(wanted, limit - self.prompt_tokens)
         seed = zlib.crc32((self.adapter or "").encode(), zlib.crc32(self.prompt))
-        self.ids = [scripted_id(seed, position, self.settings.vocabulary) for position in range(wanted)]
+        self.ids = [
+            scripted_id(seed, position, self.settings.vocabulary) for position in range(wanted)
+        ]
         self._reason: dict[str, Any] = {"type": "length", "length": wanted}
         stops = sampling.get("stop_token_ids") or ()
         first = next((position for position, token in enumerate(self.ids) if token in stops), None)
@@ -150,7 +165,9 @@ class ScriptedRun:
         if not self._logprobs or start in (None, -1):
             return self.prompt_tokens
         if not isinstance(start, int) or not 0 <= start <= self.prompt_tokens:
-            raise BadRequest(f"logprob_start_len must be -1 or at most {self.prompt_tokens}, got {start}.")
+            raise BadRequest(
+                f"logprob_start_len must be -1 or at most {self.prompt_tokens}, got {start}."
+            )
         return start
 
     def output(self, start: int, end: int, reason: dict[str, Any] | None) -> dict[str, Any]:
@@ -165,7 +182,9 @@ class ScriptedRun:
             "cached_tokens": self.cached_tokens,
         }
         if self._logprobs:
-            meta["input_token_logprobs"] = self._input_logprobs() if self.settings.role == "prefill" else []
+            meta["input_token_logprobs"] = (
+                self._input_logprobs() if self.settings.role == "prefill" else []
+            )
             meta["output_token_logprobs"] = [self._scored(token) for token in ids]
         if self.settings.stamped:
             meta["sent_s"] = time.monotonic()
@@ -180,18 +199,23 @@ class ScriptedRun:
         return -(token % 97 + 1) / 100, token, _text(token) if self._logprob_text else None
 
     def events(self, until: int) -> list[bytes]:
-        """The stream's events for the tokens not yet sent before `until`, the finish with the last."""
+        """The stream's events for the tokens not yet sent before `until`, the finish with the
+        last."""
         events: list[bytes] = []
         while not events or self.sent < until:
             end = min(until, self.due)
             reason = self._reason if end >= len(self.ids) else None
-            events.append(self.framed(self.output(self.sent if self.settings.incremental else 0, end, reason)))
+            events.append(
+                self.framed(self.output(self.sent if self.settings.incremental else 0, end, reason))
+            )
             self.sent = end
         return events
 
     @property
     def due(self) -> int:
-        """Where the next event ends: the first holds one token, each later one `stream_interval` of them."""
+        """Where the next event ends: the first holds one token, each later one `stream_interval` of
+        them.
+        """
         return min(self.sent + self._interval if self.sent else 1, len(self.ids))
 
     def framed(self, found: dict[str, Any]) -> bytes:
@@ -214,7 +238,9 @@ class ScriptedRun:
         self._reason = {"type": "length", "length": len(self.ids)}
 
     def strike(self, fault: Fault) -> bool:
-        """Write a stream's tokens before the fault, then let it happen. True when the answer has ended with it."""
+        """Write a stream's tokens before the fault, then let it happen. True when the answer has
+        ended with it.
+        """
         events = self.events(fault.after_tokens) if self.sent < fault.after_tokens else []
         self.ended = True
         last = fault.kind in ("garbage", "error_event", "abort")
@@ -267,7 +293,9 @@ MAX_RANK = 64
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """An adapter from one load to its unloading, which owns the KV of its prompts. `running` requests use it."""
+    """An adapter from one load to its unloading, which owns the KV of its prompts. `running`
+    requests use it.
+    """
 
     name: str
     folder: str
@@ -283,13 +311,16 @@ class LoadedAdapter:
 
 
 class ScriptedAdapters:
-    """Loads and unloads as SGLang does, one at a time, but never evicts by itself: that would hide a router's mistake.
+    """Loads and unloads as SGLang does, one at a time, but never evicts by itself: that would hide
+    a router's mistake.
 
-    `loading` names those under way, `loads` counts them, `unloads` names those that were asked for, `most` is the most
-    that were loaded at a time.
+    `loading` names those under way, `loads` counts them, `unloads` names those that were asked for,
+    `most` is the most that were loaded at a time.
     """
 
-    def __init__(self, settings: Callable[[], ScriptedSettings], forget: Callable[[LoadedAdapter], None]) -> None:
+    def __init__(
+        self, settings: Callable[[], ScriptedSettings], forget: Callable[[LoadedAdapter], None]
+    ) -> None:
         self._forget = forget
         self.loaded: dict[str, LoadedAdapter] = {}
         self.loads = 0
@@ -299,12 +330,15 @@ class ScriptedAdapters:
         self.loading: set[str] = set()
 
     def taken(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter of a request, which uses it from now on. Raises BadRequest for one that is not loaded."""
+        """The adapter of a request, which uses it from now on. Raises BadRequest for one that is
+        not loaded.
+        """
         if name is None:
             return None
         if name not in self.loaded:
             raise BadRequest(
-                f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {list(self.loaded)}."
+                f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: "
+                f"{list(self.loaded)}."
             )
         self.loaded[name].running += 1
         return self.loaded[name]
@@ -318,7 +352,9 @@ class ScriptedAdapters:
             self._answer(exchange, wrong)
             return
         self.loading.add(name)
-        asyncio.get_running_loop().call_later(self._settings().adapter_load_s, self._loaded, exchange, name, folder)
+        asyncio.get_running_loop().call_later(
+            self._settings().adapter_load_s, self._loaded, exchange, name, folder
+        )
 
     def _loaded(self, exchange: Exchange, name: str, folder: str) -> None:
         self.loading.discard(name)
@@ -333,20 +369,29 @@ class ScriptedAdapters:
         if name in self.loaded or name in self.loading:
             return f"Failed to load LoRA adapter {name} because it is already loaded"
         if len(self.loaded) + len(self.loading) >= self._settings().max_loaded_adapters:
-            return f"At most {self._settings().max_loaded_adapters} adapters can be loaded, and {list(self.loaded)} are"
+            return (
+                f"At most {self._settings().max_loaded_adapters} adapters can be loaded, and "
+                f"{list(self.loaded)} are"
+            )
         try:
-            rank = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+            rank = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))[
+                "r"
+            ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             return f"{folder}: {error}"
         return None if rank <= MAX_RANK else f"LoRA adapter {name} with rank {rank} is incompatible"
 
     def unload(self, exchange: Exchange) -> None:
-        """`POST /unload_lora_adapter`: further requests are refused, and it ends with the last one running."""
+        """`POST /unload_lora_adapter`: further requests are refused, and it ends with the last one
+        running.
+        """
         name = str(orjson.loads(exchange.body)["lora_name"])
         self.unloads.append(name)
         adapter = self.loaded.pop(name, None)
         if adapter is None:
-            self._answer(exchange, f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self.loaded)}")
+            self._answer(
+                exchange, f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self.loaded)}"
+            )
         elif adapter.running:
             adapter.idle.append(lambda: self._unloaded(exchange, adapter))
         else:
@@ -363,7 +408,12 @@ class ScriptedAdapters:
 
     def listed(self, exchange: Exchange) -> None:
         """`GET /v1/models`."""
-        base: dict[str, Any] = {"id": "scripted", "object": "model", "root": "scripted", "parent": None}
+        base: dict[str, Any] = {
+            "id": "scripted",
+            "object": "model",
+            "root": "scripted",
+            "parent": None,
+        }
         adapters = [
             {"id": name, "object": "model", "root": adapter.folder, "parent": "scripted"}
             for name, adapter in self.loaded.items()
@@ -386,17 +436,22 @@ class ScriptedGpu:
 
 
 class ScriptedMemory:
-    """A server's memory, given back and taken again as by SGLang 0.5.23, which ends at every mistake.
+    """A server's memory, given back and taken again as by SGLang 0.5.23, which ends at every
+    mistake.
 
-    It ends where it is to sleep while it is busy (an assertion) or asleep (torch_memory_saver), to wake while it is
-    awake (a KeyError), and to compute or to read weights while it sleeps. `died` says of what it did. It wakes, and
-    reads weights, while `gate` is open. `refuses` has the words with which it refuses to `sleep` or `read`; `busy`
-    times it still has something to do. `changes` names what it did, `without_weights` counts requests that it computed
-    with none. Until it is `warm`, `/health` answers 503, and it has a request of its own to come.
+    It ends where it is to sleep while it is busy (an assertion) or asleep (torch_memory_saver), to
+    wake while it is awake (a KeyError), and to compute or to read weights while it sleeps. `died`
+    says of what it did. It wakes, and reads weights, while `gate` is open. `refuses` has the words
+    with which it refuses to `sleep` or `read`; `busy` times it still has something to do. `changes`
+    names what it did, `without_weights` counts requests that it computed with none. Until it is
+    `warm`, `/health` answers 503, and it has a request of its own to come.
     """
 
     def __init__(
-        self, settings: Callable[[], ScriptedSettings], busy: Callable[[], bool], end: Callable[[], None]
+        self,
+        settings: Callable[[], ScriptedSettings],
+        busy: Callable[[], bool],
+        end: Callable[[], None],
     ) -> None:
         self._settings, self._runs, self._end = settings, busy, end
         self.gpu = ScriptedGpu(10**9)
@@ -442,7 +497,11 @@ class ScriptedMemory:
         if "sleep" in self.refuses:
             exchange.answer_json({"error": {"message": self.refuses["sleep"]}}, 400)
         elif self._busy():
-            self.die("AssertionError: release_memory_occupation should be called only when server is idle.")
+            self.die(
+                "AssertionError: release_memory_occupation should be called only when server "
+                "is "
+                "idle."
+            )
         elif self.asleep:
             self.die("Cannot pause allocation that is not active.")
         else:
@@ -491,7 +550,9 @@ class ScriptedMemory:
     def flush(self, exchange: Exchange) -> None:
         """`POST /flush_cache`."""
         busy = self._busy()
-        exchange.answer(400 if busy else 200, b"Flush cache failed.\n" if busy else b"Cache flushed.\n")
+        exchange.answer(
+            400 if busy else 200, b"Flush cache failed.\n" if busy else b"Cache flushed.\n"
+        )
 
     def set_version(self, exchange: Exchange) -> None:
         """`POST /update_weight_version`."""

@@ -1,4 +1,5 @@
-"""A fast scripted engine: SGLang's wire format with no model behind it, for load tests, benchmarks and faults.
+"""A fast scripted engine: SGLang's wire format with no model behind it, for load tests, benchmarks
+and faults.
 
 python -m benchmarks.scripted.server --prefill-port 8101 --decode-port 8102
 """
@@ -34,7 +35,8 @@ from shell_router.standins.prefix_cache import PrefixCache
 __all__ = ["BootstrapRooms", "Fault", "ScriptedPair", "ScriptedServer", "ScriptedSettings"]
 
 _MOST_ROOMS = 65536
-"""Rooms kept for a decode that has not come; older ones are those of requests that were abandoned."""
+"""Rooms kept for a decode that has not come; older ones are those of requests that were abandoned.
+"""
 
 
 class BootstrapRooms:
@@ -71,12 +73,15 @@ class BootstrapRooms:
 class ScriptedServer:
     """One scripted server, of the role its settings name. `settings` may be replaced while it runs.
 
-    With `rooms`, shared by a prefill and a decode server, decode starts when its prefill has ended; without, a decode
-    server takes the prefill's delay upon itself. `requests` counts those to generate or to prefill, `bodies` has the
-    last of them, `log_bodies` at most, and `aborted` the rids that were asked to be aborted.
+    With `rooms`, shared by a prefill and a decode server, decode starts when its prefill has ended;
+    without, a decode server takes the prefill's delay upon itself. `requests` counts those to
+    generate or to prefill, `bodies` has the last of them, `log_bodies` at most, and `aborted` the
+    rids that were asked to be aborted.
     """
 
-    def __init__(self, settings: ScriptedSettings = DEFAULT_SETTINGS, *, rooms: BootstrapRooms | None = None) -> None:
+    def __init__(
+        self, settings: ScriptedSettings = DEFAULT_SETTINGS, *, rooms: BootstrapRooms | None = None
+    ) -> None:
         self.settings = settings
         self.requests = 0
         self.bodies: list[bytes] = []
@@ -135,7 +140,10 @@ class ScriptedServer:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.stop()
 
@@ -185,14 +193,27 @@ class ScriptedServer:
             "enable_memory_saver": self.settings.memory_saver,
             "enable_weights_cpu_backup": self.settings.cpu_backup,
         }
-        exchange.answer_json({**info, "context_length": self.settings.context_length, "internal_states": [{}]})
+        exchange.answer_json(
+            {**info, "context_length": self.settings.context_length, "internal_states": [{}]}
+        )
 
     def _model_info(self, exchange: Exchange) -> None:
-        info = {"model_path": self.memory.model_path, "tokenizer_path": "scripted", "is_generation": True}
-        exchange.answer_json({**info, "disaggregation_mode": self.settings.role, "weight_version": self.memory.version})
+        info = {
+            "model_path": self.memory.model_path,
+            "tokenizer_path": "scripted",
+            "is_generation": True,
+        }
+        exchange.answer_json(
+            {
+                **info,
+                "disaggregation_mode": self.settings.role,
+                "weight_version": self.memory.version,
+            }
+        )
 
     def _health(self, exchange: Exchange) -> None:
-        """As SGLang's, whose server generates where it is idle, unless a variable says otherwise."""
+        """As SGLang's, whose server generates where it is idle, unless a variable says
+        otherwise."""
         generates = os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") != "false"
         if not self.memory.warm:
             exchange.answer(503, b"")
@@ -223,7 +244,8 @@ class ScriptedServer:
             return
         if not isinstance(run.room, int):
             raise BadRequest(
-                f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={run.rid!r}"
+                "Invalid request: Disaggregated request received without bootstrap room id. "
+                f"req.rid={run.rid!r}"
             )
         if not self._enter(run):
             return
@@ -283,17 +305,23 @@ class ScriptedServer:
         fault = self.settings.fault
         if fault is not None and fault.times is not None:
             left = fault.times - 1
-            self.settings = replace(self.settings, fault=replace(fault, times=left) if left else None)
+            self.settings = replace(
+                self.settings, fault=replace(fault, times=left) if left else None
+            )
         return fault
 
     def _enter(self, run: ScriptedRun) -> bool:
-        """False for one whose adapter is not loaded; a stream gets that as an event, as from SGLang."""
+        """False for one whose adapter is not loaded; a stream gets that as an event, as from
+        SGLang.
+        """
         try:
             adapter = self.adapters.taken(run.adapter)
         except BadRequest as error:
             if not run.stream:
                 raise
-            refusal = run.framed({"error": {"message": str(error), "type": "invalid_request_error", "code": 400}})
+            refusal = run.framed(
+                {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
+            )
             run.exchange.write([refusal, run.done_mark()], last=True)
             return False
         if adapter is not None:
@@ -353,7 +381,9 @@ class ScriptedServer:
             self._pace(run, asyncio.get_running_loop().time())
 
     def _pace(self, run: ScriptedRun, start_s: float) -> None:
-        """Write each event when its last token is due, at a multiple of `token_s`, however long the writing takes."""
+        """Write each event when its last token is due, at a multiple of `token_s`, however long the
+        writing takes.
+        """
         if run.ended:
             return
         self._write_tokens(run, run.due)
@@ -381,7 +411,8 @@ class ScriptedServer:
 
 
 class ScriptedPair:
-    """A scripted prefill and a scripted decode server that meet in shared rooms, in this process."""
+    """A scripted prefill and a scripted decode server that meet in shared rooms, in this
+    process."""
 
     def __init__(self, settings: ScriptedSettings = DEFAULT_SETTINGS) -> None:
         rooms = BootstrapRooms()
@@ -394,19 +425,26 @@ class ScriptedPair:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.prefill.stop()
         await self.decode.stop()
 
 
-async def serve(prefill_port: int | None, decode_port: int | None, settings: ScriptedSettings) -> None:
+async def serve(
+    prefill_port: int | None, decode_port: int | None, settings: ScriptedSettings
+) -> None:
     """Serve the given ports, each a server of its role, until cancelled."""
     rooms = BootstrapRooms() if prefill_port is not None and decode_port is not None else None
     servers = []
     for role, port in (("prefill", prefill_port), ("decode", decode_port)):
         if port is not None:
-            server = ScriptedServer(replace(settings, role="prefill" if role == "prefill" else "decode"), rooms=rooms)
+            server = ScriptedServer(
+                replace(settings, role="prefill" if role == "prefill" else "decode"), rooms=rooms
+            )
             await server.start(port)
             print(f"{role} {server.url}", flush=True)
             servers.append(server)
@@ -419,10 +457,18 @@ async def serve(prefill_port: int | None, decode_port: int | None, settings: Scr
 
 def main() -> None:
     """Run scripted servers from the command line."""
-    parser = argparse.ArgumentParser(description="A scripted engine that speaks SGLang's native wire format.")
-    parser.add_argument("--prefill-port", type=int, help="serve the prefill role on this port (0: a free one)")
-    parser.add_argument("--decode-port", type=int, help="serve the decode role on this port (0: a free one)")
-    parser.add_argument("--script", default="{}", help="settings as JSON, e.g. '{\"token_s\": 0.01}'")
+    parser = argparse.ArgumentParser(
+        description="A scripted engine that speaks SGLang's native wire format."
+    )
+    parser.add_argument(
+        "--prefill-port", type=int, help="serve the prefill role on this port (0: a free one)"
+    )
+    parser.add_argument(
+        "--decode-port", type=int, help="serve the decode role on this port (0: a free one)"
+    )
+    parser.add_argument(
+        "--script", default="{}", help="settings as JSON, e.g. '{\"token_s\": 0.01}'"
+    )
     arguments = parser.parse_args()
     if arguments.prefill_port is None and arguments.decode_port is None:
         parser.error("give --prefill-port, --decode-port, or both")

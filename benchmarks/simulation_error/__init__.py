@@ -1,1 +1,3 @@
-"""Parts of benchmarks/simulation_error.py: the settings, what is measured in turns, and the same simulated."""
+"""Parts of benchmarks/simulation_error.py: the settings, what is measured in turns, and the same
+simulated.
+"""

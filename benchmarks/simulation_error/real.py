@@ -32,7 +32,9 @@ Trace = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tokens of every output and question, how many clients ask at a time, and how often each in a round."""
+    """Tokens of every output and question, how many clients ask at a time, and how often each in a
+    round.
+    """
 
     new_tokens: int
     question_tokens: int
@@ -41,14 +43,21 @@ class Workload:
 
 
 def all_settings(models: Collection[str], new_tokens: int) -> Mapping[str, Topology]:
-    """The settings by name; every agent writes `new_tokens`. Raises ConfigError where a model is missing."""
+    """The settings by name; every agent writes `new_tokens`. Raises ConfigError where a model is
+    missing.
+    """
     lengths = dict.fromkeys(models, fixed_length(new_tokens))
     return {f"{SINGLE} alone": alone(SINGLE, new_tokens), **four_settings(lengths)}
 
 
 def alone(alias: str, new_tokens: int) -> Topology:
     """One agent that answers the question itself."""
-    return setting(straight_through(alias), {alias: fixed_length(new_tokens)}, incremental=False, early_exit=False)
+    return setting(
+        straight_through(alias),
+        {alias: fixed_length(new_tokens)},
+        incremental=False,
+        early_exit=False,
+    )
 
 
 def trace_of(topology: Topology, name: str, now_s: float) -> RunTrace:
@@ -66,12 +75,15 @@ def trace_of(topology: Topology, name: str, now_s: float) -> RunTrace:
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 BUSY = (0, 1, 2, 5, 6, 7)
-"""Columns of /proc/stat: user, nice, system, interrupts of two kinds, and what the host took away."""
+"""Columns of /proc/stat: user, nice, system, interrupts of two kinds, and what the host took away.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds. A process's main thread is its event loop, the others compute; `others` do not belong to us."""
+    """CPU seconds. A process's main thread is its event loop, the others compute; `others` do not
+    belong to us.
+    """
 
     elapsed_s: float
     loops_s: float
@@ -81,13 +93,19 @@ class Usage:
     def now(cls) -> "Usage":
         """Since the machine's start."""
         busy_s = _machine_s()
-        threads = {(pid, thread): _used_s(path) for pid in _own_processes() for thread, path in _threads(pid)}
+        threads = {
+            (pid, thread): _used_s(path)
+            for pid in _own_processes()
+            for thread, path in _threads(pid)
+        }
         loops_s = sum(used_s for (pid, thread), used_s in threads.items() if pid == thread)
         return cls(time.monotonic(), loops_s, busy_s - sum(threads.values()))
 
     def __sub__(self, earlier: "Usage") -> "Usage":
         return Usage(
-            self.elapsed_s - earlier.elapsed_s, self.loops_s - earlier.loops_s, self.others_s - earlier.others_s
+            self.elapsed_s - earlier.elapsed_s,
+            self.loops_s - earlier.loops_s,
+            self.others_s - earlier.others_s,
         )
 
     @property
@@ -138,7 +156,8 @@ Place = tuple[str, int]
 
 @asynccontextmanager
 async def running_deployment(config: Config) -> AsyncIterator["Deployment"]:
-    """The models of `config` and an embedder, without a server. Raises ConfigError and EngineError."""
+    """The models of `config` and an embedder, without a server. Raises ConfigError and
+    EngineError."""
     async with (
         running_embedder(config.embedder) as (embedder, _),
         MemoryAgentPromptCache(clock=time.monotonic) as cache,
@@ -220,17 +239,23 @@ class Measured:
     @property
     def embedding_s(self) -> tuple[float, float]:
         """Seconds per text and per token."""
-        timed = [Timing(tokens, (1, tokens), statistics.median(took_s)) for tokens, took_s in self.embedded_s.items()]
+        timed = [
+            Timing(tokens, (1, tokens), statistics.median(took_s))
+            for tokens, took_s in self.embedded_s.items()
+        ]
         text_s, token_s = fitted_costs(timed)
         return text_s, token_s
 
     async def _wave(self, name: str, topology: Topology, at_once: int) -> None:
-        """Clients, each of which asks its next question when it has the answer to the one before."""
+        """Clients, each of which asks its next question when it has the answer to the one
+        before."""
         before = Usage.now()
 
         async def client(number: int) -> list[Trace]:
             return [
-                await self._ask(topology, f"{topology.name}-{at_once}-{self.rounds}-{number}-{turn}")
+                await self._ask(
+                    topology, f"{topology.name}-{at_once}-{self.rounds}-{number}-{turn}"
+                )
                 for turn in range(self.workload.turns)
             ]
 
@@ -240,15 +265,21 @@ class Measured:
         self.cores.setdefault(place, []).append((Usage.now() - before).cores_left)
 
     async def _host_costs(self) -> None:
-        """What a token costs outside its engine: CPU time of all event loops, while all models write."""
+        """What a token costs outside its engine: CPU time of all event loops, while all models
+        write.
+        """
         before = Usage.now()
         asked = [
-            self._ask(alone(alias, self.workload.new_tokens), f"host-{self.rounds}-{alias}-{number}")
+            self._ask(
+                alone(alias, self.workload.new_tokens), f"host-{self.rounds}-{alias}-{number}"
+            )
             for alias in self.deployment.models
             for number in range(REQUESTS_PER_MODEL)
         ]
         await asyncio.gather(*asked)
-        self.host_s_per_token.append((Usage.now() - before).loops_s / (len(asked) * self.workload.new_tokens))
+        self.host_s_per_token.append(
+            (Usage.now() - before).loops_s / (len(asked) * self.workload.new_tokens)
+        )
 
     async def _ask(self, topology: Topology, name: str) -> Trace:
         trace = trace_of(topology, name, time.monotonic())
@@ -266,7 +297,8 @@ class Measured:
             self.embedded_s.setdefault(tokens, []).append(time.perf_counter() - begun_s)
 
     async def _written(self, tokens: int) -> str:
-        """An output: what random weights write is more tokens to the embedder than a question is."""
+        """An output: what random weights write is more tokens to the embedder than a question
+        is."""
         topology = alone(next(iter(self.deployment.models)), tokens)
         asked = ({"role": "user", "content": self._drawn(tokens)},)
         request = MoaRequest(f"write-{self.rounds}-{tokens}", "benchmark", asked)

@@ -6,7 +6,12 @@ from pathlib import Path
 
 from benchmarks.simulation_error.real import Trace, Workload
 from shell_router.lab.simulation.run import simulate
-from shell_router.lab.simulation.settings import Length, SimulatedEmbedding, SimulatedModel, Simulation
+from shell_router.lab.simulation.settings import (
+    Length,
+    SimulatedEmbedding,
+    SimulatedModel,
+    Simulation,
+)
 from shell_router.lab.simulation.settings import Workload as SimulatedWorkload
 from shell_router.standins.simulated.costs import PairCosts
 from shell_router.topology import Topology
@@ -21,7 +26,9 @@ def simulated_traces(
     embedder: SimulatedEmbedding,
     confidence: float,
 ) -> Sequence[Trace]:
-    """As many runs as the workload has in as many rounds as `cores` has entries, each from idle, forgetful engines."""
+    """As many runs as the workload has in as many rounds as `cores` has entries, each from idle,
+    forgetful engines.
+    """
     asked = SimulatedWorkload(
         requests=at_once * workload.turns,
         outputs=dict.fromkeys(costs, Length(tokens=workload.new_tokens)),

@@ -33,7 +33,9 @@ class Engines:
     words: str
 
     @asynccontextmanager
-    async def scheduled(self, scheduling: SchedulingSettings) -> AsyncIterator[Mapping[str, SglangPair]]:
+    async def scheduled(
+        self, scheduling: SchedulingSettings
+    ) -> AsyncIterator[Mapping[str, SglangPair]]:
         """The models as a router sees them that schedules so, and follows what the engines tell."""
         async with AsyncExitStack() as stack:
             pools = {}
@@ -46,8 +48,8 @@ class Engines:
 
 @asynccontextmanager
 async def embedded() -> AsyncIterator[Engines]:
-    """The tiny models. As pairs of a cluster have GPUs of their own, the first pair of each keeps to one core, the
-    second to another.
+    """The tiny models. As pairs of a cluster have GPUs of their own, the first pair of each keeps
+    to one core, the second to another.
     """
     cores = os.cpu_count() or 1
     settings = {
@@ -58,18 +60,28 @@ async def embedded() -> AsyncIterator[Engines]:
         for pair in range(PAIRS)
     }
     async with EmbeddedFleet(settings) as fleet:
-        pairs = {model: [fleet[f"{model}-{pair}"].address for pair in range(PAIRS)] for model in EMBEDDED}
-        yield Engines(pairs, f"{PAIRS} embedded pairs of each of {', '.join(EMBEDDED)}, each pair on one core")
+        pairs = {
+            model: [fleet[f"{model}-{pair}"].address for pair in range(PAIRS)] for model in EMBEDDED
+        }
+        yield Engines(
+            pairs, f"{PAIRS} embedded pairs of each of {', '.join(EMBEDDED)}, each pair on one core"
+        )
 
 
 @asynccontextmanager
 async def sglang() -> AsyncIterator[Engines]:
-    """Two pairs of SGLang on the CPU, of a tiny model of random weights. Raises ConfigError and EngineError."""
+    """Two pairs of SGLang on the CPU, of a tiny model of random weights. Raises ConfigError and
+    EngineError.
+    """
     if built_environment() is None:
-        raise ConfigError("the SGLang environment is not built.", remedy=f"Build it with: {BUILD_COMMAND}")
+        raise ConfigError(
+            "the SGLang environment is not built.", remedy=f"Build it with: {BUILD_COMMAND}"
+        )
     async with running_deployment(_two_pairs()) as services:
         pools = {model: services.relays[model] for model in SGLANG}
-        pairs = {model: pool.addresses for model, pool in pools.items() if isinstance(pool, SglangPair)}
+        pairs = {
+            model: pool.addresses for model, pool in pools.items() if isinstance(pool, SglangPair)
+        }
         version = services.engines["tiny"]
         yield Engines(pairs, f"{PAIRS} pairs of {version} on the CPU")
 

@@ -23,7 +23,9 @@ FREQUENT = 4
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kind of users asks: tokens that all prompts of one user begin with, others in the mean, and of outputs."""
+    """What a kind of users asks: tokens that all prompts of one user begin with, others in the
+    mean, and of outputs.
+    """
 
     shared: int
     own: int
@@ -45,7 +47,9 @@ USERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: at a number of mean gaps after the first, by a user, of a model, with tokens as in Kind."""
+    """One request: at a number of mean gaps after the first, by a user, of a model, with tokens as
+    in Kind.
+    """
 
     at: float
     user: str
@@ -61,7 +65,9 @@ class Asked:
 
 
 def stream(count: int, models: Mapping[str, float], scale: float, seed: int) -> list[Asked]:
-    """`count` requests, Poisson, of models by their shares; lengths are `scale` times those of KINDS."""
+    """`count` requests, Poisson, of models by their shares; lengths are `scale` times those of
+    KINDS.
+    """
     draws, at, found = Random(f"stream/{seed}"), 0.0, list[Asked]()
     users = list(USERS)
     often = [float(FREQUENT)] + [1.0] * (len(users) - 1)
@@ -77,7 +83,14 @@ def alone(models: Sequence[str], scale: float) -> list[Asked]:
     """One request of every kind and model, of the mean lengths."""
     by_kind = {kind: user for user, kind in USERS.items()}
     return [
-        Asked(0.0, user, model, round(scale * one.shared), round(scale * one.own), round(scale * one.output))
+        Asked(
+            0.0,
+            user,
+            model,
+            round(scale * one.shared),
+            round(scale * one.own),
+            round(scale * one.output),
+        )
         for kind, user in by_kind.items()
         for model in models
         for one in (KINDS[kind],)
@@ -88,7 +101,12 @@ def _asked(at: float, user: str, model: str, scale: float, draws: Random) -> Ask
     kind = KINDS[USERS[user]]
     own = max(1, round(scale * kind.own * draws.uniform(0.5, 1.5)))
     return Asked(
-        at, user, model, round(scale * kind.shared), own, max(2, round(scale * kind.output * draws.uniform(0.5, 1.5)))
+        at,
+        user,
+        model,
+        round(scale * kind.shared),
+        own,
+        max(2, round(scale * kind.output * draws.uniform(0.5, 1.5))),
     )
 
 
@@ -96,7 +114,9 @@ DEFAULT = "least_running, no queue"
 POLICIES = ("least_running", "round_robin", "gimbal", "scored")
 ORDERS = ("no queue", "shortest_prefill")
 AT_ONCE = 8
-"""Requests that an engine gets at once where the others wait in the router: about what it needs to be busy."""
+"""Requests that an engine gets at once where the others wait in the router: about what it needs to
+be busy.
+"""
 PATIENT_S = 600.0
 
 
@@ -113,7 +133,9 @@ def scheduling(policy: str, order: str) -> SchedulingSettings:
     """One of them."""
     if order == "no queue":
         return SchedulingSettings(SelectionSettings(policy))
-    return SchedulingSettings(SelectionSettings(policy), QueueSettings(order, max_running=AT_ONCE, wait_s=PATIENT_S))
+    return SchedulingSettings(
+        SelectionSettings(policy), QueueSettings(order, max_running=AT_ONCE, wait_s=PATIENT_S)
+    )
 
 
 Pools = Mapping[str, SglangPair]
@@ -123,7 +145,9 @@ Alone = Mapping[tuple[str, str], float]
 
 @dataclass(slots=True)
 class Round:
-    """Requests of one run: seconds to the first token, per token after it, and in all; those by user over `alone`."""
+    """Requests of one run: seconds to the first token, per token after it, and in all; those by
+    user over `alone`.
+    """
 
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
@@ -143,7 +167,9 @@ class Round:
 
     @property
     def fairness(self) -> float:
-        """Jain's index of how much slower than alone each user's requests are, in the mean: 1 where all alike."""
+        """Jain's index of how much slower than alone each user's requests are, in the mean: 1 where
+        all alike.
+        """
         means = [statistics.fmean(found) for found in self.slowdowns.values()]
         return sum(means) ** 2 / (len(means) * sum(mean**2 for mean in means))
 
@@ -205,7 +231,9 @@ async def ask(pools: Pools, number: int, one: Asked, salt: str, alone: Alone, do
     kind = USERS[one.user]
     sampling = {"max_new_tokens": one.output, "ignore_eos": True, "temperature": 0.0}
     rid = f"{salt} {number}".replace(" ", "-")
-    request = Generation(rid, one.ids(number, salt), sampling, hints=Hints(one.user, rid, kind, kind))
+    request = Generation(
+        rid, one.ids(number, salt), sampling, hints=Hints(one.user, rid, kind, kind)
+    )
     begun_s, first_s = time.monotonic(), 0.0
     try:
         async for item in pools[one.model].generate(request):

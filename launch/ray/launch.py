@@ -2,8 +2,9 @@
 
     python launch/ray/launch.py configs/sglang-two-machines.yaml --address http://10.0.0.1:8265
 
-Every machine is in the cluster under the address that the deployment's URLs name, and has shell-router, SGLang, the
-models and the configuration in the same places. Then, where the router is to run: shell-router serve --config ….
+Every machine is in the cluster under the address that the deployment's URLs name, and has
+shell-router, SGLang, the models and the configuration in the same places. Then, where the router is
+to run: shell-router serve --config ….
 """
 
 import argparse
@@ -29,13 +30,45 @@ def machines(engines: Sequence[EngineCommand]) -> dict[str, list[EngineCommand]]
     return found
 
 
-def submit_command(config: Path, address: str, host: str, engines: Sequence[EngineCommand]) -> list[str]:
-    """The `ray job submit` that keeps `engines` running on `host`, which Ray knows by a resource of its own."""
-    gpus = {gpu for engine in engines for gpu in engine.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu}
+def submit_command(
+    config: Path, address: str, host: str, engines: Sequence[EngineCommand]
+) -> list[str]:
+    """The `ray job submit` that keeps `engines` running on `host`, which Ray knows by a resource of
+    its own.
+    """
+    gpus = {
+        gpu
+        for engine in engines
+        for gpu in engine.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if gpu
+    }
     return [
-        *("ray", "job", "submit", "--address", address, "--submission-id", job_name(host), "--no-wait"),
-        *("--entrypoint-num-gpus", str(len(gpus)), "--entrypoint-resources", json.dumps({f"node:{host}": 0.001})),
-        *("--", "shell-router", "launch", "--config", str(config), "--machine", host, "--engines-only"),
+        *(
+            "ray",
+            "job",
+            "submit",
+            "--address",
+            address,
+            "--submission-id",
+            job_name(host),
+            "--no-wait",
+        ),
+        *(
+            "--entrypoint-num-gpus",
+            str(len(gpus)),
+            "--entrypoint-resources",
+            json.dumps({f"node:{host}": 0.001}),
+        ),
+        *(
+            "--",
+            "shell-router",
+            "launch",
+            "--config",
+            str(config),
+            "--machine",
+            host,
+            "--engines-only",
+        ),
     ]
 
 
@@ -49,11 +82,17 @@ def job_name(host: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/ray/launch.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="launch/ray/launch.py", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("config", type=Path, help="the deployment's YAML file")
-    parser.add_argument("--address", default="http://127.0.0.1:8265", help="of the Ray cluster's dashboard")
+    parser.add_argument(
+        "--address", default="http://127.0.0.1:8265", help="of the Ray cluster's dashboard"
+    )
     parser.add_argument("--stop", action="store_true", help="stop the jobs instead")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, one to a line, and run nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands, one to a line, and run nothing"
+    )
     chosen = parser.parse_args(arguments)
     config = chosen.config.resolve()
     try:

@@ -1,4 +1,6 @@
-"""One engine server as a child process: started, watched until it is ready, stopped with all its own children."""
+"""One engine server as a child process: started, watched until it is ready, stopped with all its
+own children.
+"""
 
 import http.client
 import os
@@ -23,7 +25,9 @@ class EngineServer:
     It ends with the thread that started it. One process owns it, but any event loop may look at it.
     """
 
-    def __init__(self, role: str, command: Sequence[str], port: int, log: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, role: str, command: Sequence[str], port: int, log: Path, variables: Mapping[str, str]
+    ) -> None:
         self.role = role
         self.port = port
         self.log = log
@@ -42,7 +46,9 @@ class EngineServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self, *options: str) -> None:
-        """Start the process, as the leader of a process group, unless it runs; `options` are for this run only."""
+        """Start the process, as the leader of a process group, unless it runs; `options` are for
+        this run only.
+        """
         if self.started:
             return
         self.kill()  # what an earlier run left of its group
@@ -87,7 +93,9 @@ class EngineServer:
                 os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL to what is left of its process group after a limit. Again, it changes nothing."""
+        """SIGTERM, and SIGKILL to what is left of its process group after a limit. Again, it
+        changes nothing.
+        """
         if self._process is None:
             return
         self.signal(signal.SIGTERM)

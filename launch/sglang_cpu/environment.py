@@ -1,4 +1,6 @@
-"""The virtual environment that environment.sh builds, and how a process in it finds the router's plugin."""
+"""The virtual environment that environment.sh builds, and how a process in it finds the router's
+plugin.
+"""
 
 import os
 import subprocess
@@ -17,13 +19,17 @@ MOST_RANKS = 8
 
 def built_environment() -> Path | None:
     """The environment of these pins where it is complete, else None: BUILD_COMMAND builds it."""
-    done = subprocess.run([HERE / "environment.sh", "--path"], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(
+        [HERE / "environment.sh", "--path"], capture_output=True, text=True, check=True, timeout=30
+    )
     venv = Path(done.stdout.strip())
     return venv if (venv / "complete").exists() else None
 
 
 def engine_variables(site: Path) -> Mapping[str, str]:
-    """The environment variables of an SGLang process on a CPU. `site` is where the plugin is installed."""
+    """The environment variables of an SGLang process on a CPU. `site` is where the plugin is
+    installed.
+    """
     return {
         **os.environ,
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -31,21 +37,26 @@ def engine_variables(site: Path) -> Mapping[str, str]:
         "HF_HUB_OFFLINE": "1",
         "MC_FORCE_TCP": "1",
         "OMP_NUM_THREADS": "1",
-        # for --tp-size: by default SGLang wants a NUMA node for each rank, and takes the NCCL that its PyTorch brings
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(MOST_RANKS)),
+        # for --tp-size: by default SGLang wants a NUMA node for each rank, and takes the NCCL that
+        # its PyTorch brings
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+            str(rank % (os.cpu_count() or 1)) for rank in range(MOST_RANKS)
+        ),
         "SGLANG_NCCL_SO_PATH": "none",
-        # decode forgets a dead prefill after two missed heartbeats; by default (5 s) one that is restarted sooner than
-        # that is taken for the old one, and every later transfer hangs
+        # decode forgets a dead prefill after two missed heartbeats; by default (5 s) one that is
+        # restarted sooner than that is taken for the old one, and every later transfer hangs
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
         "PYTHONPATH": os.pathsep.join((str(HERE / "stand_in"), str(site))),
     }
 
 
 def install_plugin(site: Path) -> None:
-    """Make this working tree's plugin, and of the rest only what it drafts and places with, importable from `site`.
+    """Make this working tree's plugin, and of the rest only what it drafts and places with,
+    importable from `site`.
 
-    The plugin of stand_in/ is discoverable there too; it does nothing unless one of its variables is set.
-    Done for each pair instead of once in the environment, which several working trees share.
+    The plugin of stand_in/ is discoverable there too; it does nothing unless one of its variables
+    is set. Done for each pair instead of once in the environment, which several working trees
+    share.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     metadata = site / f"{project['name'].replace('-', '_')}-{__version__}.dist-info"
@@ -56,7 +67,8 @@ def install_plugin(site: Path) -> None:
         (package / name).unlink(missing_ok=True)
         (package / name).symlink_to(ROOT / "shell_router" / name)
     (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {__version__}\n", encoding="utf-8"
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {__version__}\n",
+        encoding="utf-8",
     )
     groups = {**project["entry-points"]}
     groups[PLUGINS] = {**groups[PLUGINS], "cpu_kernels": "cpu_kernels:register"}

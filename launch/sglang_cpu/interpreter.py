@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Stands for a Python that has SGLang: that of environment.sh, with all that SGLang needs to run without a GPU.
+"""Stands for a Python that has SGLang: that of environment.sh, with all that SGLang needs to run
+without a GPU.
 
 launch/sglang_cpu/interpreter.py -m sglang.launch_server … [--cores N,N,...]
 
-`--cores` is its own flag: the CPU cores, counted from 0, that the server and all its processes run on (Linux).
+`--cores` is its own flag: the CPU cores, counted from 0, that the server and all its processes run
+on (Linux).
 """
 
 import argparse
@@ -25,8 +27,13 @@ from launch.sglang_cpu.environment import (  # noqa: E402 - found by the line ab
 
 
 def installed_plugin(folder: Path) -> Path:
-    """A folder with this working tree's plugin, made once. The two engines of a pair start at the same time."""
-    contents = [(ROOT / file).read_bytes() for file in ("pyproject.toml", "launch/sglang_cpu/environment.py")]
+    """A folder with this working tree's plugin, made once. The two engines of a pair start at the
+    same time.
+    """
+    contents = [
+        (ROOT / file).read_bytes()
+        for file in ("pyproject.toml", "launch/sglang_cpu/environment.py")
+    ]
     tree = hashlib.sha256(b"".join((bytes(ROOT), *contents))).hexdigest()
     site = folder / f"plugin-{tree[:12]}"
     site.mkdir(exist_ok=True)

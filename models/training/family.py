@@ -24,7 +24,8 @@ CONTEXT_LENGTH = 4096
 class Size:
     """One member: its network, how fast it learns, and for how many tokens in each lesson.
 
-    A specialist learns problems of its `topic`, and few others; without `combine_tokens` it never reads drafts.
+    A specialist learns problems of its `topic`, and few others; without `combine_tokens` it never
+    reads drafts.
     """
 
     hidden: int
@@ -40,19 +41,46 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "small": Size(
-        64, 2, heads=4, kv_heads=2, inner=192, learning_rate=4e-3, solve_tokens=12_000_000, combine_tokens=4_000_000
+        64,
+        2,
+        heads=4,
+        kv_heads=2,
+        inner=192,
+        learning_rate=4e-3,
+        solve_tokens=12_000_000,
+        combine_tokens=4_000_000,
     ),
     "medium": Size(
-        128, 3, heads=4, kv_heads=2, inner=384, learning_rate=3e-3, solve_tokens=9_000_000, combine_tokens=4_000_000
+        128,
+        3,
+        heads=4,
+        kv_heads=2,
+        inner=384,
+        learning_rate=3e-3,
+        solve_tokens=9_000_000,
+        combine_tokens=4_000_000,
     ),
     "large": Size(
-        192, 4, heads=6, kv_heads=3, inner=576, learning_rate=2.5e-3, solve_tokens=13_000_000, combine_tokens=4_000_000
+        192,
+        4,
+        heads=6,
+        kv_heads=3,
+        inner=576,
+        learning_rate=2.5e-3,
+        solve_tokens=13_000_000,
+        combine_tokens=4_000_000,
     ),
 }
 
-_TOPIC_TOKENS: Mapping[Topic, int] = {"changes": 8_000_000, "comparisons": 8_000_000, "groups": 9_000_000}
+_TOPIC_TOKENS: Mapping[Topic, int] = {
+    "changes": 8_000_000,
+    "comparisons": 8_000_000,
+    "groups": 9_000_000,
+}
 SPECIALISTS: Mapping[str, Size] = {
-    topic: Size(128, 3, heads=4, kv_heads=2, inner=384, learning_rate=3e-3, solve_tokens=tokens, topic=topic)
+    topic: Size(
+        128, 3, heads=4, kv_heads=2, inner=384, learning_rate=3e-3, solve_tokens=tokens, topic=topic
+    )
     for topic, tokens in _TOPIC_TOKENS.items()
 }
 FAMILIES = {"sizes": SIZES, "specialists": SPECIALISTS}
@@ -74,7 +102,10 @@ def make_tokenizer() -> Tokenizer:
         special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
         show_progress=False,
     )
-    texts = [f"{one.question}\n{one.solution}" for one in islice(problems(random.Random("tokenizer")), 2000)]
+    texts = [
+        f"{one.question}\n{one.solution}"
+        for one in islice(problems(random.Random("tokenizer")), 2000)
+    ]
     spoken = ["system", "user", "assistant", AGGREGATOR.prefix, AGGREGATOR.slot, AGGREGATOR.suffix]
     tokenizer.train_from_iterator([*texts, *spoken * 50], trainer)
     return tokenizer
@@ -101,7 +132,9 @@ def make_network(size: Size, tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalL
 
 
 def save(network: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a folder that transformers, SGLang and the embedded pair load; weights are rounded to bfloat16."""
+    """Write a folder that transformers, SGLang and the embedded pair load; weights are rounded to
+    bfloat16.
+    """
     network.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
@@ -113,4 +146,6 @@ def save(network: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": CONTEXT_LENGTH,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )

@@ -30,7 +30,9 @@ class Lessons:
         return self._ids(f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n")
 
     def drafts(self, question: str, drafts: Sequence[Sequence[int]]) -> list[int]:
-        """What an aggregator reads: the question and the token ids that others wrote, without their ends."""
+        """What an aggregator reads: the question and the token ids that others wrote, without their
+        ends.
+        """
         ids = self._ids(f"{TURN_START}user\n" + AGGREGATOR.prefix.format(question=question))
         for index, draft in enumerate(drafts, 1):
             ids = [*ids, *self._often(AGGREGATOR.slot.format(index=index, output="")), *draft]

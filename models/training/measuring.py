@@ -24,12 +24,15 @@ class Measured(TypedDict):
     auroc: float
 
 
-def measured(network: Qwen3ForCausalLM, tokenizer: Tokenizer, tested: Sequence[Problem]) -> Measured:
+def measured(
+    network: Qwen3ForCausalLM, tokenizer: Tokenizer, tested: Sequence[Problem]
+) -> Measured:
     """Ask all of `tested` once."""
     lessons = Lessons(tokenizer)
     written = write(network, [lessons.question(one.question) for one in tested], temperature=0)
     right = [
-        stated_answer(tokenizer.decode(one.ids)) == problem.answer for one, problem in zip(written, tested, strict=True)
+        stated_answer(tokenizer.decode(one.ids)) == problem.answer
+        for one, problem in zip(written, tested, strict=True)
     ]
 
     def by(trait: Callable[[Problem], str]) -> dict[str, float]:
@@ -51,7 +54,9 @@ def measured(network: Qwen3ForCausalLM, tokenizer: Tokenizer, tested: Sequence[P
 
 
 def auroc(scores: Sequence[float], right: Sequence[bool]) -> float:
-    """The chance that a right answer scores higher than a wrong one, ties counting half; 0.5 without both kinds."""
+    """The chance that a right answer scores higher than a wrong one, ties counting half; 0.5
+    without both kinds.
+    """
     good = [score for score, ok in zip(scores, right, strict=True) if ok]
     bad = [score for score, ok in zip(scores, right, strict=True) if not ok]
     if not good or not bad:
@@ -68,7 +73,14 @@ def as_table(report: Mapping[str, Measured]) -> str:
     steps = [str(one) for one in sorted(map(int, next(iter(report.values()))["by_steps"]))]
     kinds = sorted(next(iter(report.values()))["by_kind"])
     topics = sorted(next(iter(report.values())).get("by_topic", ()))
-    head = ["", "all", *(f"{one} step{'s' * (one != '1')}" for one in steps), *kinds, *topics, "AUROC"]
+    head = [
+        "",
+        "all",
+        *(f"{one} step{'s' * (one != '1')}" for one in steps),
+        *kinds,
+        *topics,
+        "AUROC",
+    ]
     rows = [
         [
             size,

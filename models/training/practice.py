@@ -1,4 +1,6 @@
-"""The training loop: AdamW with a warm-up and a cosine, batches of equal length, and checkpoints to resume from."""
+"""The training loop: AdamW with a warm-up and a cosine, batches of equal length, and checkpoints to
+resume from.
+"""
 
 import math
 import time
@@ -13,7 +15,9 @@ from transformers import Qwen3ForCausalLM
 from training.lessons import Example
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Ids [batch, tokens], flat positions whose next token is learned [learned], and those tokens [learned]."""
+"""Ids [batch, tokens], flat positions whose next token is learned [learned], and those tokens
+[learned].
+"""
 
 BATCH_TOKENS = 2048  # three times as many learned far slower per token
 WARM_UP = 0.03
@@ -34,12 +38,18 @@ def practise(
     checkpoint: Path,
     tell: Callable[[str], None],
 ) -> None:
-    """Train `network` in place on the examples of `more(0)`, `more(1)`, ...; each call is one share of the course.
+    """Train `network` in place on the examples of `more(0)`, `more(1)`, ...; each call is one share
+    of the course.
 
-    The state is saved to `checkpoint` after every share, and a course that was cut off goes on from there.
+    The state is saved to `checkpoint` after every share, and a course that was cut off goes on from
+    there.
     """
     optimizer = torch.optim.AdamW(
-        network.parameters(), lr=course.learning_rate, betas=(0.9, 0.98), weight_decay=0.05, fused=True
+        network.parameters(),
+        lr=course.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=0.05,
+        fused=True,
     )
     progress = _resumed(checkpoint, network, optimizer)
     network.train()
@@ -67,7 +77,9 @@ class _Progress:
     seconds: float = 0.0
 
 
-def _resumed(checkpoint: Path, network: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer) -> _Progress:
+def _resumed(
+    checkpoint: Path, network: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer
+) -> _Progress:
     if not checkpoint.exists():
         return _Progress()
     state = torch.load(checkpoint)
@@ -76,8 +88,17 @@ def _resumed(checkpoint: Path, network: Qwen3ForCausalLM, optimizer: torch.optim
     return _Progress(state["read"], state["share"], state["seconds"])
 
 
-def _save(checkpoint: Path, network: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, progress: _Progress) -> None:
-    state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), **asdict(progress)}
+def _save(
+    checkpoint: Path,
+    network: Qwen3ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    progress: _Progress,
+) -> None:
+    state = {
+        "network": network.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        **asdict(progress),
+    }
     part = checkpoint.with_suffix(".part")
     torch.save(state, part)
     part.replace(checkpoint)
@@ -90,7 +111,9 @@ def _step(
     at: torch.Tensor,
     targets: torch.Tensor,
 ) -> float:
-    """One step on ids [batch, tokens]; what follows the flat positions `at` [learned] shall be `targets` [learned]."""
+    """One step on ids [batch, tokens]; what follows the flat positions `at` [learned] shall be
+    `targets` [learned].
+    """
     with torch.autocast("cpu", torch.bfloat16):
         states = network.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = network.lm_head(states.flatten(0, 1)[at])
@@ -105,7 +128,9 @@ def _step(
 def _schedule(progress: float) -> float:
     if progress < WARM_UP:
         return progress / WARM_UP + 1e-3
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP))))
+    return 0.02 + 0.98 * 0.5 * (
+        1 + math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP)))
+    )
 
 
 def _batches(examples: Sequence[Example], seed: int) -> list[Batch]:

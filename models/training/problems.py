@@ -1,9 +1,10 @@
 """A small world of word problems: stories of one to four arithmetic steps, with worked solutions.
 
-A person has a number of things; sentence by sentence things are bought, lost, shared, compared; at the end one number
-is asked for. Some sentences do not matter. A solution works out one equation per step and ends with the answer:
-`24+13=37. 37*3=111. Answer: 111`. Where there are choices they are ranges, and the answer is a letter: `Answer: C`.
-(Four bare numbers to choose from were tried three ways; models of this size cannot tell which of them equals theirs.)
+A person has a number of things; sentence by sentence things are bought, lost, shared, compared; at
+the end one number is asked for. Some sentences do not matter. A solution works out one equation per
+step and ends with the answer: `24+13=37. 37*3=111. Answer: 111`. Where there are choices they are
+ranges, and the answer is a letter: `Answer: C`. (Four bare numbers to choose from were tried three
+ways; models of this size cannot tell which of them equals theirs.)
 """
 
 import random
@@ -11,14 +12,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-NAMES = ("Tom", "Mia", "Sam", "Eva", "Ben", "Ida", "Leo", "Zoe", "Max", "Amy", "Jon", "Kim", "Ron", "Lea", "Pam", "Gus")
-THINGS = ("pens", "books", "coins", "cards", "apples", "stamps", "shells", "beads", "nuts", "eggs", "keys", "toys")
+NAMES = (
+    "Tom",
+    "Mia",
+    "Sam",
+    "Eva",
+    "Ben",
+    "Ida",
+    "Leo",
+    "Zoe",
+    "Max",
+    "Amy",
+    "Jon",
+    "Kim",
+    "Ron",
+    "Lea",
+    "Pam",
+    "Gus",
+)
+THINGS = (
+    "pens",
+    "books",
+    "coins",
+    "cards",
+    "apples",
+    "stamps",
+    "shells",
+    "beads",
+    "nuts",
+    "eggs",
+    "keys",
+    "toys",
+)
 HOLDERS = ("boxes", "bags", "crates", "jars")
 LARGEST = 1499
 Kind = Literal["number", "choice"]
 Topic = Literal["changes", "comparisons", "groups"]
-"""What all steps of a story are about: what one person gets and loses, what one has more or fewer than another, or
-multiples, shares and packs."""
+"""What all steps of a story are about: what one person gets and loses, what one has more or fewer
+than another, or multiples, shares and packs."""
 TOPICS: tuple[Topic, ...] = get_args(Topic)
 CHOICES = "A) below 30 B) 30 to 99 C) 100 to 249 D) 250 or more"
 """About as many problems' numbers fall into each."""
@@ -26,7 +57,8 @@ CHOICES = "A) below 30 B) 30 to 99 C) 100 to 249 D) 250 or more"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question; `answer` is its number, or its letter where it offers choices. `solution` ends with it.
+    """One question; `answer` is its number, or its letter where it offers choices. `solution` ends
+    with it.
 
     `topic` is None for a story that may mix all topics.
     """
@@ -39,14 +71,18 @@ class Problem:
     topic: Topic | None = None
 
 
-def problems(rng: random.Random, *, choice_share: float = 0.2, topics: Sequence[Topic] = ()) -> Iterator[Problem]:
+def problems(
+    rng: random.Random, *, choice_share: float = 0.2, topics: Sequence[Topic] = ()
+) -> Iterator[Problem]:
     """Problems without end, of one to four steps, `choice_share` of them with four choices.
 
     Each is of one of `topics`, equally often; without any, a story may mix them all.
     """
     while True:
         topic = rng.choice(topics) if topics else None
-        yield make_problem(rng, rng.randint(1, 4), "choice" if rng.random() < choice_share else "number", topic)
+        yield make_problem(
+            rng, rng.randint(1, 4), "choice" if rng.random() < choice_share else "number", topic
+        )
 
 
 def make_problem(rng: random.Random, steps: int, kind: Kind, topic: Topic | None = None) -> Problem:
@@ -56,7 +92,9 @@ def make_problem(rng: random.Random, steps: int, kind: Kind, topic: Topic | None
     while story.steps < steps:
         possible = [move for move, cost in moves if story.steps + cost <= steps]
         rng.choice(possible)(story)
-    if any(sign not in signs for sign in "".join(story.equations) if sign in "+-*/"):  # a move that was not possible
+    if any(
+        sign not in signs for sign in "".join(story.equations) if sign in "+-*/"
+    ):  # a move that was not possible
         return make_problem(rng, steps, kind, topic)
     question = " ".join([*story.with_distractors(), story.asked])
     worked = " ".join(story.equations)
@@ -72,7 +110,11 @@ def _letter(value: int) -> str:
 
 def drill(rng: random.Random, equations: int, topic: Topic | None = None) -> tuple[str, str]:
     """Equations of such stories without their stories: what is asked, and what shall be said."""
-    worked = [one for _ in range(equations) for one in make_problem(rng, 4, "number", topic).solution.split(". ")[:-1]]
+    worked = [
+        one
+        for _ in range(equations)
+        for one in make_problem(rng, 4, "number", topic).solution.split(". ")[:-1]
+    ]
     chosen = rng.sample(worked, equations)
     return " ".join(one.split("=")[0] for one in chosen), ". ".join(chosen) + "."
 
@@ -177,12 +219,16 @@ def _times(story: _Story) -> None:
 
 
 def _share(story: _Story) -> None:
-    divisors = [number for number in range(2, 12) if story.value % number == 0 and story.value > number]
+    divisors = [
+        number for number in range(2, 12) if story.value % number == 0 and story.value > number
+    ]
     if not divisors:
         return _lose(story)
     number = story.rng.choice(divisors)
     holders = story.rng.choice(HOLDERS)
-    sentence = f"{story.who} shares the {story.things} equally between {number} {holders} and keeps one."
+    sentence = (
+        f"{story.who} shares the {story.things} equally between {number} {holders} and keeps one."
+    )
     return story.step(sentence, "/", number)
 
 

@@ -1,4 +1,5 @@
-"""Writes the committed questions: 2000 to test with, 1000 to calibrate with, and 1000 to test specialists with.
+"""Writes the committed questions: 2000 to test with, 1000 to calibrate with, and 1000 to test
+specialists with.
 
     python -m training.questions        (in the folder models)
 
@@ -24,7 +25,11 @@ SETS: Mapping[str, tuple[int, Sequence[Topic]]] = {
 
 def held_out() -> frozenset[str]:
     """The questions of all files."""
-    lines = [line for name in SETS for line in (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line
+        for name in SETS
+        for line in (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return frozenset(json.loads(line)["question"] for line in lines)
 
 

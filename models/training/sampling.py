@@ -12,7 +12,9 @@ BATCH = 384
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Ids without the end of turn, and the geometric mean of their probabilities, the end's included."""
+    """Ids without the end of turn, and the geometric mean of their probabilities, the end's
+    included.
+    """
 
     ids: list[int]
     confidence: float
@@ -20,7 +22,12 @@ class Written:
 
 @torch.inference_mode()
 def write(
-    network: Qwen3ForCausalLM, prompts: Sequence[list[int]], *, temperature: float, top_p: float = 1.0, seed: int = 0
+    network: Qwen3ForCausalLM,
+    prompts: Sequence[list[int]],
+    *,
+    temperature: float,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> list[Written]:
     """One output per prompt, in order; at temperature 0 the likeliest tokens."""
     network.eval()
@@ -29,14 +36,20 @@ def write(
     draw = torch.Generator().manual_seed(seed)
     for begin in range(0, len(order), BATCH):
         batch = order[begin : begin + BATCH]
-        outputs = _write_batch(network, [prompts[index] for index in batch], temperature, top_p, draw)
+        outputs = _write_batch(
+            network, [prompts[index] for index in batch], temperature, top_p, draw
+        )
         for index, output in zip(batch, outputs, strict=True):
             written[index] = output
     return [one for one in written if one is not None]
 
 
 def _write_batch(
-    network: Qwen3ForCausalLM, prompts: Sequence[list[int]], temperature: float, top_p: float, draw: torch.Generator
+    network: Qwen3ForCausalLM,
+    prompts: Sequence[list[int]],
+    temperature: float,
+    top_p: float,
+    draw: torch.Generator,
 ) -> list[Written]:
     end, pad = network.config.eos_token_id, network.config.pad_token_id
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -72,10 +85,15 @@ def _write_batch(
         positions = (lengths + step)[:, None]
     rows = torch.stack(said, 1).tolist()
     sure = (total / count).exp().tolist()
-    return [Written(row[: row.index(end)] if end in row else row, one) for row, one in zip(rows, sure, strict=True)]
+    return [
+        Written(row[: row.index(end)] if end in row else row, one)
+        for row, one in zip(rows, sure, strict=True)
+    ]
 
 
-def _pick(log_probabilities: torch.Tensor, temperature: float, top_p: float, draw: torch.Generator) -> torch.Tensor:
+def _pick(
+    log_probabilities: torch.Tensor, temperature: float, top_p: float, draw: torch.Generator
+) -> torch.Tensor:
     if temperature == 0:
         return log_probabilities.argmax(-1, keepdim=True)
     probabilities = (log_probabilities / temperature).softmax(-1)

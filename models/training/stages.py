@@ -1,4 +1,6 @@
-"""The stages of training, each for one size, in a process of its own. What is done already is not done again."""
+"""The stages of training, each for one size, in a process of its own. What is done already is not
+done again.
+"""
 
 import random
 import sys
@@ -26,8 +28,8 @@ DRAFTED = 6000
 DRAFTS_EACH = 3
 MEMBERS = {**SIZES, **SPECIALISTS}
 OWN_SHARE = 36
-"""Problems of its own topic that a specialist learns for each one of all topics: 95 % are its own. From the others it
-learns that it does not know them, which makes its confidence tell."""
+"""Problems of its own topic that a specialist learns for each one of all topics: 95 % are its own.
+From the others it learns that it does not know them, which makes its confidence tell."""
 
 
 def solve(size: str, work: Path) -> None:
@@ -43,7 +45,9 @@ def _solving(lessons: Lessons, size: str, share: int) -> list[Example]:
     return _alone(lessons, rng, MEMBERS[size].topic, stories=4500, drills=3500)
 
 
-def _alone(lessons: Lessons, rng: random.Random, topic: Topic | None, *, stories: int, drills: int) -> list[Example]:
+def _alone(
+    lessons: Lessons, rng: random.Random, topic: Topic | None, *, stories: int, drills: int
+) -> list[Example]:
     """Problems without drafts, and drills of eight equations."""
     asked = [(one.question, one.solution) for one in _stories(rng, stories, topic)]
     asked += [drill(rng, 8, topic) for _ in range(drills)]
@@ -59,7 +63,9 @@ def sample(size: str, work: Path) -> None:
     network = _loaded(size, "solve", work)
     prompts = [lessons.question(one.question) for one in _drafted() for _ in range(DRAFTS_EACH)]
     written = [output.ids for output in write(network, prompts, **PROPOSER, seed=1)]
-    write_drafts(file, [written[at : at + DRAFTS_EACH] for at in range(0, len(written), DRAFTS_EACH)])
+    write_drafts(
+        file, [written[at : at + DRAFTS_EACH] for at in range(0, len(written), DRAFTS_EACH)]
+    )
 
 
 def _drafted() -> Sequence[Problem]:
@@ -67,14 +73,17 @@ def _drafted() -> Sequence[Problem]:
 
 
 def _stories(rng: random.Random, number: int, topic: Topic | None = None) -> list[Problem]:
-    """Problems, most of them of `topic` where there is one, less those that are kept for testing."""
+    """Problems, most of them of `topic` where there is one, less those that are kept for
+    testing."""
     kept = held_out()
     topics = [*[topic] * OWN_SHARE, *TOPICS] if topic else []
     return [one for one in islice(problems(rng, topics=topics), number) if one.question not in kept]
 
 
 def combine(size: str, work: Path) -> None:
-    """Learn to combine the drafts of all sizes into an answer, and go on solving; a specialist does not."""
+    """Learn to combine the drafts of all sizes into an answer, and go on solving; a specialist does
+    not.
+    """
     if not MEMBERS[size].combine_tokens:
         return
     lessons = Lessons(family.make_tokenizer())
@@ -88,12 +97,18 @@ def combine(size: str, work: Path) -> None:
     _learn(size, "combine", network, partial(_combining, lessons, size, drafted), course, work)
 
 
-def _combining(lessons: Lessons, size: str, drafted: Sequence[Drafted], share: int) -> list[Example]:
-    """A thousand problems with drafts, and as many without, and drills: without them the arithmetic is forgotten."""
+def _combining(
+    lessons: Lessons, size: str, drafted: Sequence[Drafted], share: int
+) -> list[Example]:
+    """A thousand problems with drafts, and as many without, and drills: without them the arithmetic
+    is forgotten.
+    """
     rng = random.Random(f"combine/{size}/{share}")
     chosen = [drafted[rng.randrange(len(drafted))] for _ in range(1000)]
     read = [
-        lessons.example(lessons.drafts(one.problem.question, draw_drafts(rng, one)), one.problem.solution)
+        lessons.example(
+            lessons.drafts(one.problem.question, draw_drafts(rng, one)), one.problem.solution
+        )
         for one in chosen
     ]
     return read + _alone(lessons, rng, None, stories=1000, drills=800)
@@ -122,7 +137,8 @@ def _learn(
     work: Path,
 ) -> None:
     torch.set_num_threads(1)
-    # PyTorch's fused attention is many times slower than plain products in a backward pass on CPUs (2.13)
+    # PyTorch's fused attention is many times slower than plain products in a backward pass on CPUs
+    # (2.13)
     network.set_attn_implementation("eager")
 
     def tell(progress: str) -> None:

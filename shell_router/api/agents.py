@@ -38,15 +38,24 @@ DEFAULT_WAIT_S = 60.0
 
 
 def read_agent_body(body: Fields, tenant: str, max_timeout_s: float) -> tuple[AgentRequest, bool]:
-    """The request, and whether its tokens shall be streamed. Raises InvalidField for what is missing or wrong."""
+    """The request, and whether its tokens shall be streamed. Raises InvalidField for what is
+    missing or wrong.
+    """
     timeout_s = body.number("timeout_s", 0.001, max_timeout_s) or max_timeout_s
     wait_s = body.number("wait_s", 0.0, max_timeout_s)
-    prompt, messages = _prompt(body), _messages(body)
+    prompt = _prompt(body)
+    messages = _messages(body)
     if bool(prompt) == bool(messages):
-        raise body.refuse("prompt", "or messages must be set, and not both", "Send exactly one of them.")
+        raise body.refuse(
+            "prompt", "or messages must be set, and not both", "Send exactly one of them."
+        )
     template_kwargs = read_template_kwargs(body)
     if prompt and template_kwargs:
-        raise body.refuse("chat_template_kwargs", "has no effect on a raw prompt", "Send messages, or leave it out.")
+        raise body.refuse(
+            "chat_template_kwargs",
+            "has no effect on a raw prompt",
+            "Send messages, or leave it out.",
+        )
     models = body.names("model")
     request = AgentRequest(
         tenant=tenant,
@@ -78,7 +87,9 @@ def identifier(body: Fields, name: str) -> str:
 def _prompt(body: Fields) -> tuple[Segment, ...]:
     value = body.raw("prompt")
     if isinstance(value, str):
-        return (_unmarked(value, body.path("prompt")),) if value else ()
+        if value:
+            return (_unmarked(value, body.path("prompt")),)
+        return ()
     return _segments(body.listed("prompt") or [], body.path("prompt"))
 
 
@@ -93,7 +104,9 @@ def _segment(value: Any, path: str) -> Segment:
     text = segment.text("text")
     if (segment.raw("output_of") is None) == (text is None):
         raise refused(path, "must hold either text or output_of")
-    return OutputOf(identifier(segment, "output_of")) if text is None else _unmarked(text, path)
+    if text is None:
+        return OutputOf(identifier(segment, "output_of"))
+    return _unmarked(text, path)
 
 
 def _unmarked(text: str, path: str) -> str:
@@ -108,23 +121,29 @@ def _messages(body: Fields) -> tuple[tuple[str, tuple[Segment, ...]], ...]:
 
 
 def _message(message: Fields) -> tuple[str, tuple[Segment, ...]]:
-    role, content = message.required_text("role"), message.raw("content")
+    role = message.required_text("role")
+    content = message.raw("content")
     if role not in ("system", "user", "assistant"):
         raise message.refuse("role", f"must be one of system, user, assistant, not {role!r}")
     if isinstance(content, str):
         return role, (_unmarked(content, message.path("content")),)
     if not isinstance(content, list):
-        raise message.refuse("content", f"must be a string or an array of segments, not {shown(content)}")
+        raise message.refuse(
+            "content", f"must be a string or an array of segments, not {shown(content)}"
+        )
     return role, _segments(content, message.path("content"))
 
 
 def _sampling(body: Fields) -> Mapping[str, Any]:
     """Either SGLang's own `sampling_params`, sent unread, or OpenAI's fields."""
-    named, native = read_sampling(body), body.object("sampling_params")
+    named = read_sampling(body)
+    native = body.object("sampling_params")
     if native is None:
         return named
     if named:
-        raise body.refuse("sampling_params", f"cannot go with {next(iter(named))}", "Send only one kind.")
+        raise body.refuse(
+            "sampling_params", f"cannot go with {next(iter(named))}", "Send only one kind."
+        )
     params: Mapping[str, Any] = body.raw("sampling_params")
     return params
 
@@ -145,27 +164,36 @@ def read_prefill(body: Fields | None) -> Prefill:
 async def run_agent(request: Request) -> Reply:
     """POST: run one agent to its end."""
     body = parse_body(await read_body(request))
-    asked, streamed = read_agent_body(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
+    asked, streamed = read_agent_body(
+        body, request[TENANT], request.app[SETTINGS].request_timeout_s
+    )
     permit(request, asked.candidates or (asked.model,))
     graph = request.app[SERVICES].topologies.get(asked.model)
     if graph is not None:
         _require_chat(body, asked)
         refuse_key(request, "a topology as an agent")
-    services, kept = request.app[SERVICES], request.app[KEPT_RUNS]
+    services = request.app[SERVICES]
+    kept = request.app[KEPT_RUNS]
     run = Run(services, request.app[DRAIN], services.new_id(), asked, graph, AGENT_REQUEST)
     request.app[ADMISSION].count(request, run.agents - 1)
     if KEY_HEADER in request.headers:
         run = kept.join(run, key_of(request), body)
     request[TRACE] = run.trace
     warnings = note_ignored(request, body.unread)
-    return await respond(request, run.answer, AgentFrames(run, asked), stream=streamed, warnings=warnings)
+    return await respond(
+        request, run.answer, AgentFrames(run, asked), stream=streamed, warnings=warnings
+    )
 
 
 def _require_chat(body: Fields, asked: AgentRequest) -> None:
     """Raise InvalidField for what a topology cannot be asked."""
     for name in ("prompt", "prefill"):
         if body.raw(name) is not None:
-            raise body.refuse(name, "is for models", f"{asked.model!r} is a topology: send messages, without {name}.")
+            raise body.refuse(
+                name,
+                "is for models",
+                f"{asked.model!r} is a topology: send messages, without {name}.",
+            )
     if asked.messages[-1][0] != "user":
         remedy = f"{asked.model!r} is a topology: put the question last."
         raise body.refuse("messages", "must end with a user's", remedy)
@@ -174,8 +202,13 @@ def _require_chat(body: Fields, asked: AgentRequest) -> None:
 async def show_program(request: web.Request) -> web.Response:
     """GET: the program's agents, their states and outputs so far."""
     found = request.app[SERVICES].programs.state(request[TENANT], request.match_info["program"])
-    agents = {name: {"state": how, "output": found.outputs.get(name, "")} for name, how in found.agents.items()}
-    return json_reply(request, {"object": "agent.program", "program": found.program, "agents": agents})
+    agents = {
+        name: {"state": how, "output": found.outputs.get(name, "")}
+        for name, how in found.agents.items()
+    }
+    return json_reply(
+        request, {"object": "agent.program", "program": found.program, "agents": agents}
+    )
 
 
 async def cancel_program(request: web.Request) -> web.Response:
@@ -186,7 +219,9 @@ async def cancel_program(request: web.Request) -> web.Response:
 
 
 async def write_output(request: web.Request) -> web.Response:
-    """PUT: take the body as the output of an agent that runs elsewhere, for other agents to read as it comes."""
+    """PUT: take the body as the output of an agent that runs elsewhere, for other agents to read as
+    it comes.
+    """
     program, agent = (identifier(Fields(request.match_info), name) for name in ("program", "agent"))
     asked = AgentRequest(request[TENANT], program, agent, "")
     settings = request.app[SETTINGS]
@@ -194,14 +229,21 @@ async def write_output(request: web.Request) -> web.Response:
     wrote = partial(programs.wrote, asked.tenant, program)
     with request.app[DRAIN].deadline():
         answer = await programs.write(asked, _texts(request, settings, wrote))
-    body = {"object": "agent.output", "program": program, "agent": agent, "state": "finished", "text": answer.text}
+    body = {
+        "object": "agent.output",
+        "program": program,
+        "agent": agent,
+        "state": "finished",
+        "text": answer.text,
+    }
     return json_reply(request, body, status=201)
 
 
 async def _texts(
     request: web.Request, settings: ApiSettings, wrote: Callable[[int], Awaitable[None]]
 ) -> AsyncIterator[str]:
-    decoder, received = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    received = 0
     try:
         async with asyncio.timeout(settings.request_timeout_s):
             async for piece in request.content.iter_any():
@@ -212,7 +254,11 @@ async def _texts(
                 yield decoder.decode(piece)
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"The body is not UTF-8: {error}.", remedy="Send the output as plain text.") from None
+        raise InvalidRequest(
+            f"The body is not UTF-8: {error}.", remedy="Send the output as plain text."
+        ) from None
     except TimeoutError:
         limit = f"{settings.request_timeout_s:g} s"
-        raise InvalidRequest(f"The output did not end within {limit}.", remedy="Send it in less time.") from None
+        raise InvalidRequest(
+            f"The output did not end within {limit}.", remedy="Send it in less time."
+        ) from None

@@ -1,4 +1,6 @@
-"""The HTTP application: its routes, the one middleware before them, and the sockets it is served on."""
+"""The HTTP application: its routes, the one middleware before them, and the sockets it is served
+on.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +14,17 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from shell_router.api import agents, chat, embeddings, lazy, messages, native, openapi, responses, views
+from shell_router.api import (
+    agents,
+    chat,
+    embeddings,
+    lazy,
+    messages,
+    native,
+    openapi,
+    responses,
+    views,
+)
 from shell_router.api.admission import ADMISSION, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
 from shell_router.api.models import TARGETS, Targets
@@ -62,13 +74,16 @@ ROUTES = (
 
 
 def create_app(services: Services, settings: ApiSettings) -> web.Application:
-    """The application, to be served by `listening`, which cancels what an absent client had asked for.
+    """The application, to be served by `listening`, which cancels what an absent client had asked
+    for.
 
     Raises ConfigError where a topology and a model share a name.
     """
     drain = Drain()
     gate = Admission(services, settings, drain)
-    app = web.Application(middlewares=[cast(Any, gate.serve)], client_max_size=settings.max_body_bytes)
+    app = web.Application(
+        middlewares=[cast(Any, gate.serve)], client_max_size=settings.max_body_bytes
+    )
     app[ADMISSION] = gate
     app[DRAIN] = drain
     app[LEAVING] = asyncio.Event()
@@ -87,8 +102,9 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
 def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socket.socket]]:
     """One socket per address of `host`, all on one port, free where `port` is 0; closed in the end.
 
-    They are bound and do not listen yet: no other process can take the port, and clients are refused until a server
-    listens. Addresses that this machine lacks are left out while there are others. Raises OSError.
+    They are bound and do not listen yet: no other process can take the port, and clients are
+    refused until a server listens. Addresses that this machine lacks are left out while there are
+    others. Raises OSError.
     """
     with ExitStack() as stack:
         taken: list[socket.socket] = []
@@ -124,16 +140,23 @@ async def listening(
     force_shutdown: asyncio.Event | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `app` on bound `sockets` while the context is open, with `tls` over https; gives its base URL.
+    """Serve `app` on bound `sockets` while the context is open, with `tls` over https; gives its
+    base URL.
 
-    A request whose client has gone is cancelled. On leaving the router says for `lame_duck_s` that it is not ready, and
-    takes requests still. Then none are taken and running ones get `drain_s` to end; those that do not, or all of them
-    once `force_shutdown` is set, end with RouterStopping.
+    A request whose client has gone is cancelled. On leaving the router says for `lame_duck_s` that
+    it is not ready, and takes requests still. Then none are taken and running ones get `drain_s` to
+    end; those that do not, or all of them once `force_shutdown` is set, end with RouterStopping.
     """
-    force, settings = force_shutdown or asyncio.Event(), app[SETTINGS]
+    force = force_shutdown or asyncio.Event()
+    settings = app[SETTINGS]
     app.on_shutdown.append(lambda app: app[DRAIN].finish(settings.drain_s, force))
-    # what unpacks a body would hold up the event loop, and take a thousand times the memory: admission refuses it
-    kept: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True, "shutdown_timeout": CLOSE_LIMIT_S}
+    # what unpacks a body would hold up the event loop, and take a thousand times the memory:
+    # admission refuses it
+    kept: dict[str, Any] = {
+        "auto_decompress": False,
+        "handler_cancellation": True,
+        "shutdown_timeout": CLOSE_LIMIT_S,
+    }
     runner = web.AppRunner(app, access_log=None, **kept)
     await runner.setup()
     assert runner.server is not None
@@ -141,11 +164,16 @@ async def listening(
     posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in posted}
     gate = app[ADMISSION]
     plain = PlainServer(app, posts, gate.serve, runner.server, settings, gate.connections)
-    loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
+    loop = asyncio.get_running_loop()
+    servers = list[asyncio.Server]()
     try:
         for one in sockets:
-            limit_s = settings.body_timeout_s if tls else None  # or a client could stay without a handshake
-            servers.append(await loop.create_server(plain, sock=one, ssl=tls, ssl_handshake_timeout=limit_s))
+            limit_s = (
+                settings.body_timeout_s if tls else None
+            )  # or a client could stay without a handshake
+            servers.append(
+                await loop.create_server(plain, sock=one, ssl=tls, ssl_handshake_timeout=limit_s)
+            )
         app[SERVICES].metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         with contextlib.closing(StallWatch(loop, app[SERVICES].metrics.longest_stall)):
             yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"
@@ -164,5 +192,8 @@ async def listening(
 
 
 def _authority(address: tuple[str, int]) -> str:
-    host, port = address[0], address[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    host = address[0]
+    port = address[1]
+    if ":" in host:
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"

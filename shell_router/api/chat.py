@@ -9,7 +9,14 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain, permit
-from shell_router.api.conversation import TOOL_FIELDS, calls_schema, has_markers, read_messages, read_tools, text_of
+from shell_router.api.conversation import (
+    TOOL_FIELDS,
+    calls_schema,
+    has_markers,
+    read_messages,
+    read_tools,
+    text_of,
+)
 from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
@@ -54,12 +61,16 @@ REFUSED = {name: nothing for name, nothing in ENGINE_FIELDS.items() if name != "
 PROMPTING = TOOL_FIELDS | {"chat_template_kwargs", "max_thinking_tokens", "prediction"}
 """Fields with which a request changes the prompt, or what of the output is the answer."""
 
-KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING, *PROMPTING, *BRINGING, "lazy", "prefill", "program"})
+KNOWN = frozenset(
+    {*INERT, *REFUSED, *SAMPLING, *PROMPTING, *BRINGING, "lazy", "prefill", "program"}
+)
 
 
 @value
 class ChatRequest(MoaRequest):
-    """A chat completion as asked. Of several `models` one is to be chosen. `labels` are the body's `metadata`."""
+    """A chat completion as asked. Of several `models` one is to be chosen. `labels` are the body's
+    `metadata`.
+    """
 
     models: tuple[str, ...] = ()
     stream: bool = False
@@ -67,8 +78,11 @@ class ChatRequest(MoaRequest):
     include_agents: bool = False
 
 
-def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default: str | None = None) -> ChatRequest:
-    """Raises InvalidField for what is missing, wrong or not served. Without a `seed` one is made from `run_id`.
+def read_chat(
+    body: Fields, run_id: str, tenant: str, timeout_s: float, default: str | None = None
+) -> ChatRequest:
+    """Raises InvalidField for what is missing, wrong or not served. Without a `seed` one is made
+    from `run_id`.
 
     `default` is the model where the body may go without one.
     """
@@ -76,11 +90,19 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
         if body.raw(name) not in REFUSED[name]:
             remedy = f"Leave {name} out"
             if name in ENGINE_FIELDS:
-                remedy += ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
+                remedy += (
+                    ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
+                )
             raise body.refuse(name, "has a value that is not supported", remedy + ".")
-    options, metadata = body.object("stream_options"), body.object("metadata")
-    stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
-    prompting = _prompting(body, sampling) if body.given(PROMPTING) else {}
+    options = body.object("stream_options")
+    metadata = body.object("metadata")
+    stream = body.flag("stream")
+    sampling = read_sampling(body)
+    seed = body.raw("seed")
+    if body.given(PROMPTING):
+        prompting = _prompting(body, sampling)
+    else:
+        prompting = {}
     chat = ChatRequest(
         id=run_id,
         tenant=tenant,
@@ -89,7 +111,9 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
         seed=zlib.crc32(run_id.encode()) if seed is None else seed,
         timeout_s=timeout_s,
         labels=_labels(metadata) if metadata else {},
-        models=body.names("model") if default is None or body.raw("model") is not None else (default,),
+        models=body.names("model")
+        if default is None or body.raw("model") is not None
+        else (default,),
         stream=stream,
         include_usage=options.flag("include_usage") if options else False,
         include_agents=body.flag("include_agents"),
@@ -103,9 +127,13 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
 def _prompting(body: Fields, sampling: dict[str, Any]) -> dict[str, Any]:
     """What PROMPTING asks for. Calls that must come are a constraint in `sampling`."""
     offer = read_tools(body)
-    if constraint := next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""):
+    if constraint := next(
+        (name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""
+    ):
         if offer is not None:
-            raise body.refuse("tools", f"cannot go with response_format or {constraint}", "Send only one of them.")
+            raise body.refuse(
+                "tools", f"cannot go with response_format or {constraint}", "Send only one of them."
+            )
     elif offer is not None and (schema := calls_schema(offer)):
         sampling["json_schema"] = schema
     return {
@@ -150,12 +178,19 @@ class Chats:
 
         A graph that the request brings has another name than its target.
         """
-        services, limit_s = self.services, self.settings.request_timeout_s
+        services = self.services
+        limit_s = self.settings.request_timeout_s
         brings = body.given(BRINGING) or body.raw("model") in [*FUSIONS]
-        brought = brought_by(body, services.models, self.targets) if brings else None
+        if brings:
+            brought = brought_by(body, services.models, self.targets)
+        else:
+            brought = None
         if brought is None:
             chat = read_chat(body, services.new_id(), tenant, limit_s)
-            alone = self.targets.alone.get(chat.models[0]) if len(chat.models) == 1 else None
+            if len(chat.models) == 1:
+                alone = self.targets.alone.get(chat.models[0])
+            else:
+                alone = None
             graph = alone or self.targets.choice(chat.models)
             return chat, graph, graph.name, graph.name
         document, target = brought
@@ -163,17 +198,23 @@ class Chats:
         return chat, await services.topologies.inline(document), target, chat.models[0]
 
     async def begin(self, body: Fields, tenant: str) -> tuple[Run, ChatFrames]:
-        """A run to be answered as one object. Checks all that can be checked before. Raises InvalidRequest."""
+        """A run to be answered as one object. Checks all that can be checked before. Raises
+        InvalidRequest.
+        """
         chat, graph, target, model = await self.read(body, tenant)
         if has_markers(chat.messages):
-            raise body.refuse("messages", "hold a lazy answer's marker", "Send the text that it stands for.")
+            raise body.refuse(
+                "messages", "hold a lazy answer's marker", "Send the text that it stands for."
+            )
         run = self.run(chat, graph, target)
         return run, ChatFrames(run, model, chat.include_usage, chat.include_agents)
 
     def run(self, asked: MoaRequest | AgentRequest, graph: Graph, target: str) -> Run:
         """The run of `graph`, or of an agent of a program."""
         if isinstance(asked, AgentRequest):
-            return Run(self.services, self.drain, self.services.new_id(), asked, None, AGENT_REQUEST)
+            return Run(
+                self.services, self.drain, self.services.new_id(), asked, None, AGENT_REQUEST
+            )
         return Run(self.services, self.drain, asked.id, asked, graph, target)
 
 
@@ -181,7 +222,9 @@ CHATS = web.AppKey("CHATS", Chats)
 
 
 async def chat_completions(request: Request) -> Reply:
-    """Answer a chat with a topology, a model or a panel: check everything that can be checked, then run."""
+    """Answer a chat with a topology, a model or a panel: check everything that can be checked, then
+    run.
+    """
     return await answer_chat(request, parse_body(await read_body(request)))
 
 
@@ -191,17 +234,28 @@ async def answer_chat(
     translation: ItemTranslation | None = None,
     background: Callable[[Run, str, Fields], Awaitable[Reply]] | None = None,
 ) -> Reply:
-    """The answer to a chat completion's body, in the form that `translation` gives it, or what `background` gives for
-    the run, which it counts, its model's name and the body."""
-    headers, model, app = request.headers, body.one_of("model"), request.app
+    """The answer to a chat completion's body, in the form that `translation` gives it, or what
+    `background` gives for the run, which it counts, its model's name and the body."""
+    headers = request.headers
+    model = body.one_of("model")
+    app = request.app
     relay = app[SERVICES].relays.get(model)
     wishes = body.given(("program", "lazy")) or PROGRAM_HEADER in headers or LAZY_HEADER in headers
     program, lazy = read_wish(body, headers) if wishes else (None, False)
-    if relay is not None and relay.chat is not None and asks_engine(body) and not body.given(BRINGING):
+    if (
+        relay is not None
+        and relay.chat is not None
+        and asks_engine(body)
+        and not body.given(BRINGING)
+    ):
         if background is not None:
-            raise body.refuse("background", "cannot go with what the engine does itself", "Send it without.")
+            raise body.refuse(
+                "background", "cannot go with what the engine does itself", "Send it without."
+            )
         if lazy:
-            raise body.refuse("lazy", "cannot go with tools, nor with what else the engine does itself")
+            raise body.refuse(
+                "lazy", "cannot go with tools, nor with what else the engine does itself"
+            )
         permit(request, (model,))
         end_user = read_end_user(body)
         bodies = read_engine_chat(body, model, relay.chat)
@@ -212,12 +266,17 @@ async def answer_chat(
     permit(request, models_of(graph) if is_brought else chat.models, target)
     if lazy or has_markers(chat.messages):
         if background is not None:
-            raise body.refuse("background", "cannot go with lazy answers or their markers", "Send it without.")
+            raise body.refuse(
+                "background", "cannot go with lazy answers or their markers", "Send it without."
+            )
         is_model = graph.name in (*chats.services.models, AUTO)
         if lazy and not is_model:
             raise body.refuse("lazy", f"cannot go with {model!r}, a topology", "Name a model.")
-        asked = await of_program(request, body, chat, chat.models if is_model else (), program, lazy=lazy)
-        run, model = chats.run(asked, graph, target), asked.model if isinstance(asked, AgentRequest) else model
+        asked = await of_program(
+            request, body, chat, chat.models if is_model else (), program, lazy=lazy
+        )
+        run = chats.run(asked, graph, target)
+        model = asked.model if isinstance(asked, AgentRequest) else model
     else:
         run = chats.run(chat, graph, target)
     if background is not None:
@@ -230,7 +289,7 @@ async def answer_chat(
     frames: Frames = ChatFrames(run, model, chat.include_usage, chat.include_agents, place)
     if translation is not None:
         frames = TranslatedFrames(frames, translation)
-    answer = partial(begin_lazy, request, run) if lazy else run.answer
+    answer = (partial(begin_lazy, request, run)) if (lazy) else (run.answer)
     warnings = note_ignored(request, [name for name in body.unread if name not in INERT])
     return await respond(request, answer, frames, stream=chat.stream, warnings=warnings)
 
@@ -238,4 +297,9 @@ async def answer_chat(
 def models_of(graph: Graph) -> set[str]:
     """What a graph that a request has brought may ask."""
     agents = [agent for part in graph.parts for agent in part.agents.values()]
-    return {name for agent in agents for name in (agent.model, *agent.candidates, *agent.fallbacks) if name}
+    return {
+        name
+        for agent in agents
+        for name in (agent.model, *agent.candidates, *agent.fallbacks)
+        if name
+    }

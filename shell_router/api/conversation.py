@@ -1,4 +1,5 @@
-"""Chats in requests: messages, the functions that a model may call, its calls, and the results of clients.
+"""Chats in requests: messages, the functions that a model may call, its calls, and the results of
+clients.
 
 In their texts may be markers, which stand for lazy answers.
 """
@@ -24,7 +25,8 @@ TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
 def read_tools(body: Fields) -> ToolOffer | None:
-    """The body's `tools`, `tool_choice` and `parallel_tool_calls`; None where none may be called. Raises InvalidField.
+    """The body's `tools`, `tool_choice` and `parallel_tool_calls`; None where none may be called.
+    Raises InvalidField.
 
     Of a function that must be called the others are no part of the prompt, as in SGLang.
     """
@@ -61,7 +63,10 @@ def _tool(tool: Fields) -> Mapping[str, Any]:
     if function.raw("strict") is not None:
         described["strict"] = function.flag("strict")
     given = tool.raw("function")  # its order is kept: templates write it as it is
-    return {"type": "function", "function": {name: described[name] for name in given if name in described}}
+    return {
+        "type": "function",
+        "function": {name: described[name] for name in given if name in described},
+    }
 
 
 def function_name(function: Fields) -> str:
@@ -87,16 +92,28 @@ def _choice(body: Fields, names: Sequence[str]) -> tuple[str, str]:
     named = as_object(choice, "tool_choice")
     function = named.object("function")
     if named.text("type") != "function" or function is None:
-        raise named.refuse("type", "must be function, with the function's name in its field 'function'")
+        raise named.refuse(
+            "type", "must be function, with the function's name in its field 'function'"
+        )
     if (name := function.required_text("name")) not in names:
-        raise function.refuse("name", f"is {shown(name)}, which is none of the tools", "Name one of tools.")
+        raise function.refuse(
+            "name", f"is {shown(name)}, which is none of the tools", "Name one of tools."
+        )
     return "required", name
 
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
-def read_messages(body: Fields, content: Callable[[Fields], str | list[Any]]) -> list[Mapping[str, Any]]:
+def read_messages(
+    body: Fields, content: Callable[[Fields], str | list[Any]]
+) -> list[Mapping[str, Any]]:
     """The body's `messages`, with the contents that `content` reads. Raises InvalidField.
 
     The last one must be a user's or a tool's, and each tool's the one answer to an earlier call.
@@ -106,18 +123,28 @@ def read_messages(body: Fields, content: Callable[[Fields], str | list[Any]]) ->
         raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
     messages: list[Mapping[str, Any]] = []
     for at, one in enumerate(listed):
-        if isinstance(one, dict) and one.keys() == PLAIN and one["role"] in PLAIN_ROLES and type(one["content"]) is str:
+        if (
+            isinstance(one, dict)
+            and one.keys() == PLAIN
+            and one["role"] in PLAIN_ROLES
+            and type(one["content"]) is str
+        ):
             messages.append(one)
         else:
             messages.append(_message(as_object(one, f"messages[{at}]"), content))
     if messages[-1]["role"] not in ("user", "tool"):
         where = f"messages[{len(messages) - 1}].role"
-        raise body.refuse(where, "must be user or tool", "Put the question, or a call's result, in the last message.")
+        raise body.refuse(
+            where,
+            "must be user or tool",
+            "Put the question, or a call's result, in the last message.",
+        )
     _check_answers(messages)
     return messages
 
 
-PLAIN, PLAIN_ROLES = {"role", "content"}, ("user", "system")
+PLAIN = {"role", "content"}
+PLAIN_ROLES = ("user", "system")
 
 
 def _message(message: Fields, content: Callable[[Fields], str | list[Any]]) -> Mapping[str, Any]:
@@ -125,7 +152,10 @@ def _message(message: Fields, content: Callable[[Fields], str | list[Any]]) -> M
     if role not in ROLES:
         raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
     lacks_content = role == "assistant" and message.raw("content") is None
-    found: dict[str, Any] = {"role": ROLES[role], "content": "" if lacks_content else content(message)}
+    found: dict[str, Any] = {
+        "role": ROLES[role],
+        "content": "" if lacks_content else content(message),
+    }
     if role == "tool":
         found["tool_call_id"] = _call_id(message, "tool_call_id")
     if role == "assistant":
@@ -154,7 +184,9 @@ def _calls(message: Fields) -> tuple[Mapping[str, Any], ...]:
     """An assistant message's `tool_calls`, with their `arguments` as objects."""
     listed = message.listed("tool_calls") or []
     if len(listed) > MAX_TOOLS:
-        raise message.refuse("tool_calls", f"holds {len(listed)} calls", f"Send at most {MAX_TOOLS}.")
+        raise message.refuse(
+            "tool_calls", f"holds {len(listed)} calls", f"Send at most {MAX_TOOLS}."
+        )
     return tuple([_call(one) for one in message.objects("tool_calls")])
 
 
@@ -167,7 +199,9 @@ def _call(call: Fields) -> Mapping[str, Any]:
         try:
             arguments = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:
-            raise function.refuse("arguments", "is not JSON", "Send the model's own arguments.") from None
+            raise function.refuse(
+                "arguments", "is not JSON", "Send the model's own arguments."
+            ) from None
     if not isinstance(arguments, dict):
         raise function.refuse("arguments", "must be a JSON object, as text")
     check_depth(arguments, function.path("arguments"))
@@ -183,7 +217,9 @@ def _call_id(message: Fields, name: str) -> str:
 
 
 def _check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InvalidField for a tool message whose `tool_call_id` is not that of an earlier call, or the second one."""
+    """Raises InvalidField for a tool message whose `tool_call_id` is not that of an earlier call,
+    or the second one.
+    """
     open_calls: set[str] = set()
     for at, message in enumerate(messages):
         open_calls.update(call["id"] for call in message.get("tool_calls", ()))
@@ -195,7 +231,8 @@ def _check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def calls_schema(offer: ToolOffer) -> str:
-    """The JSON schema of the calls that must be made, an array, as SGLang has it; empty where none must be.
+    """The JSON schema of the calls that must be made, an array, as SGLang has it; empty where none
+    must be.
 
     Raises InvalidField where two tools define a type of one name differently.
     """
@@ -211,8 +248,19 @@ def calls_schema(offer: ToolOffer) -> str:
                 path = f"tools[{at}].function.parameters.$defs.{name}"
                 raise refused(path, "differs from that of another tool", "Rename one of them.")
         called = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
-        items.append({"type": "object", "properties": called, "required": [*called], "additionalProperties": False})
-    schema = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": items}}
+        items.append(
+            {
+                "type": "object",
+                "properties": called,
+                "required": [*called],
+                "additionalProperties": False,
+            }
+        )
+    schema = {
+        "type": "array",
+        "minItems": 1,
+        "items": items[0] if len(items) == 1 else {"anyOf": items},
+    }
     if not offer.parallel:
         schema["maxItems"] = 1
     return orjson.dumps({**schema, "$defs": kinds} if kinds else schema).decode()
@@ -225,14 +273,20 @@ MARKER = re.compile(rf"\[\[{WORD}:([\w-]{{1,64}})\]\]", re.ASCII)
 
 
 _FORMS = {
-    word: re.compile(word + rf"(?:(?<=[\[;bB]{word})|:\S|%3[Aa]|&#?\w{{1,5}};|[\W_]{{0,9}}[0-9A-Fa-f]{{8}})")
+    word: re.compile(
+        word + rf"(?:(?<=[\[;bB]{word})|:\S|%3[Aa]|&#?\w{{1,5}};|[\W_]{{0,9}}[0-9A-Fa-f]{{8}})"
+    )
     for word in (WORD, WORD.upper(), WORD.capitalize())
 }
-"""The word behind a bracket, or before a colon or an id, also where these are escaped (`%5B`): alone it is a word."""
+"""The word behind a bracket, or before a colon or an id, also where these are escaped (`%5B`):
+alone it is a word.
+"""
 
 
 def marker_of(agent: str) -> str:
-    """The text that stands for the agent's output. JSON, HTML and template languages leave all of it as it is."""
+    """The text that stands for the agent's output. JSON, HTML and template languages leave all of
+    it as it is.
+    """
     return f"[[{WORD}:{agent}]]"
 
 
@@ -242,7 +296,10 @@ def split_text(text: str, path: str) -> tuple[Segment, ...]:
         return (text,)
     pieces = MARKER.split(text)
     if any(map(holds_marker, pieces[::2])):
-        remedy = "Send markers whole. Where code cuts or reads text, ask without lazy, or first get the text from"
+        remedy = (
+            "Send markers whole. Where code cuts or reads text, ask without lazy, or first "
+            "get the text from"
+        )
         remedy += " GET /v1/agent/outputs/{marker}."
         raise refused(path, "holds a lazy answer's marker that was altered", remedy)
     return tuple(OutputOf(piece) if odd % 2 else piece for odd, piece in enumerate(pieces) if piece)
@@ -255,7 +312,9 @@ def holds_marker(text: str) -> bool:
 
 def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there is a lazy answer's marker in them, whole or altered."""
-    return holds_marker("\n".join([turn["content"] for turn in messages])) or any(map(marked_elsewhere, messages))
+    return holds_marker("\n".join([turn["content"] for turn in messages])) or any(
+        map(marked_elsewhere, messages)
+    )
 
 
 def marked_elsewhere(turn: Mapping[str, Any]) -> bool:

@@ -1,4 +1,6 @@
-"""POST /v1/embeddings: one vector for each text, from the embedder that early exit reads answers with."""
+"""POST /v1/embeddings: one vector for each text, from the embedder that early exit reads answers
+with.
+"""
 
 import asyncio
 from base64 import b64encode
@@ -17,7 +19,9 @@ from shell_router.errors import DeadlineExceeded, UnknownModel
 
 MAX_TEXTS = 1024
 MAX_CHARACTERS = 2**15
-"""Of one text, and of those that the embedder gets at a time: what early exit asks waits no longer than for those."""
+"""Of one text, and of those that the embedder gets at a time: what early exit asks waits no longer
+than for those.
+"""
 MAX_TOGETHER = 16
 
 EMBEDDING = web.AppKey("EMBEDDING", asyncio.Semaphore)
@@ -26,13 +30,18 @@ EMBEDDING = web.AppKey("EMBEDDING", asyncio.Semaphore)
 
 async def create_embeddings(request: Request) -> Reply:
     """The texts' vectors, in their order."""
-    body, services = parse_body(await read_body(request)), request.app[SERVICES]
+    body = parse_body(await read_body(request))
+    services = request.app[SERVICES]
     name = body.required_text("model")
     permit(request, (name,))
     if name not in services.embedders:
-        known = f"Known: {', '.join(services.embedders)}." if services.embedders else "Set embedder.model."
+        if services.embedders:
+            known = f"Known: {', '.join(services.embedders)}."
+        else:
+            known = "Set embedder.model."
         raise UnknownModel(f"No embedder is named {name!r}.", remedy=known)
-    texts, as_text = _texts(body), _as_text(body)
+    texts = _texts(body)
+    as_text = _as_text(body)
     dimensions = body.integer("dimensions", 1, 2**20)
     body.raw("user")
     body.check_spelling()
@@ -43,27 +52,43 @@ async def create_embeddings(request: Request) -> Reply:
             states = []
             async for one in _embedded(services.embedders[name], texts, request.app[EMBEDDING]):
                 if dimensions not in (None, width := one[0].size):
-                    raise body.refuse("dimensions", f"must be {width}, what {name} has", "Leave it out.")
+                    raise body.refuse(
+                        "dimensions", f"must be {width}, what {name} has", "Leave it out."
+                    )
                 states.append(one)
     except TimeoutError:
-        raise DeadlineExceeded(f"The texts were not embedded within {limit_s:g} s.", remedy="Send fewer.") from None
+        raise DeadlineExceeded(
+            f"The texts were not embedded within {limit_s:g} s.", remedy="Send fewer."
+        ) from None
     vectors = [b64encode(one.tobytes()).decode() if as_text else one for one, _ in states]
-    data = [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)]
+    data = [
+        {"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)
+    ]
     tokens = sum(count for _, count in states)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     request[TOKENS] = tokens, 0
     services.rates.add(request[TENANT], tokens, services.clock())
-    return json_reply(request, {"object": "list", "data": data, "model": name, "usage": usage, **warnings})
+    return json_reply(
+        request, {"object": "list", "data": data, "model": name, "usage": usage, **warnings}
+    )
 
 
 def _texts(body: Fields) -> list[str]:
     given = body.raw("input")
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one for one in texts):
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(one, str) and one for one in texts)
+    ):
         remedy = "Send texts, not token ids: in LangChain with check_embedding_ctx_length=False."
-        raise body.refuse("input", "must be a string or an array of strings, none of them empty", remedy)
+        raise body.refuse(
+            "input", "must be a string or an array of strings, none of them empty", remedy
+        )
     if len(texts) > MAX_TEXTS:
-        raise body.refuse("input", f"holds {len(texts)} texts", f"Send at most {MAX_TEXTS} at a time.")
+        raise body.refuse(
+            "input", f"holds {len(texts)} texts", f"Send at most {MAX_TEXTS} at a time."
+        )
     for at, one in enumerate(texts):
         if len(one) > MAX_CHARACTERS:
             raise body.refuse(f"input[{at}]", f"has over {MAX_CHARACTERS} characters", "Split it.")

@@ -1,7 +1,8 @@
-"""Chats that a model's own servers answer on their OpenAI routes: tools, several choices, log probabilities, images.
+"""Chats that a model's own servers answer on their OpenAI routes: tools, several choices, log
+probabilities, images.
 
-The router's own way renders a prompt and reads tokens. What it does not do itself goes to both servers of a pair as the
-client sent it, and the answer comes back as it is.
+The router's own way renders a prompt and reads tokens. What it does not do itself goes to both
+servers of a pair as the client sent it, and the answer comes back as it is.
 """
 
 import asyncio
@@ -12,7 +13,15 @@ from typing import Any
 import orjson
 
 from shell_router.api.conversation import read_messages, read_tools
-from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_json, check_few, read_sampling, read_template_kwargs
+from shell_router.api.fields import (
+    MAX_SEED,
+    SAMPLING,
+    Fields,
+    as_json,
+    check_few,
+    read_sampling,
+    read_template_kwargs,
+)
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.wire import EventSplitter
 
@@ -48,7 +57,9 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "top_a": (0,),
 }
-"""Fields that would make the answer another one and that no chat has here, with the values that ask for nothing."""
+"""Fields that would make the answer another one and that no chat has here, with the values that ask
+for nothing.
+"""
 
 NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
@@ -67,24 +78,36 @@ def asks_engine(body: Fields) -> bool:
     if any(body.raw(name) not in ENGINE_FIELDS[name] for name in body.given(ENGINE_FIELDS)):
         return True
     messages = body.raw("messages")
-    return isinstance(messages, list) and any(isinstance(one, dict) and _beyond_text(one) for one in messages)
+    return isinstance(messages, list) and any(
+        isinstance(one, dict) and _beyond_text(one) for one in messages
+    )
 
 
 def _beyond_text(message: dict[str, Any]) -> bool:
     content = message.get("content")
-    if isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content):
+    if isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") != "text" for part in content
+    ):
         return True
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
 def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]:
-    """The bodies to send, one for each of the `n` choices. Raises InvalidField for what the engine would misread."""
+    """The bodies to send, one for each of the `n` choices. Raises InvalidField for what the engine
+    would misread.
+    """
     body.refuse_unless(NOT_FORWARDED, "is not served together with what the engine does itself")
-    if read_tools(body) is not None and chat.tool_parser is None:  # SGLang parses forced calls by it, too
+    if (
+        read_tools(body) is not None and chat.tool_parser is None
+    ):  # SGLang parses forced calls by it, too
         raise body.refuse(
             "tools",
             f"need a parser that finds calls in the outputs of {model}, and its servers have none",
-            "Start all of them with --tool-call-parser and the name of the model's format, then restart the router.",
+            (
+                "Start all of them with --tool-call-parser and the name of the model's format, "
+                "then "
+                "restart the router."
+            ),
         )
     read_messages(body, _content)
     read_sampling(body)
@@ -111,11 +134,14 @@ def _content(message: Fields) -> str | list[str]:
 
 
 def read_completion(body: Fields, model: str) -> list[bytes]:
-    """The bodies of /v1/completions to send, one for each of the `n` choices. Raises InvalidField."""
+    """The bodies of /v1/completions to send, one for each of the `n` choices. Raises
+    InvalidField."""
     prompt = _one_prompt(body.raw("prompt"))
     ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
     if not ids and not (isinstance(prompt, str) and prompt):
-        raise body.refuse("prompt", "must be a string or an array of token ids", "Send a request for each prompt.")
+        raise body.refuse(
+            "prompt", "must be a string or an array of token ids", "Send a request for each prompt."
+        )
     body.refuse_unless(NOT_COMPLETED, "is not served")
     read_sampling(body)
     body.integer("logprobs", 0, MAX_TOP_LOGPROBS)
@@ -129,7 +155,9 @@ def read_completion(body: Fields, model: str) -> list[bytes]:
 
 def _one_prompt(given: Any) -> Any:
     """The prompt of a list that holds one, as LangChain and lm-eval send it."""
-    return given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        return given[0]
+    return given
 
 
 NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
@@ -142,23 +170,35 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _each_choice(body: Fields, model: str, own: Mapping[str, Any], left_out: Collection[str]) -> list[bytes]:
-    """A body for each choice: a pair answers a request once. Seeds follow each other, or all would be the same.
+def _each_choice(
+    body: Fields, model: str, own: Mapping[str, Any], left_out: Collection[str]
+) -> list[bytes]:
+    """A body for each choice: a pair answers a request once. Seeds follow each other, or all would
+    be the same.
 
     `own` fields are put in; those that are `left_out` ask for nothing.
     """
-    choices, rid = body.integer("n", 1, MAX_CHOICES) or 1, body.text("rid")
-    whole = {name: said for name, said in body.as_dict().items() if said is not None and name not in left_out}
+    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    rid = body.text("rid")
+    whole = {
+        name: said
+        for name, said in body.as_dict().items()
+        if said is not None and name not in left_out
+    }
     whole |= {**own, "model": model}
     if choices == 1:
         return [as_json(whole)]
     if rid is not None:
         raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
     seed = body.raw("seed")
-    seeds = [{} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)]
+    seeds = [
+        {} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)
+    ]
     bodies = [as_json(whole | own | {"n": 1}) for own in seeds[:1]]
     if len(bodies[0]) * choices > MAX_CHOICES_BYTES:
-        raise body.refuse("n", f"times the body's size is over {MAX_CHOICES_BYTES} bytes", "Send fewer at a time.")
+        raise body.refuse(
+            "n", f"times the body's size is over {MAX_CHOICES_BYTES} bytes", "Send fewer at a time."
+        )
     check_few(bodies[0], choices)
     return bodies + [orjson.dumps(whole | own | {"n": 1}) for own in seeds[1:]]
 
@@ -168,14 +208,17 @@ Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]
 
 @asynccontextmanager
 async def choices_as_one(forward: Forward, bodies: Sequence[bytes]) -> AsyncIterator[Relayed]:
-    """Send all `bodies` at a time, their answers as one with as many choices. Raises what `forward` raises.
+    """Send all `bodies` at a time, their answers as one with as many choices. Raises what `forward`
+    raises.
 
     On leaving, none of them runs on.
     """
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.TaskGroup() as tasks:
-                begun = [tasks.create_task(stack.enter_async_context(forward(body))) for body in bodies]
+                begun = [
+                    tasks.create_task(stack.enter_async_context(forward(body))) for body in bodies
+                ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         relayed = [one.result() for one in begun]
@@ -183,25 +226,43 @@ async def choices_as_one(forward: Forward, bodies: Sequence[bytes]) -> AsyncIter
         if len(relayed) == 1 or first.status >= 400:
             yield first
             return
-        joined = _joined_stream if first.content_type.startswith("text/event-stream") else _joined_whole
+        if first.content_type.startswith("text/event-stream"):
+            joined = _joined_stream
+        else:
+            joined = _joined_whole
         async with aclosing(joined(relayed)) as chunks:
-            yield Relayed(first.status, first.content_type, chunks, tuple(at for one in relayed for at in one.placed))
+            yield Relayed(
+                first.status,
+                first.content_type,
+                chunks,
+                tuple(at for one in relayed for at in one.placed),
+            )
 
 
 async def _joined_whole(relayed: Sequence[Relayed]) -> AsyncGenerator[bytes, None]:
     answers = [orjson.loads(b"".join([chunk async for chunk in one.chunks])) for one in relayed]
-    choices = [{**choice, "index": place} for place, one in enumerate(answers) for choice in one["choices"]]
-    yield orjson.dumps({**answers[0], "choices": choices, "usage": _summed([one["usage"] for one in answers])})
+    choices = [
+        {**choice, "index": place} for place, one in enumerate(answers) for choice in one["choices"]
+    ]
+    yield orjson.dumps(
+        {**answers[0], "choices": choices, "usage": _summed([one["usage"] for one in answers])}
+    )
 
 
 def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """OpenAI's usage of several choices: the prompt counts once."""
     written = sum(one["completion_tokens"] for one in usages)
-    return {**usages[0], "completion_tokens": written, "total_tokens": usages[0]["prompt_tokens"] + written}
+    return {
+        **usages[0],
+        "completion_tokens": written,
+        "total_tokens": usages[0]["prompt_tokens"] + written,
+    }
 
 
 async def _joined_stream(relayed: Sequence[Relayed]) -> AsyncGenerator[bytes, None]:
-    """Chunks as they come, each with its choice's number; the usage and the end mark of all come last."""
+    """Chunks as they come, each with its choice's number; the usage and the end mark of all come
+    last.
+    """
     events = [EventSplitter() for _ in relayed]
     usages: list[dict[str, Any]] = []
     last: dict[str, Any] = {}
@@ -214,14 +275,18 @@ async def _joined_stream(relayed: Sequence[Relayed]) -> AsyncGenerator[bytes, No
                 if not (chunk := task.result()):
                     continue
                 frames = b""
-                for event in [orjson.loads(one) for one in events[place].feed(chunk) if one != b"[DONE]"]:
+                for event in [
+                    orjson.loads(one) for one in events[place].feed(chunk) if one != b"[DONE]"
+                ]:
                     last = last or event
                     if event.get("usage") and not event.get("choices"):
                         usages.append(event["usage"])
                         continue
                     for choice in event.get("choices", ()):
                         choice["index"] = place
-                    frames += b"data: %b\n\n" % orjson.dumps(event | ({"id": last["id"]} if "id" in event else {}))
+                    frames += b"data: %b\n\n" % orjson.dumps(
+                        event | ({"id": last["id"]} if "id" in event else {})
+                    )
                 if frames:
                     yield frames
                 reading[asyncio.ensure_future(_next(relayed[place]))] = place

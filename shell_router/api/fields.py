@@ -1,4 +1,5 @@
-"""Reading a request's body: JSON fields with errors that name their path, and sampling parameters."""
+"""Reading a request's body: JSON fields with errors that name their path, and sampling
+parameters."""
 
 import asyncio
 import difflib
@@ -25,7 +26,9 @@ CHECKED_CHARACTERS = 64
 
 
 class Fields:
-    """A JSON object being read. A field that is null counts as absent. Remembers what was never asked for."""
+    """A JSON object being read. A field that is null counts as absent. Remembers what was never
+    asked for.
+    """
 
     def __init__(self, value: Mapping[str, Any], path: str = "") -> None:
         self._value = value
@@ -35,7 +38,13 @@ class Fields:
     @property
     def unread(self) -> tuple[str, ...]:
         """Fields that are set and were not read."""
-        return tuple([name for name, value in self._value.items() if name not in self._asked and value is not None])
+        return tuple(
+            [
+                name
+                for name, value in self._value.items()
+                if name not in self._asked and value is not None
+            ]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, to be sent on."""
@@ -46,15 +55,21 @@ class Fields:
         return [name for name, value in self._value.items() if value is not None and name in names]
 
     def check_spelling(self, known: Collection[str] = ()) -> None:
-        """Raises InvalidField for an unread field whose name is nearly one that was read, or one of `known`."""
+        """Raises InvalidField for an unread field whose name is nearly one that was read, or one of
+        `known`.
+        """
         unknown = [name for name in self.unread if name not in known]
         for name in unknown[:CHECKED_NAMES]:
-            if meant := difflib.get_close_matches(name[:CHECKED_CHARACTERS], {*self._asked, *known}, 1, ALIKE):
+            if meant := difflib.get_close_matches(
+                name[:CHECKED_CHARACTERS], {*self._asked, *known}, 1, ALIKE
+            ):
                 raise self.refuse(name, "is unknown", f"Did you mean {self.path(meant[0])}?")
 
     def path(self, name: str) -> str:
         """The path of field `name` from the body's root."""
-        return f"{self._path}.{name}" if self._path else name
+        if self._path:
+            return f"{self._path}.{name}"
+        return name
 
     def raw(self, name: str) -> Any:
         """The field as parsed; None where absent."""
@@ -66,7 +81,9 @@ class Fields:
         return refused(self.path(name), what, remedy)
 
     def refuse_unless(self, nothing: Mapping[str, Collection[Any]], what: str) -> None:
-        """Raise InvalidField, saying `what`, for a field with another value than those that ask for nothing."""
+        """Raise InvalidField, saying `what`, for a field with another value than those that ask for
+        nothing.
+        """
         for name in self.given(nothing):
             if self.raw(name) not in nothing[name]:
                 raise self.refuse(name, what, f"Leave {name} out.")
@@ -92,14 +109,25 @@ class Fields:
             return (value,)
         if not isinstance(value, list):
             return (self.required_text(name),)
-        if not value or not all(isinstance(one, str) and one for one in value) or len(set(value)) < len(value):
-            raise self.refuse(name, "must be a string or an array of different strings", "Name each once.")
+        if (
+            not value
+            or not all(isinstance(one, str) and one for one in value)
+            or len(set(value)) < len(value)
+        ):
+            raise self.refuse(
+                name, "must be a string or an array of different strings", "Name each once."
+            )
         return tuple(value)
 
     def one_of(self, name: str) -> str:
-        """The string, or the only one of an array; empty where it is anything else, which `names` may refuse."""
+        """The string, or the only one of an array; empty where it is anything else, which `names`
+        may refuse.
+        """
         value = self.raw(name)
-        only = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(value, list) and len(value) == 1:
+            only = value[0]
+        else:
+            only = value
         return only if isinstance(only, str) else ""
 
     def flag(self, name: str) -> bool:
@@ -140,7 +168,9 @@ class Fields:
         path = self.path(name)
         return [as_object(one, f"{path}[{at}]") for at, one in enumerate(self.listed(name) or ())]
 
-    def parts(self, name: str, read: "Callable[[Fields], T]", called: str = "parts") -> str | list[T]:
+    def parts(
+        self, name: str, read: "Callable[[Fields], T]", called: str = "parts"
+    ) -> str | list[T]:
         """A string, or an array of objects, each as it is `read`."""
         value = self.raw(name)
         if isinstance(value, str):
@@ -153,7 +183,9 @@ class Fields:
         """An object, to be read in turn."""
         self._asked.add(name)
         value = self._value.get(name)
-        return None if value is None else as_object(value, self.path(name))
+        if value is None:
+            return None
+        return as_object(value, self.path(name))
 
 
 def refused(path: str, what: str, remedy: str = "") -> InvalidField:
@@ -184,18 +216,24 @@ def parse_body(body: bytes) -> Fields:
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from None
+        raise InvalidRequest(
+            f"The body is not JSON: {error}.", remedy="Send one JSON object."
+        ) from None
     if not isinstance(parsed, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {shown(parsed)}.")
     return Fields(parsed)
 
 
 def as_json(body: Mapping[str, Any], option: int = 0) -> bytes:
-    """A client's body as JSON; raises InvalidRequest where it nests deeper than what can be written."""
+    """A client's body as JSON; raises InvalidRequest where it nests deeper than what can be
+    written.
+    """
     try:
         return orjson.dumps(body, option=option)
     except orjson.JSONEncodeError as error:
-        raise InvalidRequest(f"The body cannot be kept or sent on: {error}.", remedy="Flatten it.") from None
+        raise InvalidRequest(
+            f"The body cannot be kept or sent on: {error}.", remedy="Flatten it."
+        ) from None
 
 
 def shown(value: Any) -> str:
@@ -211,12 +249,17 @@ def shown(value: Any) -> str:
 
 
 LONG_BODY_BYTES = 2**18
-"""From here on a body's values are counted before they are parsed: parsing and reading them takes 1 µs for each."""
-MAX_BODY_VALUES, MAX_BODY_NUMBERS = 50_000, 1_000_000
+"""From here on a body's values are counted before they are parsed: parsing and reading them takes 1
+µs for each.
+"""
+MAX_BODY_VALUES = 50_000
+MAX_BODY_NUMBERS = 1_000_000
 
 
 async def read_body(request: Request) -> bytes:
-    """All of the JSON body; aiohttp itself refuses one over `max_body_bytes`. Raises InvalidRequest."""
+    """All of the JSON body; aiohttp itself refuses one over `max_body_bytes`. Raises
+    InvalidRequest.
+    """
     if isinstance(request, PlainRequest):
         return request.body
     limit_s = request.app[SETTINGS].body_timeout_s
@@ -224,7 +267,9 @@ async def read_body(request: Request) -> bytes:
         async with asyncio.timeout(limit_s):
             body = await request.read()
     except TimeoutError:
-        raise InvalidRequest(f"The body did not arrive within {limit_s:g} s.", remedy="Send it at once.") from None
+        raise InvalidRequest(
+            f"The body did not arrive within {limit_s:g} s.", remedy="Send it at once."
+        ) from None
     if len(body) > LONG_BODY_BYTES:
         await asyncio.to_thread(check_few, body)
     return body
@@ -232,24 +277,34 @@ async def read_body(request: Request) -> bytes:
 
 def check_few(body: bytes, times: int = 1) -> None:
     """Raise InvalidRequest where reading the body `times` times would hold up the event loop."""
-    marks, commas = body.count(b'"') // 2 + body.count(b"{") + body.count(b"["), body.count(b",")
+    marks = body.count(b'"') // 2 + body.count(b"{") + body.count(b"[")
+    commas = body.count(b",")
     if times * marks <= MAX_BODY_VALUES and times * commas <= MAX_BODY_NUMBERS:
         return  # also if none of them stands in a string
     values, numbers = values_in(body)
     if times * values > MAX_BODY_VALUES or times * numbers > MAX_BODY_NUMBERS:
         most = f"{MAX_BODY_VALUES} strings, arrays and objects, or {MAX_BODY_NUMBERS} commas"
-        of = f", times {times} choices" if times > 1 else ""
-        raise InvalidRequest(f"The body holds more than {most}{of}.", remedy="Send fewer values at a time.")
+        if times > 1:
+            of = f", times {times} choices"
+        else:
+            of = ""
+        raise InvalidRequest(
+            f"The body holds more than {most}{of}.", remedy="Send fewer values at a time."
+        )
 
 
 def values_in(body: bytes) -> tuple[int, int]:
-    """How many strings (keys too), arrays and objects JSON text holds, and how many commas between values."""
+    """How many strings (keys too), arrays and objects JSON text holds, and how many commas between
+    values.
+    """
     found = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     quotes = found == ord('"')
     outside = ~np.bitwise_xor.accumulate(quotes)
     opening = (found | 0x20 == ord("{")) & outside  # 0x20 makes "{" of "["
     commas = (found == ord(",")) & outside
-    return int(np.count_nonzero(quotes) // 2 + np.count_nonzero(opening)), int(np.count_nonzero(commas))
+    return int(np.count_nonzero(quotes) // 2 + np.count_nonzero(opening)), int(
+        np.count_nonzero(commas)
+    )
 
 
 MAX_TOKENS = 2**31 - 1
@@ -288,7 +343,9 @@ def read_sampling(body: Fields) -> dict[str, Any]:
                 raise body.refuse(name, f"cannot go with {constraint}", "Send only one of them.")
             constraint = name
         elif params.get(native, value) != value:
-            raise body.refuse("max_tokens", "differs from max_completion_tokens", "Send only one of them.")
+            raise body.refuse(
+                "max_tokens", "differs from max_completion_tokens", "Send only one of them."
+            )
         params[native] = value
     return params
 
@@ -298,10 +355,14 @@ MAX_TEMPLATE_BYTES = 2**14
 
 
 def read_end_user(body: Fields) -> str | None:
-    """The tenant's own user: OpenAI's `prompt_cache_key`, else `user`, which it replaces. A digest: short, no name."""
+    """The tenant's own user: OpenAI's `prompt_cache_key`, else `user`, which it replaces. A digest:
+    short, no name.
+    """
     found = [body.text(name) for name in END_USER]
     key = next((one for one in found if one), None)
-    return None if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
+    if key is None:
+        return None
+    return blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def read_template_kwargs(body: Fields) -> Mapping[str, Any]:
@@ -311,7 +372,9 @@ def read_template_kwargs(body: Fields) -> Mapping[str, Any]:
     found: Mapping[str, Any] = body.raw("chat_template_kwargs")
     check_depth(found, "chat_template_kwargs")
     if found and len(orjson.dumps(found)) > MAX_TEMPLATE_BYTES:
-        raise body.refuse("chat_template_kwargs", f"takes more than {MAX_TEMPLATE_BYTES} bytes", "Send fewer.")
+        raise body.refuse(
+            "chat_template_kwargs", f"takes more than {MAX_TEMPLATE_BYTES} bytes", "Send fewer."
+        )
     return found
 
 
@@ -321,7 +384,9 @@ def _stop(body: Fields) -> str | list[str]:
         return value
     if not isinstance(value, list):
         raise body.refuse("stop", f"must be a string or an array of strings, not {shown(value)}")
-    for place, one in enumerate(value[: MAX_STOPS + 1]):  # more are refused where the run is planned
+    for place, one in enumerate(
+        value[: MAX_STOPS + 1]
+    ):  # more are refused where the run is planned
         if not isinstance(one, str):
             raise body.refuse(f"stop[{place}]", f"must be a string, not {shown(one)}")
     return value
@@ -342,7 +407,9 @@ def _schema(named: Fields, name: str) -> str:
 
 def _json_schema(body: Fields) -> str | None:
     given = body.raw("json_schema")
-    return _schema(body, "json_schema") if isinstance(given, dict) else body.text("json_schema")
+    if isinstance(given, dict):
+        return _schema(body, "json_schema")
+    return body.text("json_schema")
 
 
 def _response_format(body: Fields) -> str | None:
@@ -358,14 +425,19 @@ def _response_format(body: Fields) -> str | None:
         case "json_schema":
             named = wanted.object("json_schema")
             if named is None or named.object("schema") is None:
-                raise wanted.refuse("json_schema", "must be an object with the schema in its field 'schema'")
+                raise wanted.refuse(
+                    "json_schema", "must be an object with the schema in its field 'schema'"
+                )
             return _schema(named, "schema")
         case other:
             raise wanted.refuse("type", f"must be text, json_object or json_schema, not {other!r}")
 
 
 SAMPLING: Mapping[str, tuple[str, Callable[[Fields], Any]]] = {
-    **{name: (name, partial(Fields.number, name=name, low=low, high=high)) for name, (low, high) in NUMBERS.items()},
+    **{
+        name: (name, partial(Fields.number, name=name, low=low, high=high))
+        for name, (low, high) in NUMBERS.items()
+    },
     **{
         name: (native, partial(Fields.integer, name=name, low=low, high=high))
         for name, (native, low, high) in INTEGERS.items()

@@ -1,4 +1,6 @@
-"""Answers in their clients' formats: OpenAI's completions and chunks, agent answers and their typed events."""
+"""Answers in their clients' formats: OpenAI's completions and chunks, agent answers and their typed
+events.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -61,7 +63,9 @@ def facts(event: Event, origin_s: float) -> dict[str, Any]:
 
 
 def coalesced(events: Iterable[Event]) -> Iterator[Event]:
-    """The same events with an agent's neighbouring tokens joined; tokens never pass another kind of event."""
+    """The same events with an agent's neighbouring tokens joined; tokens never pass another kind of
+    event.
+    """
     waiting: dict[tuple[str, type], list[AgentTokens | AgentThought]] = {}
     for event in events:
         if isinstance(event, AgentTokens | AgentThought):
@@ -73,7 +77,9 @@ def coalesced(events: Iterable[Event]) -> Iterator[Event]:
     yield from _joined(waiting.values())
 
 
-def _joined(waiting: Iterable[list[AgentTokens | AgentThought]]) -> Iterator[AgentTokens | AgentThought]:
+def _joined(
+    waiting: Iterable[list[AgentTokens | AgentThought]],
+) -> Iterator[AgentTokens | AgentThought]:
     for pieces in waiting:
         if len(pieces) == 1:
             yield pieces[0]
@@ -98,38 +104,59 @@ def usage(answer: Answer) -> dict[str, Any]:
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    details = {"reasoning_tokens": thought} if thought else {}
+    if thought:
+        details = {"reasoning_tokens": thought}
+    else:
+        details = {}
     if drafted:
-        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-    return {**found, "completion_tokens_details": details} if details else found
+        details |= {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    if details:
+        return {**found, "completion_tokens_details": details}
+    return found
 
 
 def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
     """What each agent did and cost; confidences as the trace holds them."""
     return {
-        agent: asdict(spent) | {"confidence": trace.agents[agent].confidence if agent in trace.agents else None}
+        agent: asdict(spent)
+        | {"confidence": trace.agents[agent].confidence if agent in trace.agents else None}
         for agent, spent in answer.agents.items()
     }
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _finish_reason(answer: Answer) -> str:
-    return "tool_calls" if answer.calls else answer.reason
+    if answer.calls:
+        return "tool_calls"
+    return answer.reason
 
 
 class ChatFrames:
-    """Writes the frames of one streamed completion (streaming.Frames), whose answer `answering` agents give.
+    """Writes the frames of one streamed completion (streaming.Frames), whose answer `answering`
+    agents give.
 
-    Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients step over them;
-    the SSE event name and the field `agent_event` are for clients that read them. With a `place` the parts of the
-    answer have ids, and those that its client has are left out.
+    Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients
+    step over them; the SSE event name and the field `agent_event` are for clients that read them.
+    With a `place` the parts of the answer have ids, and those that its client has are left out.
     """
 
     def __init__(
-        self, run: Run, model: str, include_usage: bool, include_agents: bool, place: StreamPosition | None = None
+        self,
+        run: Run,
+        model: str,
+        include_usage: bool,
+        include_agents: bool,
+        place: StreamPosition | None = None,
     ) -> None:
         self._base = {
             "id": f"chatcmpl-{run.id}",
@@ -147,17 +174,32 @@ class ChatFrames:
 
     def wants(self, event: Event) -> bool:
         """Whether the event would be written."""
-        return self._include_agents or bool(answer_in(event, self._answering) or self._thinking_in(event))
+        return self._include_agents or bool(
+            answer_in(event, self._answering) or self._thinking_in(event)
+        )
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """A whole chat completion."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if answer.calls:
-            message |= {"content": answer.text or None, "tool_calls": [_tool_call(call) for call in answer.calls]}
+            message |= {
+                "content": answer.text or None,
+                "tool_calls": [_tool_call(call) for call in answer.calls],
+            }
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(answer)}
-        body = {**self._base, "object": "chat.completion", "choices": [choice], "usage": usage(answer)}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": _finish_reason(answer),
+        }
+        body = {
+            **self._base,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage(answer),
+        }
         return body | ({"agents": agents(answer, self._trace)} if self._include_agents else {})
 
     def events(self, events: Sequence[Event]) -> bytes:
@@ -167,18 +209,27 @@ class ChatFrames:
         # all of them are parts of the answer
         thinking = "".join([self._thinking_in(event) for event in events])
         answer = "".join([answer_in(event, self._answering) for event in events])
-        written = self._text(thinking, b"reasoning_content") if thinking else b""
-        return written + self._text(answer) if answer else written
+        if thinking:
+            written = self._text(thinking, b"reasoning_content")
+        else:
+            written = b""
+        if answer:
+            return written + self._text(answer)
+        return written
 
     def answer(self, answer: Answer) -> bytes:
-        """The calls of tools, the finish reason, the usage where asked for, and the end mark. Raises StreamChanged."""
+        """The calls of tools, the finish reason, the usage where asked for, and the end mark.
+        Raises StreamChanged.
+        """
         if self._place is not None:
             self._place.require_reached()
         calls = b""
         for index, call in enumerate(answer.calls):
             role: dict[str, Any] = {"role": "assistant"} if self._role else {}
             delta = role | {"tool_calls": [{"index": index, **_tool_call(call)}]}
-            calls += data_frame({**self._base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+            calls += data_frame(
+                {**self._base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+            )
             self._role = b""
         choice = {"index": 0, "delta": {}, "finish_reason": _finish_reason(answer)}
         finish: dict[str, Any] = {**self._base, "choices": [choice]}
@@ -196,12 +247,20 @@ class ChatFrames:
     def _thinking_in(self, event: Event) -> str:
         """The part of the thinking before the answer that comes with the event."""
         if isinstance(event, AgentThought):
-            return event.text if event.agent in self._answering else ""
-        return event.reasoning if isinstance(event, StepChosen) else ""
+            if event.agent in self._answering:
+                return event.text
+            return ""
+        if isinstance(event, StepChosen):
+            return event.reasoning
+        return ""
 
     def _frame(self, event: Event) -> bytes:
-        thinking, text = self._thinking_in(event), answer_in(event, self._answering)
-        written = self._text(thinking, b"reasoning_content") if thinking else b""
+        thinking = self._thinking_in(event)
+        text = answer_in(event, self._answering)
+        if thinking:
+            written = self._text(thinking, b"reasoning_content")
+        else:
+            written = b""
         written += self._text(text) if text else b""
         if isinstance(event, AgentTokens | AgentThought) and event.agent in self._answering:
             return written
@@ -215,12 +274,17 @@ class ChatFrames:
             if not text:
                 return b""
             named = self._place.id
-        role, self._role = self._role, b""
-        return named + b'data: %s,"choices":[{"index":0,"delta":{%s"%s":%s},"finish_reason":null}]}\n\n' % (
-            self._open,
-            role,
-            field,
-            orjson.dumps(text),
+        role = self._role
+        self._role = b""
+        return (
+            named
+            + b'data: %s,"choices":[{"index":0,"delta":{%s"%s":%s},"finish_reason":null}]}\n\n'
+            % (
+                self._open,
+                role,
+                field,
+                orjson.dumps(text),
+            )
         )
 
     def _agent_event(self, event: Event) -> bytes:
@@ -275,5 +339,8 @@ class AgentFrames:
         return data_frame({"type": "error", **envelope})
 
     def _frame(self, event: Event) -> bytes:
-        kind = "token" if isinstance(event, AgentTokens) else KINDS[type(event)]
+        if isinstance(event, AgentTokens):
+            kind = "token"
+        else:
+            kind = KINDS[type(event)]
         return data_frame({"type": kind, **facts(event, self._run.trace.started_s)})

@@ -1,7 +1,7 @@
 """Lazy answers: a chat completion that gives a marker at once, while its agent begins in a program.
 
-A later prompt that holds markers is split at them into slots, and prefilled while those agents still write. So a
-framework that knows nothing of the router overlaps its agents as a topology does.
+A later prompt that holds markers is split at them into slots, and prefilled while those agents
+still write. So a framework that knows nothing of the router overlaps its agents as a topology does.
 """
 
 import asyncio
@@ -22,7 +22,14 @@ from shell_router.api.services import SERVICES, SETTINGS, TENANT
 from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
 from shell_router.moa.programs import Programs
-from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Segment
+from shell_router.moa.requests import (
+    AgentRequest,
+    AgentUsage,
+    Answer,
+    MoaRequest,
+    OutputOf,
+    Segment,
+)
 from shell_router.routing.increments import tokens_per_event
 from shell_router.topology import AUTO
 
@@ -34,29 +41,48 @@ C = TypeVar("C", bound=MoaRequest)
 
 
 def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, bool]:
-    """The program that a chat completion belongs to, and whether it is lazy. Raises InvalidField."""
-    program = None if body.raw("program") is None else identifier(body, "program")
+    """The program that a chat completion belongs to, and whether it is lazy. Raises
+    InvalidField."""
+    if body.raw("program") is None:
+        program = None
+    else:
+        program = identifier(body, "program")
     if PROGRAM_HEADER in headers:
         named = identifier(Fields(headers), PROGRAM_HEADER)
         if program not in (None, named):
-            raise body.refuse("program", f"differs from the header {PROGRAM_HEADER}", "Send only one of them.")
+            raise body.refuse(
+                "program", f"differs from the header {PROGRAM_HEADER}", "Send only one of them."
+            )
         program = named
     asked = headers.get(LAZY_HEADER, "false").lower()
     if asked not in ("true", "false"):
         raise InvalidField(f"The header {LAZY_HEADER} must be true or false.", field=LAZY_HEADER)
     is_lazy = body.flag("lazy") or asked == "true"
     if is_lazy and program is None:
-        raise body.refuse("program", "is missing", "A lazy answer needs one: name it with an id of your own per run.")
+        raise body.refuse(
+            "program",
+            "is missing",
+            "A lazy answer needs one: name it with an id of your own per run.",
+        )
     return program, is_lazy
 
 
 async def of_program(
-    request: Request, body: Fields, chat: C, models: Sequence[str], program: str | None, *, lazy: bool
+    request: Request,
+    body: Fields,
+    chat: C,
+    models: Sequence[str],
+    program: str | None,
+    *,
+    lazy: bool,
 ) -> AgentRequest | C:
-    """A chat that is lazy or has markers, as an agent of its program; where it asks no `models` but a topology, with
-    the outputs in its messages. Raises InvalidField, AgentFailed and PrecursorTimeout."""
+    """A chat that is lazy or has markers, as an agent of its program; where it asks no `models` but
+    a topology, with the outputs in its messages. Raises InvalidField, AgentFailed and
+    PrecursorTimeout."""
     if chat.offer is not None or any(turn.keys() - PLAIN for turn in chat.messages):
-        what = "cannot go with tools, nor with their calls, results or reasoning_content in messages"
+        what = (
+            "cannot go with tools, nor with their calls, results or reasoning_content in messages"
+        )
         if lazy:  # code reads calls and their results
             raise body.refuse("lazy", what, "Ask without it.")
         remedy = "First get the text from GET /v1/agent/outputs/{marker}."
@@ -68,7 +94,10 @@ async def of_program(
         return _agent_of(request, body, chat, models, program, said, lazy=lazy)
     texts = await _outputs(request, program, reads, chat.timeout_s)
     messages = tuple(
-        {"role": role, "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in turn)}
+        {
+            "role": role,
+            "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in turn),
+        }
         for role, turn in said
     )
     return replace(chat, messages=messages)
@@ -79,21 +108,28 @@ Said = tuple[tuple[str, tuple[Segment, ...]], ...]
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Said, tuple[str, ...]]:
-    """The messages split, and the agents that their markers stand for, each once. Raises InvalidField for altered
-    markers."""
+    """The messages split, and the agents that their markers stand for, each once. Raises
+    InvalidField for altered markers."""
     said = tuple(
-        (turn["role"], split_text(turn["content"], f"messages[{at}].content")) for at, turn in enumerate(messages)
+        (turn["role"], split_text(turn["content"], f"messages[{at}].content"))
+        for at, turn in enumerate(messages)
     )
     found = (one.agent for _, segments in said for one in segments if isinstance(one, OutputOf))
     return said, tuple(dict.fromkeys(found))
 
 
-def _program_read(programs: Programs, tenant: str, reads: Sequence[str], program: str | None) -> str:
-    """The program of these agents, and of the request that reads them. Raises InvalidField for another's markers."""
+def _program_read(
+    programs: Programs, tenant: str, reads: Sequence[str], program: str | None
+) -> str:
+    """The program of these agents, and of the request that reads them. Raises InvalidField for
+    another's markers.
+    """
     for agent in reads:
         found = programs.program_of(tenant, agent)
         if found is None or (program is not None and found != program):
-            what = f"hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}"
+            what = (
+                f"hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}"
+            )
             remedy = "It has expired, was altered, or is another program's: begin the program anew."
             raise refused("messages", what, remedy)
         program = found
@@ -102,15 +138,29 @@ def _program_read(programs: Programs, tenant: str, reads: Sequence[str], program
 
 
 def _agent_of(
-    request: Request, body: Fields, chat: MoaRequest, models: Sequence[str], program: str, said: Said, *, lazy: bool
+    request: Request,
+    body: Fields,
+    chat: MoaRequest,
+    models: Sequence[str],
+    program: str,
+    said: Said,
+    *,
+    lazy: bool,
 ) -> AgentRequest:
-    """The chat completion as an agent of `program`, with the prompt that the model gets from the same plain chat.
+    """The chat completion as an agent of `program`, with the prompt that the model gets from the
+    same plain chat.
 
     A `lazy` one writes in pieces: readers that are not known yet want them early.
     """
-    pieces = {"stream_interval": tokens_per_event(0.0, judged=False)} if lazy else {}
+    if lazy:
+        pieces = {"stream_interval": tokens_per_event(0.0, judged=False)}
+    else:
+        pieces = {}
     system = [segments for role, segments in said if role == "system"]
-    first = [("system", tuple(one for turn in system for one in ("\n\n", *turn))[1:])] if system else []
+    if system:
+        first = [("system", tuple(one for turn in system for one in ("\n\n", *turn))[1:])]
+    else:
+        first = []
     return AgentRequest(
         tenant=chat.tenant,
         end_user=chat.end_user,
@@ -131,7 +181,9 @@ def _agent_of(
 
 
 async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
-    """The marker in place of the agent's answer. The agent runs on by itself; raises what is refused before that."""
+    """The marker in place of the agent's answer. The agent runs on by itself; raises what is
+    refused before that.
+    """
     asked = run.asked
     assert isinstance(asked, AgentRequest), "only agents are lazy"
     begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -154,9 +206,12 @@ async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
     return Answer(text, "stop", {asked.agent: AgentUsage(asked.model, 0, 0, 0, "finished")})
 
 
-async def _outputs(request: Request, program: str, reads: Sequence[str], limit_s: float) -> Mapping[str, str]:
+async def _outputs(
+    request: Request, program: str, reads: Sequence[str], limit_s: float
+) -> Mapping[str, str]:
     """What these agents wrote, once all have ended. Raises AgentFailed and PrecursorTimeout."""
-    services, texts = request.app[SERVICES], {}
+    services = request.app[SERVICES]
+    texts = {}
     ends_s = services.clock() + limit_s
     with request.app[DRAIN].deadline():
         for agent in reads:
@@ -164,23 +219,37 @@ async def _outputs(request: Request, program: str, reads: Sequence[str], limit_s
             text = await services.programs.output(request[TENANT], program, agent, left_s)
             if text is None:
                 remedy = "Allow more time."
-                raise PrecursorTimeout(f"{marker_of(agent)} had no output within {limit_s:g} s.", remedy=remedy)
+                raise PrecursorTimeout(
+                    f"{marker_of(agent)} had no output within {limit_s:g} s.", remedy=remedy
+                )
             texts[agent] = text
     return texts
 
 
 async def show_output(request: web.Request) -> web.Response:
-    """GET: the text that a marker stands for; status 202 while its agent still writes after `wait_s`."""
-    services, tenant, named = request.app[SERVICES], request[TENANT], request.match_info["marker"]
+    """GET: the text that a marker stands for; status 202 while its agent still writes after
+    `wait_s`.
+    """
+    services = request.app[SERVICES]
+    tenant = request[TENANT]
+    named = request.match_info["marker"]
     marker = MARKER.fullmatch(named)
     agent = marker[1] if marker else named
     program = services.programs.program_of(tenant, agent)
     if program is None:
-        raise UnknownProgram("No lazy answer of yours has that marker.", remedy="It may have expired: ask again.")
+        raise UnknownProgram(
+            "No lazy answer of yours has that marker.", remedy="It may have expired: ask again."
+        )
     limit_s = request.app[SETTINGS].request_timeout_s
     wait_s = query_number(request.query, "wait_s", min(OUTPUT_WAIT_S, limit_s), limit_s)
     with request.app[DRAIN].deadline():
         text = await services.programs.output(tenant, program, agent, wait_s)
     state = "running" if text is None else "finished"
-    body = {"object": "agent.output", "program": program, "agent": agent, "state": state, "text": text}
+    body = {
+        "object": "agent.output",
+        "program": program,
+        "agent": agent,
+        "state": state,
+        "text": text,
+    }
     return json_reply(request, body, status=202 if text is None else 200)

@@ -1,4 +1,6 @@
-"""Topologies that change while requests run: the catalog, and what requests bring themselves, compiled and kept."""
+"""Topologies that change while requests run: the catalog, and what requests bring themselves,
+compiled and kept.
+"""
 
 import asyncio
 import hashlib
@@ -40,14 +42,18 @@ class LiveTopologies(Mapping[str, Graph]):
         return len(self._graphs)
 
     async def reload(self, files: Callable[[], Iterable[Path]]) -> Sequence[ShellRouterError]:
-        """Read the files again, and give what is wrong with them: of those the version before stays."""
+        """Read the files again, and give what is wrong with them: of those the version before
+        stays.
+        """
         async with self._turn:
             catalog, errors = await asyncio.to_thread(lambda: self.catalog.with_files(files()))
             self._take(catalog)
         return [error for _, error in errors]
 
     async def put(self, name: str, document: Mapping[str, Any]) -> bool:
-        """Serve the document under `name`; whether the name is new. Raises what `Catalog.with_put` does."""
+        """Serve the document under `name`; whether the name is new. Raises what `Catalog.with_put`
+        does.
+        """
         self._require(self.catalog.settings.api, "api")
         self._size(document, "")
         async with self._turn:
@@ -67,7 +73,8 @@ class LiveTopologies(Mapping[str, Graph]):
         return self.catalog
 
     async def inline(self, document: Mapping[str, Any]) -> Graph:
-        """The graph of a request's own document; one that was compiled lately is not compiled again.
+        """The graph of a request's own document; one that was compiled lately is not compiled
+        again.
 
         Raises InvalidField and TopologiesOff.
         """

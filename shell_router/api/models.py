@@ -1,4 +1,6 @@
-"""What a chat completion's `model` may name: topologies, models as the smallest topologies, and a choice of models."""
+"""What a chat completion's `model` may name: topologies, models as the smallest topologies, and a
+choice of models.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -39,11 +41,15 @@ class Targets:
         topology = self.alone.get(name) or self._services.topologies.get(name)
         if topology is None:
             known = ", ".join(self.names) or "none"
-            raise UnknownModel(f"No topology or model is named {name!r}.", remedy=f"Known: {known}.")
+            raise UnknownModel(
+                f"No topology or model is named {name!r}.", remedy=f"Known: {known}."
+            )
         return topology
 
     def choice(self, names: Sequence[str]) -> Graph:
-        """The one that is named, or one agent whose model is to be chosen among those. Raises UnknownModel."""
+        """The one that is named, or one agent whose model is to be chosen among those. Raises
+        UnknownModel.
+        """
         if len(names) == 1:
             return self.find(names[0])
         models = self._services.models
@@ -52,7 +58,9 @@ class Targets:
                 f"No model is named {' or '.join(map(repr, unknown))}.",
                 remedy=f"Choose among models: {', '.join(sorted(models))}.",
             )
-        return Topology(name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))})
+        return Topology(
+            name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))}
+        )
 
     def listed(self, created: int) -> list[dict[str, Any]]:
         """All of them in the shape of OpenAI's model objects."""
@@ -61,21 +69,38 @@ class Targets:
         return [self.model_object(name, created, serving) for name in names]
 
     def model_object(self, name: str, created: int, serving: Mapping[str, bool]) -> dict[str, Any]:
-        """What is served under `name` in that shape; `serving` says which models' engines seem to serve."""
+        """What is served under `name` in that shape; `serving` says which models' engines seem to
+        serve.
+        """
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
         if name == AUTO:
-            return {**facts, "kind": AUTO, "description": "one of the models, chosen for each request"}
+            return {
+                **facts,
+                "kind": AUTO,
+                "description": "one of the models, chosen for each request",
+            }
         topology = self._services.topologies.get(name)
         if topology is None and name not in self._services.models:
             return {**facts, "kind": "embedder"}
         if topology is None:
             model = self._services.models[name]
             words = self._services.engines.get(model.base or name)
-            known = {"engine": words, "parent": model.base, "ready": serving.get(model.base or name)}
+            known = {
+                "engine": words,
+                "parent": model.base,
+                "ready": serving.get(model.base or name),
+            }
             known = {key: value for key, value in known.items() if value is not None}
             drafts = [seen for seen in self._compared("drafts") if seen["models"] == name]
-            return {**facts, "kind": "model", "max_model_len": model.context_length, **known, "drafts": drafts}
-        steps, names = {}, {name}
+            return {
+                **facts,
+                "kind": "model",
+                "max_model_len": model.context_length,
+                **known,
+                "drafts": drafts,
+            }
+        steps = {}
+        names = {name}
         if isinstance(topology, Conditional):
             steps = {"steps": list(topology.steps)}
             names = {step.topology.name for step in topology.steps.values()}
@@ -92,7 +117,11 @@ class Targets:
         }
 
     def _compared(self, optimization: Optimization) -> list[dict[str, Any]]:
-        seen = [one for one in self._services.holdouts.comparisons() if one.compared.optimization == optimization]
+        seen = [
+            one
+            for one in self._services.holdouts.comparisons()
+            if one.compared.optimization == optimization
+        ]
         return [
             {
                 "topology": one.compared.topology,

@@ -1,4 +1,6 @@
-"""What an engine answers itself, passed to a pair, and its answer back: /generate, /prefill_only, /v1/completions."""
+"""What an engine answers itself, passed to a pair, and its answer back: /generate, /prefill_only,
+/v1/completions.
+"""
 
 import asyncio
 import re
@@ -16,7 +18,16 @@ from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import refuse_key
-from shell_router.api.services import KEY, PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
+from shell_router.api.services import (
+    KEY,
+    PLACED,
+    REQUEST_ID,
+    SERVICES,
+    SETTINGS,
+    TENANT,
+    TOKENS,
+    Services,
+)
 from shell_router.api.streaming import EventStream, data_frame, open_stream
 from shell_router.api.translation import ItemTranslation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
@@ -35,16 +46,21 @@ async def prefill_only(request: Request) -> Reply:
 
 
 def pick_relay(services: Services, header: str | None, body: bytes) -> tuple[str, Relay]:
-    """The model named by the x-model header, else by the body's `model`, else the only one, and its relay.
+    """The model named by the x-model header, else by the body's `model`, else the only one, and its
+    relay.
 
     Adapters are only meant where they are named.
     """
     relays = services.relays
-    name = header or (parse_body(body).text("model") if b'"model"' in body else None)  # mostly nothing is parsed
+    name = header or (
+        parse_body(body).text("model") if b'"model"' in body else None
+    )  # mostly nothing is parsed
     if name is None:
         adapters = {name for name, model in services.models.items() if model.base is not None}
         if len(meant := relays.keys() - adapters) != 1:
-            raise InvalidRequest("Which model is meant?", remedy=f"Name it in the x-model header. {_known(relays)}")
+            raise InvalidRequest(
+                "Which model is meant?", remedy=f"Name it in the x-model header. {_known(relays)}"
+            )
         (name,) = meant
     relay = relays.get(name)
     if relay is None:
@@ -67,7 +83,9 @@ async def completions(request: Request) -> Reply:
         remedy = "Name a plain model on SGLang, or ask /v1/chat/completions."
         raise body.refuse("model", "does not complete prompts", remedy)
     end_user = read_end_user(body)
-    return await forwarded(request, relay, "v1/completions", read_completion(body, model), end_user=end_user)
+    return await forwarded(
+        request, relay, "v1/completions", read_completion(body, model), end_user=end_user
+    )
 
 
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:
@@ -84,9 +102,12 @@ async def forwarded(
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
     if _WORD in bodies[0] and holds_marker(bodies[0].decode(errors="replace")):
-        raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
+        raise InvalidRequest(
+            "The body holds a lazy answer's marker.", remedy="Send the text that it stands for."
+        )
     limit_s = request.app[SETTINGS].request_timeout_s
-    affinity, hints = request.headers.get("x-routing-key"), Hints(request[TENANT], end_user=end_user)
+    affinity = request.headers.get("x-routing-key")
+    hints = Hints(request[TENANT], end_user=end_user)
     answer = NativeAnswer(request, translation)
     admission = request.app[ADMISSION]
     admission.count(request, len(bodies) - 1)
@@ -103,10 +124,14 @@ async def forwarded(
 
     try:
         with request.app[DRAIN].deadline(limit_s):
-            async with choices_as_one(sent, bodies) if len(bodies) > 1 else sent(bodies[0]) as relayed:
+            async with (
+                choices_as_one(sent, bodies) if len(bodies) > 1 else sent(bodies[0]) as relayed
+            ):
                 return await answer.forward(relayed)
     except TimeoutError:
-        late = DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
+        late = DeadlineExceeded(
+            f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens."
+        )
         return await answer.failed(late)
     except (asyncio.CancelledError, ClientConnectionResetError):
         raise
@@ -117,32 +142,44 @@ async def forwarded(
 
 
 _WORD = WORD.encode()
-_REPORTED = (re.compile(rb'"prompt_tokens": ?([0-9]{1,9})'), re.compile(rb'"completion_tokens": ?([0-9]{1,9})'))
+_REPORTED = (
+    re.compile(rb'"prompt_tokens": ?([0-9]{1,9})'),
+    re.compile(rb'"completion_tokens": ?([0-9]{1,9})'),
+)
 """As engines write them; what a model writes has its quotes escaped."""
 
 
 class NativeAnswer:
-    """The answer to one native request: the engine's, whole or streamed, its errors in this API's shape."""
+    """The answer to one native request: the engine's, whole or streamed, its errors in this API's
+    shape.
+    """
 
     def __init__(self, request: Request, translation: ItemTranslation | None = None) -> None:
         self._request = request
         self._translation = translation
         self._stream: EventStream | PlainStream | None = None
-        self._last, self._seen = dict[int, bytes](), 0
+        self._last = dict[int, bytes]()
+        self._seen = 0
 
     def count(self, bodies: Sequence[bytes]) -> None:
-        """Note the tokens that the engine has reported; where it has not, about as many as were sent either way."""
+        """Note the tokens that the engine has reported; where it has not, about as many as were
+        sent either way.
+        """
         if not (self._last or self._seen):  # it was refused
             return
         prompt = output = 0
         for said in self._last.values():
             prompts, outputs = (each.findall(said) for each in _REPORTED)
             if self._seen:  # a stream's events count on
-                prompts, outputs = prompts[-1:], outputs[-1:]
+                prompts = prompts[-1:]
+                outputs = outputs[-1:]
             prompt += sum(map(int, prompts))
             output += sum(map(int, outputs))
-        request, services = self._request, self._request.app[SERVICES]
-        used = request[TOKENS] = (prompt, output) if prompt else (sum(map(len, bodies)) // 4, self._seen)
+        request = self._request
+        services = self._request.app[SERVICES]
+        used = request[TOKENS] = (
+            (prompt, output) if prompt else (sum(map(len, bodies)) // 4, self._seen)
+        )
         services.rates.add(request[TENANT], sum(used), services.clock())
 
     async def forward(self, relayed: Relayed) -> Reply:
@@ -165,11 +202,18 @@ class NativeAnswer:
     async def failed(self, error: Exception) -> Reply:
         """Send `error` in the stream, or raise it if its head has not gone."""
         if self._stream is None:
-            if isinstance(error, EngineRejected):  # its status is the engine's own, as for one that is passed through
-                return self._request.app[ADMISSION].problem_reply(self._request, error, error.status)
+            if isinstance(
+                error, EngineRejected
+            ):  # its status is the engine's own, as for one that is passed through
+                return self._request.app[ADMISSION].problem_reply(
+                    self._request, error, error.status
+                )
             raise error
-        envelope, translation = stream_error(error, self._request[REQUEST_ID]), self._translation
-        await self._stream.send(data_frame(envelope) if translation is None else translation.error(envelope))
+        envelope = stream_error(error, self._request[REQUEST_ID])
+        translation = self._translation
+        await self._stream.send(
+            data_frame(envelope) if translation is None else translation.error(envelope)
+        )
         return await self._stream.end()
 
     async def _whole(self, relayed: Relayed) -> Reply:

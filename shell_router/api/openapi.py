@@ -1,4 +1,6 @@
-"""GET /openapi.json: the routes that this router serves, the fields of their bodies, and the errors, as OpenAPI 3.1."""
+"""GET /openapi.json: the routes that this router serves, the fields of their bodies, and the
+errors, as OpenAPI 3.1.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,10 @@ from shell_router.engines.native_body import GENERATE_FIELDS
 Schema = Mapping[str, Any]
 Body = Mapping[str, Schema]
 
-TEXT, FLAG, OBJECT, ANY = {"type": "string"}, {"type": "boolean"}, {"type": "object"}, dict[str, Any]()
+TEXT = {"type": "string"}
+FLAG = {"type": "boolean"}
+OBJECT = {"type": "object"}
+ANY = dict[str, Any]()
 NO_EFFECT = {"description": "Accepted without effect."}
 
 
@@ -145,9 +150,14 @@ BODIES: Mapping[str, Body] = {
     "POST /prefill_only": NATIVE,
     "PUT /v1/topologies/{name}": {"name": TEXT},
     "POST /v1/engines": {"model": TEXT, "pair": OBJECT},
-    "POST /v1/batches": {**_all(TEXT, "input_file_id endpoint completion_window"), "metadata": OBJECT},
+    "POST /v1/batches": {
+        **_all(TEXT, "input_file_id endpoint completion_window"),
+        "metadata": OBJECT,
+    },
 }
-"""The fields of JSON bodies. What is not in them has no effect, or is forwarded: the reference says which."""
+"""The fields of JSON bodies. What is not in them has no effect, or is forwarded: the reference says
+which.
+"""
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "POST /v1/chat/completions": ("messages",),
     "POST /v1/completions": ("model", "prompt"),
@@ -159,10 +169,16 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "POST /v1/batches": ("input_file_id", "endpoint", "completion_window"),
 }
 OTHER_BODIES = {
-    "POST /v1/files": ("multipart/form-data", {"type": "object", "properties": {"purpose": TEXT, "file": TEXT}}),
+    "POST /v1/files": (
+        "multipart/form-data",
+        {"type": "object", "properties": {"purpose": TEXT, "file": TEXT}},
+    ),
     "PUT /v1/agent/outputs/{program}/{agent}": ("text/plain", TEXT),
 }
-TEXT_ANSWERS = {"GET /metrics": "text/plain", "GET /v1/files/{file_id}/content": "application/jsonl"}
+TEXT_ANSWERS = {
+    "GET /metrics": "text/plain",
+    "GET /v1/files/{file_id}/content": "application/jsonl",
+}
 QUERIES = {
     "GET /v1/responses/{response_id}": ("stream", "starting_after"),
     "GET /v1/agent/outputs/{marker}": ("wait_s",),
@@ -180,9 +196,16 @@ def document(routes: Iterator[web.AbstractRoute]) -> Mapping[str, Any]:
     for route in routes:
         if route.method in ("GET", "POST", "PUT", "DELETE") and route.resource is not None:
             path = route.resource.canonical
-            paths.setdefault(path, {})[route.method.lower()] = _operation(f"{route.method} {path}", route.handler)
+            paths.setdefault(path, {})[route.method.lower()] = _operation(
+                f"{route.method} {path}", route.handler
+            )
     codes = sorted({problem.code for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)})
-    error = {"message": TEXT, "type": TEXT, "param": _either(TEXT, {"type": "null"}), "code": {"enum": codes}}
+    error = {
+        "message": TEXT,
+        "type": TEXT,
+        "param": _either(TEXT, {"type": "null"}),
+        "code": {"enum": codes},
+    }
     envelope = {"type": "object", "properties": {"error": {"type": "object", "properties": error}}}
     header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {
@@ -198,10 +221,14 @@ def document(routes: Iterator[web.AbstractRoute]) -> Mapping[str, Any]:
 
 
 def _operation(name: str, handler: Any) -> dict[str, Any]:
-    placed = [{"name": one, "in": "path", "required": True, "schema": TEXT} for one in re.findall(r"{(\w+)}", name)]
+    placed = [
+        {"name": one, "in": "path", "required": True, "schema": TEXT}
+        for one in re.findall(r"{(\w+)}", name)
+    ]
     asked = [{"name": one, "in": "query", "schema": TEXT} for one in QUERIES.get(name, ())]
     text = TEXT_ANSWERS.get(name)
-    body, content = BODIES.get(name), {text or "application/json": {"schema": TEXT if text else OBJECT}}
+    body = BODIES.get(name)
+    content = {text or "application/json": {"schema": TEXT if text else OBJECT}}
     if body is not None and "stream" in body:
         content["text/event-stream"] = {"schema": TEXT}
     failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
@@ -209,7 +236,10 @@ def _operation(name: str, handler: Any) -> dict[str, Any]:
         "operationId": handler.__name__,
         "summary": re.sub(r"^[A-Z]+( \S+)?: ", "", (handler.__doc__ or "").partition("\n")[0]),
         "parameters": placed + asked,
-        "responses": {"2XX": {"description": "Done.", "content": content}, "default": {"description": "An error."}},
+        "responses": {
+            "2XX": {"description": "Done.", "content": content},
+            "default": {"description": "An error."},
+        },
     }
     operation["responses"]["default"]["content"] = failed
     kind, schema = OTHER_BODIES.get(name, ("application/json", None))

@@ -1,4 +1,6 @@
-"""What requests bring to be run: a topology of their own, or a panel of models and a judge (fusion)."""
+"""What requests bring to be run: a topology of their own, or a panel of models and a judge
+(fusion).
+"""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -23,7 +25,9 @@ Brought = tuple[Mapping[str, Any], str]
 """A topology inside of a request: its document, and what metrics and traces call it."""
 
 
-def brought_by(body: Fields, models: Mapping[str, ServedModel], served: Container[str]) -> Brought | None:
+def brought_by(
+    body: Fields, models: Mapping[str, ServedModel], served: Container[str]
+) -> Brought | None:
     """What the body brings; None where its `model` says what to run. `models` may be on a panel.
 
     A name of FUSIONS that is `served` is what is served under it. Raises InvalidField.
@@ -51,7 +55,9 @@ def _plugin(body: Fields) -> Fields:
         raise body.refuse("plugins", f"has {len(plugins)} entries", "Send the fusion plugin alone.")
     plugin = as_object(plugins[0], "plugins[0]")
     if plugin.raw("id") != "fusion" or plugin.raw("enabled") is False:
-        raise plugin.refuse("id", "must be fusion, and the plugin enabled", "Leave other plugins out.")
+        raise plugin.refuse(
+            "id", "must be fusion, and the plugin enabled", "Leave other plugins out."
+        )
     return plugin
 
 
@@ -64,12 +70,19 @@ def _document(block: Fields, body: Fields, known: Mapping[str, ServedModel]) -> 
     members = _named(block, ("models", "analysis_models"), known) or tuple(bases[:DEFAULT_PANEL])
     if len(members) > MAX_PANEL:
         raise block.refuse("models", f"names {len(members)} models", f"Name at most {MAX_PANEL}.")
-    is_own, outer = block is not body, body.raw("model")
-    judges, criteria = _judges(block, ("judge", "synthesis_model", *(("model",) if is_own else ())), known)
+    is_own = block is not body
+    outer = body.raw("model")
+    judges, criteria = _judges(
+        block, ("judge", "synthesis_model", *(("model",) if is_own else ())), known
+    )
     judges = judges or ((outer,) if isinstance(outer, str) and outer in known else ())
     criteria = criteria or block.text("criteria") or ""
     quorum = block.integer("quorum", 1, len(members)) or len(members)
-    exits = {"policy": "quorum", "min_completed": quorum, "grace_s": block.number("grace_s", 0, 86_400) or 0.0}
+    exits = {
+        "policy": "quorum",
+        "min_completed": quorum,
+        "grace_s": block.number("grace_s", 0, 86_400) or 0.0,
+    }
     asked: dict[str, Any] = {"on_failure": "drop"}
     if is_own:
         tokens = block.integer("max_completion_tokens", 1, MAX_TOKENS)
@@ -77,7 +90,9 @@ def _document(block: Fields, body: Fields, known: Mapping[str, ServedModel]) -> 
         if sampling := {name: said for name, said in sampling.items() if said is not None}:
             asked["sampling"] = sampling
         _refuse_unread(block)
-    agents: dict[str, Any] = {f"panel-{n}": {"model": model, **asked} for n, model in enumerate(members, start=1)}
+    agents: dict[str, Any] = {
+        f"panel-{n}": {"model": model, **asked} for n, model in enumerate(members, start=1)
+    }
     first, *others = dict.fromkeys((*judges, *members))
     judge: dict[str, Any] = {"model": first, "fallbacks": others[:16], "precursors": list(agents)}
     if criteria:
@@ -87,19 +102,25 @@ def _document(block: Fields, body: Fields, known: Mapping[str, ServedModel]) -> 
     return {"name": PANEL, "agents": {**agents, "judge": judge}, "clusters": clusters}
 
 
-def _judges(block: Fields, names: Sequence[str], known: Mapping[str, ServedModel]) -> tuple[tuple[str, ...], str]:
-    """The judges in order, and criteria; an object names one judge and its criteria, as LiteLLM's."""
+def _judges(
+    block: Fields, names: Sequence[str], known: Mapping[str, ServedModel]
+) -> tuple[tuple[str, ...], str]:
+    """The judges in order, and criteria; an object names one judge and its criteria, as
+    LiteLLM's."""
     given = [name for name in names if block.raw(name) is not None]
     if not given or not isinstance(block.raw(given[0]), dict):
         return _named(block, given[:1], known), ""
     name = given[0]
     judge = as_object(block.raw(name), block.path(name))
-    criteria, models = judge.text("criteria") or "", _known(judge, "model", judge.names("model"), known)
+    criteria = judge.text("criteria") or ""
+    models = _known(judge, "model", judge.names("model"), known)
     _refuse_unread(judge)
     return models, criteria
 
 
-def _named(block: Fields, names: Sequence[str], known: Mapping[str, ServedModel]) -> tuple[str, ...]:
+def _named(
+    block: Fields, names: Sequence[str], known: Mapping[str, ServedModel]
+) -> tuple[str, ...]:
     """The models that the first field of these that is set names."""
     for name in block.given(names):
         value = block.raw(name)
@@ -110,11 +131,16 @@ def _named(block: Fields, names: Sequence[str], known: Mapping[str, ServedModel]
     return ()
 
 
-def _known(where: Fields, name: str, models: tuple[str, ...], known: Mapping[str, ServedModel]) -> tuple[str, ...]:
+def _known(
+    where: Fields, name: str, models: tuple[str, ...], known: Mapping[str, ServedModel]
+) -> tuple[str, ...]:
     for at, model in enumerate(models):
         if model not in known:
-            path, served = f"{where.path(name)}[{at}]", ", ".join(sorted(known))
-            raise InvalidField(f"{path}: no model is named {model!r}.", field=path, remedy=f"Known: {served}.")
+            path = f"{where.path(name)}[{at}]"
+            served = ", ".join(sorted(known))
+            raise InvalidField(
+                f"{path}: no model is named {model!r}.", field=path, remedy=f"Known: {served}."
+            )
     return models
 
 

@@ -1,8 +1,9 @@
-"""The way of most requests: whole POSTs to the router's own routes, without what a general server does for each.
+"""The way of most requests: whole POSTs to the router's own routes, without what a general server
+does for each.
 
-aiohttp's server takes a quarter of a small request's time. Here a connection is served while its requests are plain: a
-head with a Content-Length and nothing unusual. At the first that is not, aiohttp takes the connection over for good,
-with all bytes unread, and answers by the same handlers.
+aiohttp's server takes a quarter of a small request's time. Here a connection is served while its
+requests are plain: a head with a Content-Length and nothing unusual. At the first that is not,
+aiohttp takes the connection over for good, with all bytes unread, and answers by the same handlers.
 """
 
 import asyncio
@@ -26,24 +27,34 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 8190  # as aiohttp's limit of a line
 MAX_BODY_BYTES = 2**16
-"""Of a plain request; longer ones are aiohttp's, which gathers their pieces without copying them again and again."""
+"""Of a plain request; longer ones are aiohttp's, which gathers their pieces without copying them
+again and again.
+"""
 _BODY_WAIT_S = 1.0  # then aiohttp goes on, with the limit that is set
-SWEEP_S, RESWEEP_S = 1.0, 0.05
+SWEEP_S = 1.0
+RESWEEP_S = 0.05
 """Seconds between looks at all connections, and the least of them where there are too many."""
 
-_HEAD = re.compile(rb"POST ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*+.0-9A-Z^-z|~-]++:[^\x00-\x08\x0a-\x1f\x7f]*+\r\n)++)\r\n")
+_HEAD = re.compile(
+    rb"POST ([!-~]+) "
+    rb"HTTP/1\.1\r\n((?:[!#-'*+.0-9A-Z^-z|~-]++:[^\x00-\x08\x0a-\x1f\x7f]*+\r\n)++)\r\n"
+)
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
 _REASONS = {one.value: one.phrase for one in HTTPStatus}
 _UNUSUAL = frozenset({"content-encoding", "expect", "transfer-encoding", "upgrade"})
 
 
 class PlainRequest(dict[Any, Any]):
-    """As much of aiohttp's request as handlers use, read already. `headers` are by their lower-case names."""
+    """As much of aiohttp's request as handlers use, read already. `headers` are by their lower-case
+    names.
+    """
 
     __slots__ = ("app", "body", "connection", "headers", "path", "peername")
     method = "POST"
 
-    def __init__(self, connection: "PlainConnection", path: str, headers: Mapping[str, str], body: bytes) -> None:
+    def __init__(
+        self, connection: "PlainConnection", path: str, headers: Mapping[str, str], body: bytes
+    ) -> None:
         self.connection = connection
         self.app = connection.server.app
         self.peername = connection.peername
@@ -62,9 +73,13 @@ class PlainReply:
 
 
 class PlainStream:
-    """A streamed answer in chunks. Its head goes out with its first bytes, or in the loop's next turn."""
+    """A streamed answer in chunks. Its head goes out with its first bytes, or in the loop's next
+    turn.
+    """
 
-    def __init__(self, connection: "PlainConnection", status: int, headers: Mapping[str, str], limit_s: float) -> None:
+    def __init__(
+        self, connection: "PlainConnection", status: int, headers: Mapping[str, str], limit_s: float
+    ) -> None:
         self.status = status
         self._connection = connection
         self._limit_s = limit_s
@@ -86,7 +101,8 @@ class PlainStream:
         return self
 
     def _write(self, written: bytes) -> None:
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         if (head or written) and not self._connection.transport.is_closing():
             self._connection.transport.write(head + written)
 
@@ -94,24 +110,30 @@ class PlainStream:
 class Connections:
     """A server's open connections: bounded in number, and closed where one is idle for too long.
 
-    One is idle from its beginning, or its last answer, until the head of a request is all here: what sends a head byte
-    by byte is idle. For one more than `max_connections` the one that has been idle longest is closed.
+    One is idle from its beginning, or its last answer, until the head of a request is all here:
+    what sends a head byte by byte is idle. For one more than `max_connections` the one that has
+    been idle longest is closed.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        self._open: dict[asyncio.BaseTransport, float] = {}  # until when it may be idle; the longest idle ones first
+        self._open: dict[
+            asyncio.BaseTransport, float
+        ] = {}  # until when it may be idle; the longest idle ones first
         self._timer: asyncio.TimerHandle | None = None
         self._swept_s = -inf
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """It waits for its first request. It, or an older one, is closed where there are too many."""
+        """It waits for its first request. It, or an older one, is closed where there are too
+        many."""
         self.idle(transport, self._settings.body_timeout_s)
         swept_lately = asyncio.get_running_loop().time() < self._swept_s + RESWEEP_S
         if len(self._open) > self._settings.max_connections and not swept_lately:
             self._sweep()
         if len(self._open) > self._settings.max_connections:
-            self._close(next((one for one, until_s in self._open.items() if until_s < inf), transport))
+            self._close(
+                next((one for one, until_s in self._open.items() if until_s < inf), transport)
+            )
 
     def busy(self, transport: asyncio.BaseTransport | None) -> None:
         """A request of it is all here, or its body is on its way."""
@@ -155,7 +177,9 @@ Handler = Callable[[Any], Awaitable[Reply]]
 
 @dataclass(eq=False)
 class PlainServer:
-    """Makes the connections of one app. `others` makes those of aiohttp, `admit` stands before every handler."""
+    """Makes the connections of one app. `others` makes those of aiohttp, `admit` stands before
+    every handler.
+    """
 
     app: web.Application
     routes: Mapping[bytes, Handler]
@@ -207,7 +231,9 @@ class PlainConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's does not derive from it
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+        )
         self.peername = self.transport.get_extra_info("peername")
         self.server.connections.add(self)
         self.server.emptied.clear()
@@ -219,7 +245,10 @@ class PlainConnection(asyncio.Protocol):
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._received = self._received + data if self._received else data
+        if self._received:
+            self._received = self._received + data
+        else:
+            self._received = data
         if self._task is None:
             self._next()
         elif len(self._received) > MAX_BODY_BYTES:
@@ -229,12 +258,15 @@ class PlainConnection(asyncio.Protocol):
         self._writable = self.loop.create_future()
 
     def resume_writing(self) -> None:
-        writable, self._writable = self._writable, None
+        writable = self._writable
+        self._writable = None
         if writable is not None and not writable.done():
             writable.set_result(None)
 
     async def drained(self, limit_s: float) -> None:
-        """Return once the client has taken most of what was written; raises ClientConnectionResetError."""
+        """Return once the client has taken most of what was written; raises
+        ClientConnectionResetError.
+        """
         while self._writable is not None:
             left = self.transport.get_write_buffer_size()
             try:
@@ -267,15 +299,20 @@ class PlainConnection(asyncio.Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
-        self._received, self._head = received[end:], None
+        self._received = received[end:]
+        self._head = None
         self.server.watch.busy(self.transport)
         request = PlainRequest(self, path, headers, received[begin:end])
         self._task = self.loop.create_task(self._serve(request, handler))
 
     def _read_head(self) -> tuple[Handler, str, dict[str, str], int, int] | None:
-        """Handler, path, headers, and where the body begins and ends; None for what is not plain."""
+        """Handler, path, headers, and where the body begins and ends; None for what is not
+        plain."""
         found = _HEAD.match(self._received, 0, MAX_HEAD_BYTES)
-        handler = self.server.routes.get(found[1]) if found else None
+        if found:
+            handler = self.server.routes.get(found[1])
+        else:
+            handler = None
         if found is None or handler is None:
             return None
         headers: dict[str, str] = {}
@@ -284,12 +321,18 @@ class PlainConnection(asyncio.Protocol):
             name, _, text = line.partition(":")
             headers[name.lower()] = text.strip(" \t")
         length = headers.get("content-length", "")
-        usual = len(headers) == len(lines) and headers.get("connection", "keep-alive").lower() == "keep-alive"
+        usual = (
+            len(headers) == len(lines)
+            and headers.get("connection", "keep-alive").lower() == "keep-alive"
+        )
         if not usual or not _LENGTH.fullmatch(length) or not _UNUSUAL.isdisjoint(headers):
             return None
-        begin, end = found.end(), found.end() + int(length)
+        begin = found.end()
+        end = found.end() + int(length)
         fits = int(length) <= min(MAX_BODY_BYTES, self.server.settings.max_body_bytes)
-        return (handler, found[1].decode(), headers, begin, end) if fits else None
+        if fits:
+            return (handler, found[1].decode(), headers, begin, end)
+        return None
 
     async def _serve(self, request: PlainRequest, handler: Handler) -> None:
         try:
@@ -298,7 +341,9 @@ class PlainConnection(asyncio.Protocol):
                 if self.streaming:  # it cannot be sent in another's stream
                     self.transport.abort()
                 elif not self.transport.is_closing():
-                    head = _head(reply.status, reply.headers, b"Content-Length: %d" % len(reply.body))
+                    head = _head(
+                        reply.status, reply.headers, b"Content-Length: %d" % len(reply.body)
+                    )
                     self.transport.write(head + reply.body)
             if self._writable is not None:
                 await self.drained(self.server.settings.write_timeout_s)
@@ -312,7 +357,8 @@ class PlainConnection(asyncio.Protocol):
             self.transport.abort()
             return
         finally:
-            self._task, self.streaming = None, False
+            self._task = None
+            self.streaming = False
         self.server.watch.idle(self.transport)
         if self.server.closing:
             self.transport.close()
@@ -342,11 +388,15 @@ _date = [0, b""]
 
 
 def _head(status: int, headers: Mapping[str, str], framing: bytes) -> bytes:
-    """The head of an answer whose body is framed as `framing` says. Raises ValueError for a header of several lines."""
+    """The head of an answer whose body is framed as `framing` says. Raises ValueError for a header
+    of several lines.
+    """
     now = int(time.time())
     if _date[0] != now:
         _date[:] = now, formatdate(now, usegmt=True).encode()
-    lines = "".join([f"{name}: {text}\r\n" for name, text in headers.items()]).encode("utf-8", "surrogateescape")
+    lines = "".join([f"{name}: {text}\r\n" for name, text in headers.items()]).encode(
+        "utf-8", "surrogateescape"
+    )
     if lines.count(b"\n") + lines.count(b"\r") > 2 * len(headers):
         raise ValueError("a header holds the end of a line")
     start = b"HTTP/1.1 %d %s\r\n" % (status, _REASONS.get(status, "").encode())

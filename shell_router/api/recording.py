@@ -1,4 +1,6 @@
-"""A run's lines in the trace files (docs/how-to/choose-models.md). Imported where a deployment asks for them."""
+"""A run's lines in the trace files (docs/how-to/choose-models.md). Imported where a deployment asks
+for them.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -49,15 +51,24 @@ class Recording:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """One of each agent that ran; each step of a topology is a workflow of its own."""
-        request, graph = self._request, self._graph
+        request = self._request
+        graph = self._graph
         if isinstance(request, AgentRequest):
-            yield from self._line(request.agent, AGENT_REQUEST, request.agent, request.reads, known_of_request(request))
+            yield from self._line(
+                request.agent,
+                AGENT_REQUEST,
+                request.agent,
+                request.reads,
+                known_of_request(request),
+            )
             return
         assert graph is not None, "a chat has one"
         for part in graph.parts:
-            workflow, stages = workflow_of(part), stages_of(part)
+            workflow = workflow_of(part)
+            stages = stages_of(part)
             for agent in part.agents.values():
-                known, reads = known_of_agent(agent, request.messages), graph.waits_for[agent.id]
+                known = known_of_agent(agent, request.messages)
+                reads = graph.waits_for[agent.id]
                 yield from self._line(agent.id, workflow, stages[agent.id], reads, known)
 
     def _line(
@@ -68,7 +79,10 @@ class Recording:
             return
         system_tokens, user_tokens, known_tokens = known.tokens(self._models[ran.model].tokenizer)
         origin_s = self._trace.started_s
-        program = self._request.program if isinstance(self._request, AgentRequest) else self._request.id
+        if isinstance(self._request, AgentRequest):
+            program = self._request.program
+        else:
+            program = self._request.id
         line = {
             "program": f"{self._trace.tenant}/{program}",
             "topology": workflow,
@@ -81,14 +95,23 @@ class Recording:
             "user_tokens": user_tokens,
             "known_tokens": known_tokens,
             "prompt_tokens": ran.ready.prompt_tokens if ran.ready else None,
-            "output_tokens": ran.end.completion_tokens if isinstance(ran.end, AgentFinished) else ran.tokens,
+            "output_tokens": ran.end.completion_tokens
+            if isinstance(ran.end, AgentFinished)
+            else ran.tokens,
             "started_at": self._trace.wall_s,
             "started_s": since(ran.started_s, origin_s),
             "ready_s": None if ran.ready is None else since(ran.ready.at_s, origin_s),
-            "first_token_s": None if ran.first_token_s is None else since(ran.first_token_s, origin_s),
+            "first_token_s": None
+            if ran.first_token_s is None
+            else since(ran.first_token_s, origin_s),
             "ended_s": None if ran.end is None else since(ran.end.at_s, origin_s),
         }
         if self._recorder.prompts:
             output = "".join(self._texts.get(agent, ()))
-            line |= {"system": known.system, "user": known.user, "rest": known.rest, "output": output}
+            line |= {
+                "system": known.system,
+                "user": known.user,
+                "rest": known.rest,
+                "output": output,
+            }
         yield line

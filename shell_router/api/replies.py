@@ -1,4 +1,6 @@
-"""JSON answers with their common headers, and errors as HTTP answers in OpenAI's shape, by one table."""
+"""JSON answers with their common headers, and errors as HTTP answers in OpenAI's shape, by one
+table.
+"""
 
 import logging
 import re
@@ -74,28 +76,39 @@ BUSY_ENGINE = Problem(503, "server_error", "engine_unavailable")
 REJECTED_BY_ENGINE = Problem(400, "invalid_request_error", "rejected_by_engine")
 INTERNAL = Problem(500, "server_error", "internal_error")
 STATUSES = {problem.code: problem.status for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE)}
-BY_STATUS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit", 503: "overloaded"}
+BY_STATUS = {
+    401: "authentication",
+    403: "permission",
+    404: "not_found",
+    429: "rate_limit",
+    503: "overloaded",
+}
 """The types of Anthropic's errors; others are by their hundred."""
 
 
 def problem_of(error: BaseException) -> Problem:
     """The entry of the error's nearest class.
 
-    An engine that has too much to do asks for patience; its other 4xx are the client's to mend. A failed agent answers
-    as its cause does, so that a timeout or a refused parameter is not hidden behind the tree.
+    An engine that has too much to do asks for patience; its other 4xx are the client's to mend. A
+    failed agent answers as its cause does, so that a timeout or a refused parameter is not hidden
+    behind the tree.
     """
     if isinstance(error, errors.EngineRejected) and error.status in (429, 503):
         return BUSY_ENGINE
     if isinstance(error, errors.EngineRejected) and 400 <= error.status < 500:
         return REJECTED_BY_ENGINE
-    if isinstance(error, errors.AgentFailed) and isinstance(error.__cause__, errors.ShellRouterError):
+    if isinstance(error, errors.AgentFailed) and isinstance(
+        error.__cause__, errors.ShellRouterError
+    ):
         return problem_of(error.__cause__)
     listed = (PROBLEMS[kind] for kind in type(error).__mro__ if kind in PROBLEMS)
     return next(listed, INTERNAL)
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same request may well succeed a little later, an engine being away or having too much to do."""
+    """Whether the same request may well succeed a little later, an engine being away or having too
+    much to do.
+    """
     if isinstance(error, errors.AgentFailed) and error.__cause__ is not None:
         return is_retryable(error.__cause__)
     waits = (errors.EngineUnreachable, errors.AdapterMissing, errors.Overloaded)
@@ -116,7 +129,9 @@ def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
 
 
 def stream_error(error: Exception, request_id: str) -> dict[str, Any]:
-    """The envelope of an error that comes after the head has gone; an unexpected one is logged here."""
+    """The envelope of an error that comes after the head has gone; an unexpected one is logged
+    here.
+    """
     if problem_of(error) is INTERNAL:
         log.error("request %s failed while it was streamed", request_id, exc_info=error)
     return problem_body(error, request_id)
@@ -131,7 +146,9 @@ def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict
 
 def _message(error: BaseException, problem: Problem, request_id: str) -> str:
     if isinstance(error, CacheUnavailable):
-        error = errors.ShellRouterError("Redis is away, and the request needs it.", remedy="Try again when it is back.")
+        error = errors.ShellRouterError(
+            "Redis is away, and the request needs it.", remedy="Try again when it is back."
+        )
     if isinstance(error, errors.ShellRouterError):
         return str(error)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
@@ -139,10 +156,19 @@ def _message(error: BaseException, problem: Problem, request_id: str) -> str:
     if isinstance(error, web.RequestPayloadError):
         return "The body is not framed or encoded as its headers say."
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return f"{error.method} is not allowed here. Allowed: {', '.join(sorted(error.allowed_methods))}."
+        return (
+            f"{error.method} is not allowed here. Allowed: "
+            f"{', '.join(sorted(error.allowed_methods))}."
+        )
     if isinstance(error, web.HTTPNotFound):
-        return "There is no such route. docs/reference/api.md lists them. Files and batches need a batches.folder."
-    return f"Something went wrong inside the router; its log has the details under request {request_id}."
+        return (
+            "There is no such route. docs/reference/api.md lists them. Files and batches need "
+            "a batches.folder."
+        )
+    return (
+        "Something went wrong inside the router; its log has the details under request "
+        f"{request_id}."
+    )
 
 
 UNFIT_FOR_HEADER = re.compile(r"[^\w./-]", re.ASCII)
@@ -152,16 +178,21 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 def common_headers(request: Request) -> dict[str, str]:
-    """x-request-id on every answer; x-trace-id where a run began; x-model-choice where a model was chosen for it;
-    x-steps where steps were; x-ignored-fields where some were ignored.
+    """x-request-id on every answer; x-trace-id where a run began; x-model-choice where a model was
+    chosen for it; x-steps where steps were; x-ignored-fields where some were ignored.
 
-    x-shell-router-engine where it is known by then which engines answer, and why. A server that is about to stop has
-    the connection closed.
+    x-shell-router-engine where it is known by then which engines answer, and why. A server that is
+    about to stop has the connection closed.
     """
     headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
     if request.app[LEAVING].is_set():
-        headers["Connection"] = "close"  # a connection that is kept would break when the listener closes
-    placed = request[PLACED]() if PLACED in request else ()
+        headers["Connection"] = (
+            "close"  # a connection that is kept would break when the listener closes
+        )
+    if PLACED in request:
+        placed = request[PLACED]()
+    else:
+        placed = ()
     if TRACE in request:
         trace = request[TRACE]
         headers["x-trace-id"] = trace.id
@@ -173,7 +204,9 @@ def common_headers(request: Request) -> dict[str, str]:
                 [f"{one.step}: {one.after} {one.rule}" for one in trace.steps[:NAMED_CHOICES]]
             )
     if placed:
-        headers["x-shell-router-engine"] = "; ".join([f"{one.engine} ({one.policy}: {one.why})" for one in placed])
+        headers["x-shell-router-engine"] = "; ".join(
+            [f"{one.engine} ({one.policy}: {one.why})" for one in placed]
+        )
     if IGNORED in request:
         ignored = request[IGNORED]
         headers["x-ignored-fields"] = ", ".join(ignored)
@@ -181,41 +214,63 @@ def common_headers(request: Request) -> dict[str, str]:
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]:
-    """Have the answer say which of the body's fields had no effect: by a header, and by what an object's body adds."""
+    """Have the answer say which of the body's fields had no effect: by a header, and by what an
+    object's body adds.
+    """
     if not names:
         return {}
     before = request.get(IGNORED, ())  # of the body that this one was translated from
     fit = [UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED]]
     request[IGNORED] = list(dict.fromkeys((*before, *fit)))[:NAMED_IGNORED]
-    return {"warnings": [f"{name} was ignored: it has no effect here." for name in request[IGNORED]]}
+    return {
+        "warnings": [f"{name} was ignored: it has no effect here." for name in request[IGNORED]]
+    }
 
 
 def json_reply(
     request: Request, body: Any, *, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
 ) -> web.Response:
     """`body` as JSON."""
-    return whole_reply(request, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, headers=headers)
+    return whole_reply(
+        request, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, headers=headers
+    )
 
 
 def whole_reply(
-    request: Request, body: bytes, status: int, kind: str = "application/json", headers: Mapping[str, str] = NO_HEADERS
+    request: Request,
+    body: bytes,
+    status: int,
+    kind: str = "application/json",
+    headers: Mapping[str, str] = NO_HEADERS,
 ) -> web.Response:
-    """`body` with the common headers. To a plain request it is a PlainReply, which costs a tenth of aiohttp's."""
+    """`body` with the common headers. To a plain request it is a PlainReply, which costs a tenth of
+    aiohttp's.
+    """
     headers = {"Content-Type": kind, **common_headers(request), **headers}
     if isinstance(request, PlainRequest):
         return cast(web.Response, PlainReply(status, headers, body))
     return web.Response(body=body, status=status, headers=headers)
 
 
-def problem_reply(request: Request, error: BaseException, status: int, **headers: str) -> web.Response:
+def problem_reply(
+    request: Request, error: BaseException, status: int, **headers: str
+) -> web.Response:
     """The error in the shape of the API that was asked."""
     body = problem_body(error, request[REQUEST_ID])
     if request.path == "/v1/messages":
-        body = {"type": "error", "error": anthropic_error(body["error"], status), "request_id": request[REQUEST_ID]}
+        body = {
+            "type": "error",
+            "error": anthropic_error(body["error"], status),
+            "request_id": request[REQUEST_ID],
+        }
     return json_reply(request, body, status=status, headers=headers)
 
 
 def _chosen(choice: ModelChosen) -> str:
-    """As in `root=large, chimera: better`, the first agent's name standing for all that share the choice."""
-    agent, model = (UNFIT_FOR_HEADER.sub("?", name[:64]) for name in (choice.agents[0], choice.model))
+    """As in `root=large, chimera: better`, the first agent's name standing for all that share the
+    choice.
+    """
+    agent, model = (
+        UNFIT_FOR_HEADER.sub("?", name[:64]) for name in (choice.agents[0], choice.model)
+    )
     return f"{agent}={model}, {choice.policy}: {choice.why}"

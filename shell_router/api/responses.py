@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back.
 
-Those with `background` run without their clients. Their requests and ends are kept with what the run needs to survive
-its router; nothing else is stored.
+Those with `background` run without their clients. Their requests and ends are kept with what the
+run needs to survive its router; nothing else is stored.
 """
 
 import re
@@ -19,14 +19,29 @@ from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.chat import answer_chat
 from shell_router.api.conversation import function_name
-from shell_router.api.fields import END_USER, SAMPLING, Fields, as_json, parse_body, read_body, shown
+from shell_router.api.fields import (
+    END_USER,
+    SAMPLING,
+    Fields,
+    as_json,
+    parse_body,
+    read_body,
+    shown,
+)
 from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
-from shell_router.api.streaming import DONE, LAST_EVENT, StreamPosition, data_frame, open_stream, respond
+from shell_router.api.streaming import (
+    DONE,
+    LAST_EVENT,
+    StreamPosition,
+    data_frame,
+    open_stream,
+    respond,
+)
 from shell_router.api.translation import Events, ItemTranslation, Kind, TranslatedFrames, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
@@ -42,7 +57,11 @@ SAME = (
 )
 """Fields that mean the same in a chat completion."""
 
-INERT = CHAT_INERT - {"parallel_tool_calls", "store"} | {"client_metadata", "include", "stream_options"}
+INERT = CHAT_INERT - {"parallel_tool_calls", "store"} | {
+    "client_metadata",
+    "include",
+    "stream_options",
+}
 """Fields that never change an answer, or ask for parts of it that there are none of."""
 
 STATEFUL = {
@@ -73,24 +92,35 @@ def as_chat(body: Fields) -> dict[str, Any]:
         chat["tool_choice"] = choice
     if (text := body.object("text")) is not None and (form := text.object("format")) is not None:
         chat["response_format"] = _response_format(form)
-    if (reasoning := body.object("reasoning")) is not None and (effort := reasoning.text("effort")) is not None:
+    if (reasoning := body.object("reasoning")) is not None and (
+        effort := reasoning.text("effort")
+    ) is not None:
         chat["reasoning_effort"] = effort
     if body.flag("stream") or body.flag("background"):
         chat["stream_options"] = {"include_usage": True}
     if body.raw("truncation") not in (None, "disabled"):
-        raise body.refuse("truncation", "must be disabled", "Shorten the input: what does not fit is refused.")
+        raise body.refuse(
+            "truncation", "must be disabled", "Shorten the input: what does not fit is refused."
+        )
     return chat
 
 
 def _response_format(form: Fields) -> dict[str, Any]:
     if form.text("type") != "json_schema":
         return {"type": form.text("type")}
-    return {"type": "json_schema", "json_schema": {key: form.raw(key) for key in ("name", "schema", "strict")}}
+    return {
+        "type": "json_schema",
+        "json_schema": {key: form.raw(key) for key in ("name", "schema", "strict")},
+    }
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
     if tool.text("type") != "function":
-        raise tool.refuse("type", "must be function", "The router runs no tools of its own: run them in the client.")
+        raise tool.refuse(
+            "type",
+            "must be function",
+            "The router runs no tools of its own: run them in the client.",
+        )
     function_name(tool)
     given = tool.given(("name", "description", "parameters", "strict"))
     return {"type": "function", "function": {name: tool.raw(name) for name in given}}
@@ -116,7 +146,8 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
             _add_call(messages, item)
         elif kind != "reasoning":  # what a model thought before is not part of a template's history
             remedy = (
-                "Send message, function_call, function_call_output or reasoning items, each with its whole content."
+                "Send message, function_call, function_call_output or reasoning items, each "
+                "with its whole content."
             )
             raise item.refuse("type", f"is {shown(kind)}, which is not served", remedy)
     return messages
@@ -146,7 +177,9 @@ def _part(part: Fields) -> dict[str, Any]:
 class ResponseTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a response. `id` is fresh."""
 
-    def __init__(self, id: str, created: int, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, id: str, created: int, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]
+    ) -> None:
         super().__init__(asked)
         self._id = id
         self._sent = 0
@@ -171,11 +204,15 @@ class ResponseTranslation(ItemTranslation):
 
     def _begun(self) -> Events:
         response = self.standing("in_progress")
-        return [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
+        return [
+            ("response.created", {"response": response}),
+            ("response.in_progress", {"response": response}),
+        ]
 
     def _opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         prefix, own = OWN[kind]
-        at, id = len(self.items), f"{prefix}_{self._id}_{len(self.items)}"
+        at = len(self.items)
+        id = f"{prefix}_{self._id}_{len(self.items)}"
         item = {"id": id, "type": kind, **own, "status": "in_progress"}
         self._at = {"item_id": id, "output_index": at}
         added = ("response.output_item.added", {"output_index": at, "item": item})
@@ -184,7 +221,9 @@ class ResponseTranslation(ItemTranslation):
         else:
             self._at["content_index"] = 0
         self.items.append({**item})
-        return [added] if kind == "function_call" else [added, self._part("added", PARTS[kind])]
+        if kind == "function_call":
+            return [added]
+        return [added, self._part("added", PARTS[kind])]
 
     def _grown(self, text: str) -> Events:
         kind = self.items[-1]["type"]
@@ -192,7 +231,8 @@ class ResponseTranslation(ItemTranslation):
 
     def _closed(self, text: str) -> Events:
         item = self.items[-1]
-        kind, done = item["type"], f"response.{NAMES[item['type']]}.done"
+        kind = item["type"]
+        done = f"response.{NAMES[item['type']]}.done"
         item["status"] = "incomplete" if self.reason == "length" else "completed"
         events: list[tuple[str, Mapping[str, Any]]]
         if kind == "function_call":
@@ -200,8 +240,14 @@ class ResponseTranslation(ItemTranslation):
             events = [(done, {**self._at, "name": item["name"], "arguments": item["arguments"]})]
         else:
             item["content"] = [{**PARTS[kind], "text": text}]
-            events = [(done, {**self._at, "text": text, **LOGPROBS[kind]}), self._part("done", item["content"][0])]
-        return [*events, ("response.output_item.done", {"output_index": self._at["output_index"], "item": item})]
+            events = [
+                (done, {**self._at, "text": text, **LOGPROBS[kind]}),
+                self._part("done", item["content"][0]),
+            ]
+        return [
+            *events,
+            ("response.output_item.done", {"output_index": self._at["output_index"], "item": item}),
+        ]
 
     def _part(self, what: str, part: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return f"response.content_part.{what}", {**self._at, "part": part}
@@ -211,7 +257,9 @@ class ResponseTranslation(ItemTranslation):
         return [(f"response.{response['status']}", {"response": response})]
 
     def _failed(self, error: Mapping[str, Any]) -> Events:
-        return [("response.failed", {"response": self.fault(error)})]  # clients know no other error in a stream
+        return [
+            ("response.failed", {"response": self.fault(error)})
+        ]  # clients know no other error in a stream
 
     def fault(self, error: Mapping[str, Any]) -> dict[str, Any]:
         """The response that failed."""
@@ -223,13 +271,24 @@ class ResponseTranslation(ItemTranslation):
 
     def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
         """With a place an event's number is that of its last character."""
-        self._sent = self._sent + 1 if self.place is None else self.place.at
+        if self.place is None:
+            self._sent = self._sent + 1
+        else:
+            self._sent = self.place.at
         return {**event, "sequence_number": self._sent - 1}
 
     def standing(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
         """The response as far as it is, in this status."""
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        facts = {"status": status, "error": error, "incomplete_details": why, "usage": _usage(self.usage)}
+        if status == "incomplete":
+            why = {"reason": "max_output_tokens"}
+        else:
+            why = None
+        facts = {
+            "status": status,
+            "error": error,
+            "incomplete_details": why,
+            "usage": _usage(self.usage),
+        }
         return {**self._about, **facts, "output": list(self.items)}
 
 
@@ -245,8 +304,16 @@ PARTS: Mapping[str, dict[str, Any]] = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},
 }
-NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-LOGPROBS: Mapping[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}, "function_call": {}}
+NAMES = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
+LOGPROBS: Mapping[str, dict[str, Any]] = {
+    "message": {"logprobs": []},
+    "reasoning": {},
+    "function_call": {},
+}
 
 
 def _usage(found: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -271,8 +338,8 @@ CANCELLED = {"error": {"message": "The response was cancelled."}}
 
 @dataclass(frozen=True, slots=True)
 class BackgroundResponse:
-    """A response that is asked for by its id, at any router. Its run's journal has its request as head, the time of its
-    creation as the first record, and how it has ended as the last one."""
+    """A response that is asked for by its id, at any router. Its run's journal has its request as
+    head, the time of its creation as the first record, and how it has ended as the last one."""
 
     request: Request
     key: str
@@ -288,18 +355,26 @@ class BackgroundResponse:
 
     async def shown(self, state: JournalState | None) -> Reply:
         """The response as it is now, or its events. It goes on here if no router runs it."""
-        kind, _, value = orjson.loads(state.first) if state is not None and state.first else ("", "", 0)
-        now = (
-            replace(self, created=value) if kind == "created" else self
-        )  # or it is just being created, or was ended then
+        kind, _, value = (
+            orjson.loads(state.first) if state is not None and state.first else ("", "", 0)
+        )
+        # or it is just being created, or was ended then
+        if kind == "created":
+            now = replace(self, created=value)
+        else:
+            now = self
         if state is not None and (end := end_of(state.last)) is not None:
             return await now._ended(end)
         if state is not None and state.is_leased and not now.stream:
             return now.standing("queued" if state.last == state.first else "in_progress")
-        return await answer_chat(now.request, Fields(as_chat(Fields(orjson.loads(now.head)))), None, now._run)
+        return await answer_chat(
+            now.request, Fields(as_chat(Fields(orjson.loads(now.head)))), None, now._run
+        )
 
     async def cancel(self) -> None:
-        """Have its router end it, which learns of it with its next record; one that has ended stays as it is."""
+        """Have its router end it, which learns of it with its next record; one that has ended stays
+        as it is.
+        """
         sealed = orjson.dumps([END, "", CANCELLED])
         await self._store.seal(self.request[TENANT], self.key, sealed, orjson.dumps([END])[:-1])
 
@@ -308,11 +383,18 @@ class BackgroundResponse:
         return json_reply(self.request, self._translation().standing(status))
 
     async def _run(self, run: Run, model: str, body: Fields) -> Reply:
-        request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
+        request = self.request
+        head = self.head.decode()
+        store = self._store
+        named = (self.request[TENANT], self.key)
         join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
-        admission, counted = request.app[ADMISSION], request.get(AGENTS, 0)
-        run, begins = join(), False
-        if run.kept is None or not run.kept.has_begun:  # a claim for one that runs would take back a seal
+        admission = request.app[ADMISSION]
+        counted = request.get(AGENTS, 0)
+        run = join()
+        begins = False
+        if (
+            run.kept is None or not run.kept.has_begun
+        ):  # a claim for one that runs would take back a seal
             admission.count(request, run.agents - counted)
             try:
                 records = await store.claim(*named, run.id, head)
@@ -320,7 +402,9 @@ class BackgroundResponse:
                 raise reused() from None
             if records is not None and not records:
                 await store.append(*named, run.id, 0, [orjson.dumps(["created", "", self.created])])
-            run = join()  # the one before may have ended meanwhile, or another request have begun it
+            run = (
+                join()
+            )  # the one before may have ended meanwhile, or another request have begun it
             begins = records is not None
             if run.kept is not None and run.kept.has_begun:
                 begins = False
@@ -334,24 +418,34 @@ class BackgroundResponse:
         request[TRACE] = run.trace
         if not self.stream:
             return self.standing("queued")
-        return await respond(request, run.answer, TranslatedFrames(frames, self._translation()), stream=True)
+        return await respond(
+            request, run.answer, TranslatedFrames(frames, self._translation()), stream=True
+        )
 
     def _last_record(self, frames: ChatFrames, end: Answer | Exception) -> dict[str, Any]:
         if isinstance(end, Exception):
             return stream_error(end, self.request[REQUEST_ID])
-        return {name: value for name, value in frames.whole(end).items() if name in ("choices", "usage")}
+        return {
+            name: value for name, value in frames.whole(end).items() if name in ("choices", "usage")
+        }
 
     async def _ended(self, end: dict[str, Any]) -> Reply:
-        translation, error = self._translation(), end.get("error")
+        translation = self._translation()
+        error = end.get("error")
         if not self.stream:
             if end == CANCELLED:
                 return self.standing("cancelled")
-            return json_reply(self.request, translation.fault(error) if error else translation.whole(end))
+            return json_reply(
+                self.request, translation.fault(error) if error else translation.whole(end)
+            )
         stream = await open_stream(self.request)
         for choice in end.get("choices", ()):
             choice["delta"] = choice["message"]
         try:
-            sent = translation.error(end) if error else translation.feed(data_frame(end) + DONE)
+            if error:
+                sent = translation.error(end)
+            else:
+                sent = translation.feed(data_frame(end) + DONE)
         except StreamChanged as changed:
             sent = translation.error(stream_error(changed, self.request[REQUEST_ID]))
         await stream.send(sent)
@@ -362,25 +456,40 @@ class BackgroundResponse:
         if (store := self.request.app[KEPT_RUNS].store) is not None:
             return store
         remedy = "Set cache.backend to redis, or send it without and keep the connection open."
-        raise InvalidField("background needs a store that outlives the router.", field="background", remedy=remedy)
+        raise InvalidField(
+            "background needs a store that outlives the router.", field="background", remedy=remedy
+        )
 
     def _translation(self) -> ResponseTranslation:
-        made = ResponseTranslation(self.key.removeprefix(PREFIX), self.created, orjson.loads(self.head), self.warnings)
+        made = ResponseTranslation(
+            self.key.removeprefix(PREFIX), self.created, orjson.loads(self.head), self.warnings
+        )
         made.place = StreamPosition(self.request.headers.get(LAST_EVENT), self.after)
         return made
 
 
 async def create_response(request: Request) -> Reply:
-    """Answer in the shape of OpenAI's responses: translate, answer as a chat completion, translate back."""
+    """Answer in the shape of OpenAI's responses: translate, answer as a chat completion, translate
+    back.
+    """
     body = parse_body(await read_body(request))
     chat = as_chat(body)
-    for name in body.given(("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")):  # are repeated
+    for name in body.given(
+        ("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")
+    ):  # are repeated
         check_depth(body.raw(name), name)
-    in_background, is_stored, is_keyed = body.flag("background"), body.flag("store"), KEY_HEADER in request.headers
+    in_background = body.flag("background")
+    is_stored = body.flag("store")
+    is_keyed = KEY_HEADER in request.headers
     body.check_spelling(SAME | INERT)
-    ignored = ["store"] * (is_stored and not in_background) + [name for name in body.unread if name not in INERT]
-    services, warnings = request.app[SERVICES], note_ignored(request, ignored)
-    id, created, streamed = services.new_id(), int(services.wall()), body.flag("stream")
+    ignored = ["store"] * (is_stored and not in_background) + [
+        name for name in body.unread if name not in INERT
+    ]
+    services = request.app[SERVICES]
+    warnings = note_ignored(request, ignored)
+    id = services.new_id()
+    created = int(services.wall())
+    streamed = body.flag("stream")
     if in_background:
         if is_keyed:
             id = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
@@ -409,11 +518,16 @@ async def cancel_response(request: web.Request) -> Reply:
 
 async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState]:
     """The response that is asked for. Raises UnknownResponse."""
-    key, after = request.match_info["response_id"], request.query.get("starting_after", "-1")
+    key = request.match_info["response_id"]
+    after = request.query.get("starting_after", "-1")
     if not re.fullmatch("-1|[0-9]{1,12}", after, re.ASCII):
-        raise InvalidField(f"starting_after must be a sequence_number, not {shown(after)}.", field="starting_after")
+        raise InvalidField(
+            f"starting_after must be a sequence_number, not {shown(after)}.", field="starting_after"
+        )
     is_streamed = request.query.get("stream", "false").lower() == "true"
-    one = BackgroundResponse(request, key, b"", int(request.app[SERVICES].wall()), is_streamed, int(after) + 1)
+    one = BackgroundResponse(
+        request, key, b"", int(request.app[SERVICES].wall()), is_streamed, int(after) + 1
+    )
     state = await one.look()
     if state is None or not state.head.startswith(b"{") or not RESPONSE_ID.fullmatch(key):
         remedy = "It has expired, or was sent with another key."

@@ -1,7 +1,7 @@
 """A run of a request: its trace, its metrics, and its lines in the trace files.
 
-Under an Idempotency-Key it also has a journal. Then it outlives its router, and may be asked for again at any router,
-or followed.
+Under an Idempotency-Key it also has a journal. Then it outlives its router, and may be asked for
+again at any router, or followed.
 """
 
 import asyncio
@@ -54,7 +54,10 @@ def key_of(request: Request) -> str:
 def refuse_key(request: Request, what: str) -> None:
     """Raise InvalidField where a request of this kind, which is not kept, has a key."""
     if KEY_HEADER in request.headers:
-        raise _refusal(f"cannot go with {what}", "Leave it out, or send a chat completion that the router runs itself.")
+        raise _refusal(
+            f"cannot go with {what}",
+            "Leave it out, or send a chat completion that the router runs itself.",
+        )
 
 
 def end_of(record: bytes) -> dict[str, Any] | None:
@@ -64,25 +67,40 @@ def end_of(record: bytes) -> dict[str, Any] | None:
 
 
 def place_of(request: Request) -> StreamPosition | None:
-    """Where the stream of a kept run begins; None where the run is not kept. Raises InvalidField."""
-    return StreamPosition(request.headers.get(LAST_EVENT)) if KEY_HEADER in request.headers else None
+    """Where the stream of a kept run begins; None where the run is not kept. Raises
+    InvalidField."""
+    if KEY_HEADER in request.headers:
+        return StreamPosition(request.headers.get(LAST_EVENT))
+    return None
 
 
 class Run:
-    """A chat completion, or one agent of a framework's program, under way. `id` is fresh, and its trace's.
+    """A chat completion, or one agent of a framework's program, under way. `id` is fresh, and its
+    trace's.
 
-    A chat has a `graph`. Where an agent has one, that is run in its place, and events of its answer get the agent's
-    name. Metrics and traces call what is run `target`. The tokens of `answering` agents are the answer; at most
-    `agents` run at a time.
+    A chat has a `graph`. Where an agent has one, that is run in its place, and events of its answer
+    get the agent's name. Metrics and traces call what is run `target`. The tokens of `answering`
+    agents are the answer; at most `agents` run at a time.
     """
 
-    def __init__(self, services: Services, drain: Drain, id: str, asked: Any, graph: Graph | None, target: str) -> None:
-        self._services, self._drain, self._graph = services, drain, graph
+    def __init__(
+        self,
+        services: Services,
+        drain: Drain,
+        id: str,
+        asked: Any,
+        graph: Graph | None,
+        target: str,
+    ) -> None:
+        self._services = services
+        self._drain = drain
+        self._graph = graph
         self.asked = asked
         self.id = id
-        self.answering = {asked.agent} if graph is None else graph.answering
+        self.answering = ({asked.agent}) if (graph is None) else (graph.answering)
         self.agents = 1 if graph is None else graph.most_agents
-        wall_s, client = services.wall(), CURRENT.get()
+        wall_s = services.wall()
+        client = CURRENT.get()
         self.created = int(wall_s)
         self.trace = Trace(
             id,
@@ -94,24 +112,33 @@ class Run:
             precursors={} if graph is None else graph.waits_for,
             parent=client,
         )
-        self._spans = services.spans if client is None or client.flags & SAMPLED else None
+        if client is None or client.flags & SAMPLED:
+            self._spans = services.spans
+        else:
+            self._spans = None
         self._metrics = RunMetrics(services.metrics, self.trace, self.answering)
         self._recording: recording.Recording | None = None
         if services.recorder is not None and (graph is None or isinstance(asked, MoaRequest)):
             from shell_router.api.recording import Recording  # noqa: PLC0415 - most deployments write no traces
 
-            self._recording = Recording(services.recorder, asked, graph, self.trace, services.models)
+            self._recording = Recording(
+                services.recorder, asked, graph, self.trace, services.models
+            )
         self._also: Emit | None = None
         self.kept: KeptRun | None = None
 
     def answer(self, also: Emit | None = None) -> Coroutine[Any, Any, Answer]:
         """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
-        return self.run(self.asked, also) if self.kept is None else self.kept.follow(also)
+        if self.kept is None:
+            return self.run(self.asked, also)
+        return self.kept.follow(also)
 
     async def run(self, asked: MoaRequest | AgentRequest, also: Emit | None) -> Answer:
         """Run as `asked`, for one or several requests."""
-        services, self._also = self._services, also
-        outcome, text = "failed", ""
+        services = self._services
+        self._also = also
+        outcome = "failed"
+        text = ""
         with self._drain.deadline():
             services.traces.add(self.trace)
             if self._spans is not None:
@@ -130,7 +157,8 @@ class Run:
                 self._ended(outcome, text)
 
     def _answered(self, asked: MoaRequest | AgentRequest) -> Awaitable[Answer]:
-        services, graph = self._services, self._graph
+        services = self._services
+        graph = self._graph
         if isinstance(asked, AgentRequest) and graph is None:
             return services.programs.run(asked, self._emit)
         assert graph is not None, "a chat has one"
@@ -140,7 +168,14 @@ class Run:
 
         def name(event: Event) -> None:
             if also is not None and (text := answer_in(event, graph.answering)):
-                also(AgentTokens(event.at_s, asked.agent, event.ids if isinstance(event, AgentTokens) else (), text))
+                also(
+                    AgentTokens(
+                        event.at_s,
+                        asked.agent,
+                        event.ids if isinstance(event, AgentTokens) else (),
+                        text,
+                    )
+                )
 
         self._also = name
         return services.programs.run_graph(asked, graph, services.executor.run, self._emit)
@@ -173,16 +208,22 @@ class KeptRuns:
         self._runs: WeakValueDictionary[tuple[type, str, str], Run] = WeakValueDictionary()
 
     def join(self, run: Run, key: str, body: Fields, head: str = "") -> Run:
-        """The run that goes on under this key, or else `run`; its journal begins with `head`, or what stands for
-        `body`. Raises InvalidField and KeyReused."""
+        """The run that goes on under this key, or else `run`; its journal begins with `head`, or
+        what stands for `body`. Raises InvalidField and KeyReused."""
         if self.store is None:
-            raise _refusal("needs a store that outlives the router", "Set cache.backend to redis, or leave it out.")
-        named, head = (type(run.asked), run.asked.tenant, key), head or _fingerprint(body)
+            raise _refusal(
+                "needs a store that outlives the router",
+                "Set cache.backend to redis, or leave it out.",
+            )
+        named = (type(run.asked), run.asked.tenant, key)
+        head = head or _fingerprint(body)
         found = self._runs.get(named)
         if found is None or found.kept is None or not found.kept.is_open:
             asked = run.asked
             if isinstance(asked, MoaRequest) and body.raw("seed") is None:
-                asked = replace(asked, seed=zlib.crc32(key.encode()))  # draws are the same at every router
+                asked = replace(
+                    asked, seed=zlib.crc32(key.encode())
+                )  # draws are the same at every router
             found = self._runs[named] = run
             run.kept = KeptRun(asked, run.id, key, head, self.store, self._drain, run.run)
         elif found.kept.head != head:
@@ -194,10 +235,11 @@ KEPT_RUNS = web.AppKey("KEPT_RUNS", KeptRuns)
 
 
 class KeptRun:
-    """One run under a key. All requests with that key at this router follow it; without any it is cancelled.
+    """One run under a key. All requests with that key at this router follow it; without any it is
+    cancelled.
 
-    Its journal ends with what a `last_record` says of the answer or error; where there is one, losing the journal ends
-    the run.
+    Its journal ends with what a `last_record` says of the answer or error; where there is one,
+    losing the journal ends the run.
     """
 
     def __init__(
@@ -233,7 +275,9 @@ class KeptRun:
         """The answer; `emit` gets all events, also those of before."""
         emit = emit or _ignore
         if self._run is not None:
-            run, self._run = self._run, None  # what is run refers to this: it would be held until a collection
+            # what is run refers to this: it would be held until a collection
+            run = self._run
+            self._run = None
             self._task = asyncio.create_task(self._kept(run), name="kept-run")
         task = self._task
         assert task is not None, "all of its followers had left"
@@ -247,7 +291,9 @@ class KeptRun:
             if not self._followers:
                 await self._left(task)
         if task.cancelled():
-            raise errors.ResponseCancelled("The response was cancelled, or another router has gone on with it.")
+            raise errors.ResponseCancelled(
+                "The response was cancelled, or another router has gone on with it."
+            )
         return task.result()
 
     def _lose(self) -> None:
@@ -255,7 +301,8 @@ class KeptRun:
             self._task.cancel()
 
     async def _left(self, task: asyncio.Task[Answer]) -> None:
-        """Cancel the run, which nothing follows, unless a request that has joined it is about to."""
+        """Cancel the run, which nothing follows, unless a request that has joined it is about
+        to."""
         self.is_open = False
         try:
             await asyncio.sleep(0)  # those that have joined it follow by then
@@ -273,7 +320,9 @@ class KeptRun:
             emit(event)
 
     async def _kept(self, run: Callable[[Any, Emit], Awaitable[Answer]]) -> Answer:
-        journal, ended, last = await self._journal(), False, self.last_record
+        journal = await self._journal()
+        ended = False
+        last = self.last_record
         self.last_record = None  # it refers to this, too
         if journal is None:
             return await run(self._asked, self._put)
@@ -294,8 +343,11 @@ class KeptRun:
             await journal.close(void=not ended)
 
     async def _journal(self) -> Journal | None:
-        """The run's journal, once no other router runs it; None without a store that can keep it."""
-        asked, store, limit_s = self._asked, self._store, self._asked.timeout_s
+        """The run's journal, once no other router runs it; None without a store that can keep
+        it."""
+        asked = self._asked
+        store = self._store
+        limit_s = self._asked.timeout_s
         try:
             with self._drain.deadline(limit_s):
                 records = await self._records()
@@ -306,10 +358,14 @@ class KeptRun:
             return None
         except TimeoutError:
             raise errors.DeadlineExceeded(
-                f"Another router still runs this request after {limit_s:g} s.", remedy="Ask again with the same key."
+                f"Another router still runs this request after {limit_s:g} s.",
+                remedy="Ask again with the same key.",
             ) from None
         try:
-            failed = (end_of(records[-1]) or {}).get("error") if records else None
+            if records:
+                failed = (end_of(records[-1]) or {}).get("error")
+            else:
+                failed = None
             journal = Journal(store, asked.tenant, self._key, self.id, records)
         except (LookupError, TypeError, ValueError) as error:
             log.warning("run %s is not kept: its journal makes no sense: %r", self.id, error)
@@ -322,10 +378,14 @@ class KeptRun:
         return journal
 
     async def _records(self) -> Sequence[bytes]:
-        """What is in the journal, once its lease is this run's. Raises CacheUnavailable where the store is away for
-        longer than a lease, and no other router was seen to run this: it would go on meanwhile."""
-        asked, store, clock = self._asked, self._store, asyncio.get_running_loop().time
-        is_run, gives_up_s = False, clock() + self._store.lease_s
+        """What is in the journal, once its lease is this run's. Raises CacheUnavailable where the
+        store is away for longer than a lease, and no other router was seen to run this: it would go
+        on meanwhile."""
+        asked = self._asked
+        store = self._store
+        clock = asyncio.get_running_loop().time
+        is_run = False
+        gives_up_s = clock() + self._store.lease_s
         while True:
             try:
                 records = await store.claim(asked.tenant, self._key, self.id, self.head)
@@ -345,7 +405,9 @@ def _ignore(_: Event) -> None:
 
 def _fingerprint(body: Fields) -> str:
     """What two requests under one key must have in common."""
-    return hashlib.blake2b(as_json(body.as_dict(), orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        as_json(body.as_dict(), orjson.OPT_SORT_KEYS), digest_size=16
+    ).hexdigest()
 
 
 def _refusal(what: str, remedy: str) -> errors.InvalidField:

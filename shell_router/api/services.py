@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class ApiSettings(Limits):
     """The deployment's limits, and keys, which map a name to its secret or key.
 
-    The name is the tenant unless the key says another; without keys only callers on this machine are served. Lazy
-    agents count as running requests, lines of batches do not. `ping_s` is the silence after which a stream gets a
-    comment line.
+    The name is the tenant unless the key says another; without keys only callers on this machine
+    are served. Lazy agents count as running requests, lines of batches do not. `ping_s` is the
+    silence after which a stream gets a comment line.
     """
 
     keys: Mapping[str, str | ApiKey] = field(default_factory=dict, repr=False)
@@ -43,7 +43,9 @@ class ApiSettings(Limits):
 
 
 def _ids() -> Iterator[str]:
-    """Ids that cannot be guessed: 32 hexadecimal digits, drawn 256 at a time, as a system call is dear."""
+    """Ids that cannot be guessed: 32 hexadecimal digits, drawn 256 at a time, as a system call is
+    dear.
+    """
     while True:
         drawn = secrets.token_hex(16 * 256)
         yield from (drawn[at : at + 32] for at in range(0, len(drawn), 32))
@@ -60,7 +62,9 @@ ReadinessCheck = Callable[[], Awaitable[bool]]
 class Runs(Protocol):
     """Runs requests through topologies of both kinds: moa.Executor."""
 
-    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]: ...
+    def run(
+        self, topology: Graph, request: MoaRequest, emit: Emit
+    ) -> Coroutine[Any, Any, Answer]: ...
 
 
 class Fleet(Protocol):
@@ -75,13 +79,15 @@ class Fleet(Protocol):
 class Services:
     """Everything a route may call.
 
-    `engines` says in words what serves each model, where that is known, and `serving` whether those engines seem to
-    serve; `embedders` give vectors, by their names. `checks` are named as operators should read them ("engine small",
-    "cache"); those named in `optional_checks` only make requests slower or less shared when they fail, so they do not
-    make the router unready. Nor does a model's engine, while another model's serves. A `recorder` gets the lines of
-    every run, an `access_log` one of every request, `spans` the finished runs. `journals` keep runs with an
-    Idempotency-Key. `holdouts` knows what incremental prefill and drafts save, `rates` how many tokens tenants used.
-    `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
+    `engines` says in words what serves each model, where that is known, and `serving` whether those
+    engines seem to serve; `embedders` give vectors, by their names. `checks` are named as operators
+    should read them ("engine small", "cache"); those named in `optional_checks` only make requests
+    slower or less shared when they fail, so they do not make the router unready. Nor does a model's
+    engine, while another model's serves. A `recorder` gets the lines of every run, an `access_log`
+    one of every request, `spans` the finished runs. `journals` keep runs with an Idempotency-Key.
+    `holdouts` knows what incremental prefill and drafts save, `rates` how many tokens tenants used.
+    `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh
+    unguessable id.
     """
 
     executor: Runs

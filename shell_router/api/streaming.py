@@ -32,7 +32,9 @@ def data_frame(body: Any) -> bytes:
 class EventStream:
     """A streamed answer of aiohttp's; `PlainStream` is the other kind."""
 
-    def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout_s: float) -> None:
+    def __init__(
+        self, request: web.Request, response: web.StreamResponse, write_timeout_s: float
+    ) -> None:
         self._request = request
         self._response = response
         self._write_timeout_s = write_timeout_s
@@ -40,7 +42,8 @@ class EventStream:
     async def send(self, frames: bytes) -> None:
         """Write; waits while the client takes nothing.
 
-        Raises ClientConnectionResetError when the client has gone, or took nothing within the limit.
+        Raises ClientConnectionResetError when the client has gone, or took nothing within the
+        limit.
         """
         try:
             async with asyncio.timeout(self._write_timeout_s):
@@ -48,7 +51,9 @@ class EventStream:
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()
-            raise ClientConnectionResetError(f"nothing taken for {self._write_timeout_s:g} s") from None
+            raise ClientConnectionResetError(
+                f"nothing taken for {self._write_timeout_s:g} s"
+            ) from None
 
     async def end(self) -> web.StreamResponse:
         """Close the stream in order."""
@@ -63,7 +68,8 @@ async def open_stream(
     content_type: str = "text/event-stream; charset=utf-8",
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> EventStream | PlainStream:
-    """Begin a streamed answer. A client that takes nothing of it for `write_timeout_s` is given up."""
+    """Begin a streamed answer. A client that takes nothing of it for `write_timeout_s` is given
+    up."""
     write_timeout_s = request.app[SETTINGS].write_timeout_s
     sent = {
         "Content-Type": content_type,
@@ -80,21 +86,30 @@ async def open_stream(
 
 
 class StreamPosition:
-    """How far a stream has come, as the id of its last event says: its characters, and a check of them.
+    """How far a stream has come, as the id of its last event says: its characters, and a check of
+    them.
 
-    With `last`, such an id, what its client has already is left out. Raises InvalidField where that is none.
+    With `last`, such an id, what its client has already is left out. Raises InvalidField where that
+    is none.
     """
 
     def __init__(self, last: str | None = None, after: int = 0) -> None:
-        self.at, self.after, self._check, self._expected = 0, after, 0, ""
+        self.at = 0
+        self.after = after
+        self._check = 0
+        self._expected = ""
         if last is not None:
             if (found := POSITION.fullmatch(last)) is None:
                 raise InvalidField(
                     "The header Last-Event-ID is no id of an event of this router's.",
                     field="Last-Event-ID",
-                    remedy="Send the last event's id as it came, or leave it out for all of the stream.",
+                    remedy=(
+                        "Send the last event's id as it came, or leave it out for all of the "
+                        "stream."
+                    ),
                 )
-            self.after, self._expected = int(found[1]), found[2]
+            self.after = int(found[1])
+            self._expected = found[2]
 
     @property
     def id(self) -> bytes:
@@ -104,7 +119,8 @@ class StreamPosition:
     def rest(self, text: str) -> tuple[str, str]:
         """Go on by `text`: what of it the client has, and what not. Raises StreamChanged."""
         left = max(0, self.after - self.at)
-        had, rest = text[:left], text[left:]
+        had = text[:left]
+        rest = text[left:]
         if had:
             self._pass(had)
             if self.at == self.after and self._expected not in ("", f"{self._check:08x}"):
@@ -118,25 +134,32 @@ class StreamPosition:
             raise _changed()
 
     def _pass(self, text: str) -> None:
-        self.at, self._check = self.at + len(text), zlib.crc32(text.encode(errors="replace"), self._check)
+        self.at, self._check = (
+            self.at + len(text),
+            zlib.crc32(text.encode(errors="replace"), self._check),
+        )
 
 
 def _changed() -> StreamChanged:
     return StreamChanged(
         "The repeated stream differs from what came before its Last-Event-ID.",
-        remedy="Drop what you have of it, and send the request with its key and without Last-Event-ID.",
+        remedy=(
+            "Drop what you have of it, and send the request with its key and without Last-Event-ID."
+        ),
     )
 
 
 class LiveRun:
     """Runs `start(emit)` as a task of its own, for as long as the context is open.
 
-    Those events that are `wanted` wait here for the reader. The run never waits for it: agents feed each other, so a
-    client that does not read must not slow them. What can pile up is bounded by the run's own output. Leaving the
-    context cancels the run and waits until it has cleaned up.
+    Those events that are `wanted` wait here for the reader. The run never waits for it: agents feed
+    each other, so a client that does not read must not slow them. What can pile up is bounded by
+    the run's own output. Leaving the context cancels the run and waits until it has cleaned up.
     """
 
-    def __init__(self, start: Callable[[Emit], Awaitable[Answer]], wanted: Callable[[Event], bool]) -> None:
+    def __init__(
+        self, start: Callable[[Emit], Awaitable[Answer]], wanted: Callable[[Event], bool]
+    ) -> None:
         self._start = start
         self._wanted = wanted
         self._begun = False
@@ -149,7 +172,10 @@ class LiveRun:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -162,17 +188,22 @@ class LiveRun:
         return self._task.done() and not self._waiting
 
     async def begun(self, limit_s: float) -> None:
-        """Return with the first event or after `limit_s`; raises what ended the run before any event."""
+        """Return with the first event or after `limit_s`; raises what ended the run before any
+        event.
+        """
         if not self._begun:
             await self._some_news(limit_s)
         if self._task.done() and not self._begun:
             self.answer()
 
     async def take(self, limit_s: float) -> list[Event]:
-        """All events that wait, or the next to come; may be empty, after `limit_s` of silence or at the end."""
+        """All events that wait, or the next to come; may be empty, after `limit_s` of silence or at
+        the end.
+        """
         if not self._waiting:
             await self._some_news(limit_s)
-        taken, self._waiting = self._waiting, []
+        taken = self._waiting
+        self._waiting = []
         return taken
 
     def answer(self) -> Answer:
@@ -180,7 +211,8 @@ class LiveRun:
         return self._task.result()
 
     def _put(self, event: Event) -> None:
-        first, self._begun = not self._begun, True
+        first = not self._begun
+        self._begun = True
         if self._wanted(event):
             self._waiting.append(event)
             self._news.set()
@@ -232,8 +264,8 @@ async def respond(
 ) -> Reply:
     """The answer of what is `run`: as it is written, or as one object with `warnings`.
 
-    A stream's head goes out with the run's first event, so that a request refused before anything ran still gets its
-    status. A later failure is sent inside the stream.
+    A stream's head goes out with the run's first event, so that a request refused before anything
+    ran still gets its status. A later failure is sent inside the stream.
     """
     if not stream:
         return json_reply(request, {**frames.whole(await run(None)), **warnings})
@@ -252,8 +284,12 @@ async def respond(
         return await out.end()
 
 
-async def _pump(run: LiveRun, frames: Frames, stream: EventStream | PlainStream, ping_s: float) -> None:
-    """Events as they come, all that wait in one write; a comment after `ping_s` in which nothing was written."""
+async def _pump(
+    run: LiveRun, frames: Frames, stream: EventStream | PlainStream, ping_s: float
+) -> None:
+    """Events as they come, all that wait in one write; a comment after `ping_s` in which nothing
+    was written.
+    """
     now_s = asyncio.get_running_loop().time
     quiet_since_s = now_s()
     while not run.drained:

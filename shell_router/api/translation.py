@@ -30,8 +30,9 @@ def joined(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 class ItemTranslation(ABC):
     """Reads a chat completion, or its chunks, as items: thinking, text, calls.
 
-    A subclass writes them. Its hooks give the events to send, and put `items` as the answer has them. `reason` and
-    `usage` are those of the chat, known by then. With a `place` events have ids, and what its client has is left out.
+    A subclass writes them. Its hooks give the events to send, and put `items` as the answer has
+    them. `reason` and `usage` are those of the chat, known by then. With a `place` events have ids,
+    and what its client has is left out.
     """
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
@@ -68,7 +69,9 @@ class ItemTranslation(ABC):
 
     @abstractmethod
     def _failed(self, error: Mapping[str, Any]) -> Events:
-        """There will be no more. `error` has a `message` and, where it is the router's own, a `code`."""
+        """There will be no more. `error` has a `message` and, where it is the router's own, a
+        `code`.
+        """
 
     @abstractmethod
     def answer(self) -> dict[str, Any]:
@@ -81,7 +84,8 @@ class ItemTranslation(ABC):
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
         """An answer that is not streamed."""
         choice = found["choices"][0]
-        self.usage, self.reason = found.get("usage") or {}, choice["finish_reason"]
+        self.usage = found.get("usage") or {}
+        self.reason = choice["finish_reason"]
         if self.reason == "abort":
             raise EngineAborted(ABORTED)
         self._delta(choice["message"])
@@ -131,23 +135,27 @@ class ItemTranslation(ABC):
             *self._text("message", delta.get("content")),
         ]
         for place, call in enumerate(delta.get("tool_calls") or ()):
-            function, index = call.get("function") or {}, call.get("index", place)
+            function = call.get("function") or {}
+            index = call.get("index", place)
             if (self._kind, self._call) != ("function_call", index):
                 self._call = index
-                events += self._open("function_call", {"id": call.get("id"), "name": function.get("name")})
+                events += self._open(
+                    "function_call", {"id": call.get("id"), "name": function.get("name")}
+                )
             events += self._text("function_call", function.get("arguments"))
         return events
 
     def _text(self, kind: Kind, text: str | None) -> Events:
         if not text:
             return ()
-        opened = () if self._kind == kind else self._open(kind, {})
+        opened = (()) if (self._kind == kind) else (self._open(kind, {}))
         self._texts.append(text)
         return [*opened, *self._grown(text)]
 
     def _open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         closed = self._close()
-        self._kind, self._texts = kind, []
+        self._kind = kind
+        self._texts = []
         return [*closed, *self._opened(kind, call)]
 
     def _close(self) -> Events:
@@ -166,7 +174,8 @@ class ItemTranslation(ABC):
             had, rest = self.place.rest(delta if isinstance(delta, str) else "\n")
             if not rest:
                 return b""
-            facts, named = {**facts, "delta": rest} if had else facts, self.place.id
+            facts = {**facts, "delta": rest} if had else facts
+            named = self.place.id
         data = orjson.dumps(self._numbered({"type": kind, **facts}))
         return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), named, data)
 

@@ -1,4 +1,6 @@
-"""Routes that only look, at models, traces, health, metrics, and the page; those that change topologies and engines."""
+"""Routes that only look, at models, traces, health, metrics, and the page; those that change
+topologies and engines.
+"""
 
 import asyncio
 import logging
@@ -17,7 +19,16 @@ from shell_router.api.fields import Fields, as_object, parse_body, query_number,
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import Request
 from shell_router.api.replies import common_headers, json_reply, note_ignored
-from shell_router.api.services import ENGINE_CHECK, KEY, LEAVING, SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
+from shell_router.api.services import (
+    ENGINE_CHECK,
+    KEY,
+    LEAVING,
+    SERVICES,
+    SETTINGS,
+    STARTED_AT,
+    TENANT,
+    ReadinessCheck,
+)
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
 from shell_router.telemetry import Trace
 from shell_router.telemetry.trace import OUTCOMES
@@ -28,7 +39,8 @@ log = logging.getLogger(__name__)
 
 async def list_models(request: web.Request) -> web.Response:
     """Topologies and models."""
-    listed, allowed = request.app[TARGETS].listed(request.app[STARTED_AT]), request[KEY].models
+    listed = request.app[TARGETS].listed(request.app[STARTED_AT])
+    allowed = request[KEY].models
     data = [one for one in listed if not allowed or one["id"] in allowed]
     return json_reply(request, {"object": "list", "data": data})
 
@@ -37,18 +49,26 @@ async def show_model(request: web.Request) -> web.Response:
     """One topology or model."""
     name = request.match_info["model"]
     permit(request, (name,))
-    targets, services = request.app[TARGETS], request.app[SERVICES]
-    graph = None if name in services.embedders else targets.find(name)
+    targets = request.app[TARGETS]
+    services = request.app[SERVICES]
+    if name in services.embedders:
+        graph = None
+    else:
+        graph = targets.find(name)
     found = targets.model_object(name, request.app[STARTED_AT], services.serving())
     if graph is None:
         return json_reply(request, found)
-    agents = {one.id: {"model": one.model_name, "precursors": graph.waits_for[one.id]} for one in graph.agents.values()}
+    agents = {
+        one.id: {"model": one.model_name, "precursors": graph.waits_for[one.id]}
+        for one in graph.agents.values()
+    }
     return json_reply(request, {**found, "graph": agents})
 
 
 async def list_topologies(request: web.Request) -> web.Response:
     """The topologies, and where each comes from."""
-    entries, allowed = request.app[SERVICES].topologies.readable().entries, request[KEY].models
+    entries = request.app[SERVICES].topologies.readable().entries
+    allowed = request[KEY].models
     listed = [
         {
             "name": name,
@@ -70,8 +90,11 @@ async def show_topology(request: web.Request) -> web.Response:
 
 
 async def put_topology(request: web.Request) -> web.Response:
-    """Serve a document, JSON or a topology file's YAML, under a name, in the place of what was put before."""
-    body, name = await read_body(request), request.match_info["name"]
+    """Serve a document, JSON or a topology file's YAML, under a name, in the place of what was put
+    before.
+    """
+    body = await read_body(request)
+    name = request.match_info["name"]
     if request.content_type == "application/yaml":
         document = await asyncio.to_thread(_from_yaml, body, f"{name}.yaml")
     else:
@@ -87,7 +110,9 @@ def _from_yaml(body: bytes, source: str) -> Mapping[str, Any]:
     except (UnicodeDecodeError, TopologyError) as error:
         raise InvalidRequest(str(error)) from None
     if not isinstance(found, dict):
-        raise InvalidRequest("The topology is not a mapping.", remedy="Write keys and values, as in a topology file.")
+        raise InvalidRequest(
+            "The topology is not a mapping.", remedy="Write keys and values, as in a topology file."
+        )
     return found
 
 
@@ -107,16 +132,22 @@ async def list_engines(request: web.Request) -> web.Response:
 async def add_engines(request: Request) -> web.Response:
     """Serve a model by one more pair, whose servers are up and are probed first."""
     body = parse_body(await read_body(request))
-    model, pair = body.required_text("model"), as_object(body.raw("pair"), "pair").as_dict()
+    model = body.required_text("model")
+    pair = as_object(body.raw("pair"), "pair").as_dict()
     body.check_spelling()
     await request.app[SERVICES].fleet.add(model, pair)
     log.info("%s added to model %s the pair %s", request[TENANT], model, pair)
-    return json_reply(request, {"model": model, **pair, **note_ignored(request, body.unread)}, status=201)
+    return json_reply(
+        request, {"model": model, **pair, **note_ignored(request, body.unread)}, status=201
+    )
 
 
 async def drain_engines(request: web.Request) -> web.Response:
-    """Send a pair no more requests and wait for those that run there; 202 if some still do after `wait_s`."""
-    query, limit_s = Fields(request.query), request.app[SETTINGS].request_timeout_s
+    """Send a pair no more requests and wait for those that run there; 202 if some still do after
+    `wait_s`.
+    """
+    query = Fields(request.query)
+    limit_s = request.app[SETTINGS].request_timeout_s
     model, prefill, decode = (query.required_text(name) for name in ("model", "prefill", "decode"))
     wait_s = query_number(request.query, "wait_s", limit_s, limit_s)
     log.info("%s drains of model %s the pair %s and %s", request[TENANT], model, prefill, decode)
@@ -130,17 +161,28 @@ MOST_TRACES = 1000
 
 
 async def list_traces(request: web.Request) -> web.Response:
-    """The tenant's latest requests, the last first, chosen by `model`, `status`, `since` (Unix seconds) and `limit`."""
+    """The tenant's latest requests, the last first, chosen by `model`, `status`, `since` (Unix
+    seconds) and `limit`.
+    """
     query = request.query
     if unknown := [name for name in query if name not in TRACE_FILTERS]:
-        raise InvalidField(f"{unknown[0]} is no filter of traces; take {', '.join(TRACE_FILTERS)}.", field=unknown[0])
-    model, status = query.get("model"), query.get("status")
+        raise InvalidField(
+            f"{unknown[0]} is no filter of traces; take {', '.join(TRACE_FILTERS)}.",
+            field=unknown[0],
+        )
+    model = query.get("model")
+    status = query.get("status")
     if status not in (None, *OUTCOMES):
         raise InvalidField(f"status must be one of {', '.join(OUTCOMES)}.", field="status")
-    since, limit = query_number(query, "since", 0.0, 1e12), query_number(query, "limit", 20.0, MOST_TRACES)
+    since = query_number(query, "since", 0.0, 1e12)
+    limit = query_number(query, "limit", 20.0, MOST_TRACES)
 
     def wanted(trace: Trace) -> bool:
-        return model in (None, trace.target) and status in (None, trace.outcome) and trace.wall_s >= since
+        return (
+            model in (None, trace.target)
+            and status in (None, trace.outcome)
+            and trace.wall_s >= since
+        )
 
     found = request.app[SERVICES].traces.latest(request[TENANT], wanted, int(limit))
     return json_reply(request, {"object": "list", "data": [trace.summary() for trace in found]})
@@ -160,15 +202,20 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """The engines of some model can serve; 503 names those that cannot where none can.
 
-    Other models' engines, and a shared cache that is away, only show as degraded. A router that is about to stop is
-    not ready.
+    Other models' engines, and a shared cache that is away, only show as degraded. A router that is
+    about to stop is not ready.
     """
     services = request.app[SERVICES]
     limit_s = request.app[SETTINGS].ready_timeout_s
-    outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in services.checks.items()))
+    outcomes = await asyncio.gather(
+        *(_holds(name, check, limit_s) for name, check in services.checks.items())
+    )
     holding = dict(zip(services.checks, outcomes, strict=True))
     engines = {name for name in holding if name.startswith(ENGINE_CHECK)}
-    optional = {*services.optional_checks, *(engines if any(holding[name] for name in engines) else ())}
+    optional = {
+        *services.optional_checks,
+        *(engines if any(holding[name] for name in engines) else ()),
+    }
     away = [name for name, holds in holding.items() if not holds]
     failing = [name for name in away if name not in optional]
     if request.app[LEAVING].is_set():
@@ -180,9 +227,12 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus's text format; of the samples that `name[]` names, where it is given."""
-    registry, names = request.app[SERVICES].metrics.registry, request.query.getall("name[]", ())
+    registry = request.app[SERVICES].metrics.registry
+    names = request.query.getall("name[]", ())
     body = generate_latest(registry.restricted_registry(names) if names else registry)
-    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST, **common_headers(request)})
+    return web.Response(
+        body=body, headers={"Content-Type": CONTENT_TYPE_LATEST, **common_headers(request)}
+    )
 
 
 async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
@@ -199,7 +249,9 @@ PAGE = web.AppKey("PAGE", str)
 
 
 def add_page(app: web.Application) -> None:
-    """Serve the live page, `GET /ui`: one static file, which asks the API with its caller's own key."""
+    """Serve the live page, `GET /ui`: one static file, which asks the API with its caller's own
+    key.
+    """
     app[PAGE] = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     app.add_routes([PAGE_ROUTE])
 
@@ -208,7 +260,9 @@ async def show_page(request: web.Request) -> web.Response:
     """The page, which may run its own script, load nothing, and connect to this router alone."""
     page = request.app[PAGE]
     headers = {"Content-Security-Policy": policy(page), "X-Content-Type-Options": "nosniff"}
-    return web.Response(text=page, content_type="text/html", headers={**common_headers(request), **headers})
+    return web.Response(
+        text=page, content_type="text/html", headers={**common_headers(request), **headers}
+    )
 
 
 def policy(page: str) -> str:
@@ -219,7 +273,8 @@ def policy(page: str) -> str:
         return f"'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'"
 
     return (
-        f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; connect-src 'self';"
+        f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; "
+        "connect-src 'self';"
         " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'; trusted-types 'none'"
     )

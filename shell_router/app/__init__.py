@@ -1,4 +1,6 @@
-"""Chooses the implementations, starts them and ends them; nothing else knows which adapter stands behind a protocol."""
+"""Chooses the implementations, starts them and ends them; nothing else knows which adapter stands
+behind a protocol.
+"""
 
 from shell_router.app.services import running_services
 from shell_router.app.serving import running_server, serve, with_address

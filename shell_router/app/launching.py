@@ -21,17 +21,23 @@ from shell_router.launching.supervisor import Engines, Patience, RestartPolicy, 
 log = logging.getLogger(__name__)
 
 
-def plan_launch(config: Config, name: str, machine: str | None, environ: Mapping[str, str]) -> LaunchPlan:
-    """What `launch` will run. Logs lie where the deployment says, or in the user's cache folder under `name`."""
+def plan_launch(
+    config: Config, name: str, machine: str | None, environ: Mapping[str, str]
+) -> LaunchPlan:
+    """What `launch` will run. Logs lie where the deployment says, or in the user's cache folder
+    under `name`.
+    """
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = config.launch.folder or cache / "shell-router" / "launch" / name
     return plan(config, folder=folder, python=sys.executable, machine=machine)
 
 
 async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[str], None]) -> None:
-    """Start the plan's engines, serve until SIGINT or SIGTERM, and stop all. `ready` gets the router's URL.
+    """Start the plan's engines, serve until SIGINT or SIGTERM, and stop all. `ready` gets the
+    router's URL.
 
-    With `engines_only` no router is started, and a signal cancels this. Raises ConfigError and EngineError.
+    With `engines_only` no router is started, and a signal cancels this. Raises ConfigError and
+    EngineError.
     """
     if not engines_only:
         read_named(launched.config)  # a mistake shows before engines load for minutes
@@ -43,12 +49,16 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
 
 
 def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
-    """The plan's engines, which serve while the context is open. Raises ConfigError, and the context EngineError."""
+    """The plan's engines, which serve while the context is open. Raises ConfigError, and the
+    context EngineError.
+    """
     _require_startable(launched.engines)
     settings = launched.config.launch
     policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
     patience = Patience(start_s=launched.config.limits.engine_start_s)
-    return running_engines(launched, policy=policy, patience=patience, sleep=partial(put_to_sleep, launched.config))
+    return running_engines(
+        launched, policy=policy, patience=patience, sleep=partial(put_to_sleep, launched.config)
+    )
 
 
 async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None:
@@ -56,8 +66,14 @@ async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None
     from shell_router.engines.weight_swapping import fall_asleep, on_each, require_sleep  # noqa: PLC0415 - few sleep
 
     (alias,) = {str(engine.sleeper) for engine in engines}
-    async with aclosing(await pool_of(alias, [*map(address_of, config.models[alias].pairs)], config)) as pool:
-        started = [one for one in pool.servers if str(one.server.url / "health") in {at.ready_url for at in engines}]
+    async with aclosing(
+        await pool_of(alias, [*map(address_of, config.models[alias].pairs)], config)
+    ) as pool:
+        started = [
+            one
+            for one in pool.servers
+            if str(one.server.url / "health") in {at.ready_url for at in engines}
+        ]
         await on_each(map(require_sleep, started))
         await on_each(fall_asleep(server, config.limits.engine_start_s) for server in started)
 
@@ -71,10 +87,15 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
             )
         for port in engine.ports:
             try:
-                with bound_sockets(engine.host, port):  # what listens there would be taken for the engine
+                with bound_sockets(
+                    engine.host, port
+                ):  # what listens there would be taken for the engine
                     pass
             except OSError as error:
                 raise ConfigError(
                     f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
-                    remedy="Stop what listens there, or correct the pair's URLs; --machine says which host this is.",
+                    remedy=(
+                        "Stop what listens there, or correct the pair's URLs; --machine says "
+                        "which host this is."
+                    ),
                 ) from error

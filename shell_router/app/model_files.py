@@ -18,35 +18,49 @@ CONFIG = "adapter_config.json"
 
 
 def adapters_of(alias: str, model: ModelSettings) -> AdapterSettings:
-    """The model's adapters, which are the folders in its folder of adapters. Blocks. Raises ConfigError."""
+    """The model's adapters, which are the folders in its folder of adapters. Blocks. Raises
+    ConfigError.
+    """
     if model.adapters is None:
         return NO_ADAPTERS
-    where, folder = f"models.{alias}.adapters.folder", model.adapters.folder
+    where = f"models.{alias}.adapters.folder"
+    folder = model.adapters.folder
     if not folder.is_dir():
         raise ConfigError(
             f"{where}: there is no folder {folder}.",
-            remedy="Name the folder that holds a folder per adapter; a relative path counts from the configuration's.",
+            remedy=(
+                "Name the folder that holds a folder per adapter; a relative path counts from "
+                "the configuration's."
+            ),
         )
     found = {one.parent.name: one.parent.resolve() for one in sorted(folder.glob(f"*/{CONFIG}"))}
     if not found:
         raise ConfigError(
-            f"{where}: no folder in {folder} holds an {CONFIG}.", remedy="Save each adapter there, in PEFT's form."
+            f"{where}: no folder in {folder} holds an {CONFIG}.",
+            remedy="Save each adapter there, in PEFT's form.",
         )
     if wrong := [name for name in found if not NAME.fullmatch(name)]:
         raise ConfigError(
             f"{where}: an adapter's folder is named {wrong[0]!r}.",
-            remedy="Take up to 100 letters, digits, '.', '_' or '-': requests name it behind the model and a colon.",
+            remedy=(
+                "Take up to 100 letters, digits, '.', '_' or '-': requests name it behind the "
+                "model and a colon."
+            ),
         )
     return model.adapters.of(found)
 
 
 def model_names(config: Config) -> tuple[str, ...]:
-    """Every name that topologies and requests may give a model, adapters included. Blocks. Raises ConfigError."""
+    """Every name that topologies and requests may give a model, adapters included. Blocks. Raises
+    ConfigError.
+    """
     names = [*config.models]
     for alias, model in config.models.items():
         names += [named(alias, adapter) for adapter in adapters_of(alias, model).folders]
     if twice := sorted({name for name in names if names.count(name) > 1} & config.models.keys()):
-        raise ConfigError(f"models.{twice[0]} is also the name of an adapter.", remedy="Rename one of them.")
+        raise ConfigError(
+            f"models.{twice[0]} is also the name of an adapter.", remedy="Rename one of them."
+        )
     if unknown := sorted({*config.auto.models, *config.auto.max_batch} - set(names)):
         raise ConfigError(
             f"auto names {unknown[0]!r}, which is not among the models.",
@@ -74,7 +88,9 @@ def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
     """Per alias its model's files. Blocks. Raises ConfigError."""
     files = {alias: _read(alias, settings) for alias, settings in models.items()}
     first: dict[str, HfTokenizer] = {}
-    for one in files.values():  # models of a family tokenize alike: what one has tokenized the others need not
+    for one in (
+        files.values()
+    ):  # models of a family tokenize alike: what one has tokenized the others need not
         one.tokenizer.remember_with(first.setdefault(one.tokenizer.fingerprint, one.tokenizer))
     return files
 
@@ -89,11 +105,16 @@ def _read(alias: str, settings: ModelSettings) -> ModelFiles:
 
 
 def _config(folder: Path, alias: str) -> Mapping[str, Any]:
-    """The model's configuration; that of its text part where it has several (vision-language models)."""
+    """The model's configuration; that of its text part where it has several (vision-language
+    models).
+    """
     if not folder.is_dir():
         raise ConfigError(
             f"models.{alias}.path: there is no folder {folder}.",
-            remedy="Name the folder that holds the model; a relative path counts from the configuration's folder.",
+            remedy=(
+                "Name the folder that holds the model; a relative path counts from the "
+                "configuration's folder."
+            ),
         )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -110,6 +131,9 @@ def _count(config: Mapping[str, Any], name: str, folder: Path, alias: str) -> in
     if not isinstance(found, int):
         raise ConfigError(
             f"models.{alias}.path: {folder / 'config.json'} names no {name}.",
-            remedy=f"Check the folder, or set models.{alias}.context_length where only the length is missing.",
+            remedy=(
+                f"Check the folder, or set models.{alias}.context_length where only the "
+                "length is missing."
+            ),
         )
     return found

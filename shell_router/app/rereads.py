@@ -11,7 +11,9 @@ from shell_router.errors import ShellRouterError
 log = logging.getLogger(__name__)
 
 Contents = Mapping[Path, bytes | None] | str
-"""What each file holds, None for one that cannot be read; or why not even their folder can be listed."""
+"""What each file holds, None for one that cannot be read; or why not even their folder can be
+listed.
+"""
 
 
 def contents_of(files: Callable[[], Iterable[Path]]) -> Contents:
@@ -32,8 +34,9 @@ def _content(file: Path) -> bytes | None:
 class Reread:
     """Files that hold `seen`, and what is done once they hold something else.
 
-    `files` gives those that are there now, `take` reads them again. Where it raises, what was before has to stay. The
-    contents decide: links may lead elsewhere, and not every file system reports changes.
+    `files` gives those that are there now, `take` reads them again. Where it raises, what was
+    before has to stay. The contents decide: links may lead elsewhere, and not every file system
+    reports changes.
     """
 
     def __init__(

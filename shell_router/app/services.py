@@ -39,12 +39,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Costs = Mapping[str, Mapping[str, Any]]  # of each model's decoding, as `shell-router profile` measures them
+Costs = Mapping[
+    str, Mapping[str, Any]
+]  # of each model's decoding, as `shell-router profile` measures them
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCache:
-    """The logs, whether they can be shared now, and what failed. `journals`: None where nothing outlives the router."""
+    """The logs, whether they can be shared now, and what failed. `journals`: None where nothing
+    outlives the router.
+    """
 
     logs: AgentPromptCache
     healthy: Callable[[], Awaitable[bool]]
@@ -56,7 +60,9 @@ class RunningCache:
 async def running_cache(
     settings: CacheSettings, clock: Callable[[], float], environ: Mapping[str, str] = os.environ
 ) -> AsyncIterator[RunningCache]:
-    """The cache while the context is open. Raises ConfigError without redis-py, or the password, that it needs."""
+    """The cache while the context is open. Raises ConfigError without redis-py, or the password,
+    that it needs.
+    """
     if settings.backend == "memory":
         async with MemoryAgentPromptCache(clock=clock, ttl_s=settings.ttl_s) as logs:
             yield RunningCache(logs, healthy=_always)
@@ -65,11 +71,14 @@ async def running_cache(
         from agent_cache.redis import RedisAgentPromptCache  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ConfigError(
-            "cache.backend is redis, and redis-py is not installed.", remedy="pip install 'shell-router[redis]'"
+            "cache.backend is redis, and redis-py is not installed.",
+            remedy="pip install 'shell-router[redis]'",
         ) from error
     options = {"password": secret(settings.password, "cache.password", environ)}
     if tls := settings.tls:
-        tls.context("cache.tls")  # redis-py would ask the terminal for the password of an encrypted key
+        tls.context(
+            "cache.tls"
+        )  # redis-py would ask the terminal for the password of an encrypted key
         files = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
         options |= {name: str(path) for name, path in files.items() if path}
     async with RedisAgentPromptCache(
@@ -92,14 +101,18 @@ async def _always() -> bool:
 async def running_embedder(
     settings: EmbedderSettings,
 ) -> AsyncIterator[tuple[Embedder | None, Callable[[], Awaitable[bool]]]]:
-    """The embedder, None where there is none, while the context is open, and whether its start has ended.
+    """The embedder, None where there is none, while the context is open, and whether its start has
+    ended.
 
     Its model loads in the background. Raises ConfigError.
     """
     if settings.model in ("none", "hash"):
         yield HashEmbedder() if settings.model == "hash" else None, _always
         return
-    model = None if settings.model == "default" else settings.model
+    if settings.model == "default":
+        model = None
+    else:
+        model = settings.model
     embedder = SentenceTransformerEmbedder(model, device=settings.device)
     loading = asyncio.create_task(_load(embedder), name="embedder-load")
 
@@ -130,10 +143,11 @@ async def running_services(
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Services]:
-    """Start what `config` names, telling each step, and give it to the API; end it on leaving, in reverse order.
+    """Start what `config` names, telling each step, and give it to the API; end it on leaving, in
+    reverse order.
 
-    Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
-    come up. Nothing is left running on any path.
+    Raises ConfigError before anything is started where the files are wrong, EngineError for an
+    engine that does not come up. Nothing is left running on any path.
     """
     topologies, seen, costs = read_named(config)
     async with (
@@ -144,22 +158,41 @@ async def running_services(
         AsyncExitStack() as stack,
     ):
         pools = {alias: model.pool for alias, model in models.items() if model.pool}
-        adapted = dict(at for alias, pool in pools.items() for at in adapted_models(models[alias].served, pool).items())
-        served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
+        adapted = dict(
+            at
+            for alias, pool in pools.items()
+            for at in adapted_models(models[alias].served, pool).items()
+        )
+        served = {name: one.served for name, one in models.items()} | {
+            name: one for name, (one, _) in adapted.items()
+        }
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
         chooser = chooser_of(config, costs, served, batch_sizes, predicting.predictor, clock)
-        executor = Executor(served, cache.logs, embedder, clock=clock, chooser=chooser, holdouts=config.holdout)
+        executor = Executor(
+            served, cache.logs, embedder, clock=clock, chooser=chooser, holdouts=config.holdout
+        )
         metrics = _metrics(cache.stats)
-        pairs = {name: pair for one in models.values() for name, pair in one.engine.pairs.items()} | pools
-        serve = {ENGINE_CHECK + alias: pair.serves for alias, pair in pairs.items() if alias in models}
+        pairs = {
+            name: pair for one in models.values() for name, pair in one.engine.pairs.items()
+        } | pools
+        serve = {
+            ENGINE_CHECK + alias: pair.serves for alias, pair in pairs.items() if alias in models
+        }
         restarts = (engine_restarts, *(model.engine.restarts for model in models.values()))
         swapping = {model.engine.leases for model in models.values() if model.engine.leases}
-        metrics.registry.register(EngineMetrics(pairs, restarts, clock, executor.holdouts.comparisons, swapping))
+        metrics.registry.register(
+            EngineMetrics(pairs, restarts, clock, executor.holdouts.comparisons, swapping)
+        )
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
             programs=Programs(
-                served, cache.logs, clock=clock, ttl_s=config.cache.ttl_s, chooser=chooser, holdouts=executor.holdouts
+                served,
+                cache.logs,
+                clock=clock,
+                ttl_s=config.cache.ttl_s,
+                chooser=chooser,
+                holdouts=executor.holdouts,
             ),
             topologies=topologies,
             models=served,
@@ -167,9 +200,19 @@ async def running_services(
             relays={**pools, **{name: relay for name, (_, relay) in adapted.items()}},
             engines={alias: model.engine.name for alias, model in models.items()},
             embedders={} if embedder is None else {config.embedder.name: embedder},
-            serving=lambda: {alias: pair.seems_up for alias, pair in pairs.items() if alias in models},
-            checks={**serve, "cache": cache.healthy, "embedder": embedder_ready, **predicting.checks},
-            optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
+            serving=lambda: {
+                alias: pair.seems_up for alias, pair in pairs.items() if alias in models
+            },
+            checks={
+                **serve,
+                "cache": cache.healthy,
+                "embedder": embedder_ready,
+                **predicting.checks,
+            },
+            optional_checks=(
+                "cache",
+                *predicting.checks,
+            ),  # requests go on from memory, and models are chosen by load
             metrics=metrics,
             recorder=_recorder("trace files", config.record, metrics, stack),
             access_log=_recorder("access log", config.access_log, metrics, stack),
@@ -182,14 +225,20 @@ async def running_services(
 
 
 def read_named(config: Config) -> tuple[LiveTopologies, Contents, Costs]:
-    """What the files hold that `config` names for the router. Raises ConfigError, as without the extra `otel`."""
-    if config.traces.otlp and not any(Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")):
+    """What the files hold that `config` names for the router. Raises ConfigError, as without the
+    extra `otel`.
+    """
+    if config.traces.otlp and not any(
+        Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")
+    ):
         what = "traces.otlp is set, and OpenTelemetry's exporter is not installed."
         raise ConfigError(what, remedy="pip install 'shell-router[otel]'")
     return *live_topologies(config), _profiled(config.auto.profile) if config.auto.profile else {}
 
 
-def _running_predictor(settings: PredictionSettings) -> AbstractAsyncContextManager[RunningPredictor]:
+def _running_predictor(
+    settings: PredictionSettings,
+) -> AbstractAsyncContextManager[RunningPredictor]:
     """The trained predictors, where the deployment names any."""
     named = settings.scores or settings.lengths
     return wing("prediction")(settings) if named else nullcontext(RunningPredictor())
@@ -205,11 +254,13 @@ def _metrics(cache: CacheStats) -> Metrics:
     return metrics
 
 
-def _recorder(what: str, settings: AccessLogSettings, metrics: Metrics, stack: AsyncExitStack) -> "Recorder | None":
+def _recorder(
+    what: str, settings: AccessLogSettings, metrics: Metrics, stack: AsyncExitStack
+) -> "Recorder | None":
     """What writes the settings' files, where the deployment asks for them."""
     if settings.folder is None:
         return None
-    from shell_router.telemetry.recorder import Recorder  # noqa: PLC0415 - most deployments write no files
+    from shell_router.telemetry.recorder import Recorder  # noqa: PLC0415 - rarely used
 
     def count(outcome: str, lines: int) -> None:
         metrics.recorded_lines.labels(outcome).inc(lines)
@@ -224,9 +275,11 @@ def _span_export(config: Config, metrics: Metrics, stack: AsyncExitStack) -> "Sp
     """What exports spans, where the deployment asks for them."""
     if config.traces.otlp is None:
         return None
-    from shell_router.telemetry.otlp import SpanExport  # noqa: PLC0415 - most deployments export none
+    from shell_router.telemetry.otlp import SpanExport  # noqa: PLC0415 - rarely used
 
-    export = SpanExport(config.traces.otlp, lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count))
+    export = SpanExport(
+        config.traces.otlp, lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count)
+    )
     stack.push_async_callback(asyncio.to_thread, export.close)
     return export
 
@@ -239,8 +292,13 @@ def chooser_of(
     predictor: Predictor | None,
     clock: Callable[[], float],
 ) -> ModelChooser:
-    """The chooser that the deployment's `auto` describes; `batch_sizes` are those of the models' engines, by alias."""
-    figures = {name: _figures(config, model, batch_sizes[model.base or name], costs) for name, model in served.items()}
+    """The chooser that the deployment's `auto` describes; `batch_sizes` are those of the models'
+    engines, by alias.
+    """
+    figures = {
+        name: _figures(config, model, batch_sizes[model.base or name], costs)
+        for name, model in served.items()
+    }
     models = config.auto.models or tuple(config.models)  # adapters only where they are named
     return ModelChooser(served, Auto(models, config.auto, figures), predictor, clock=clock)
 
@@ -261,9 +319,19 @@ def _profiled(file: Path) -> Costs:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"auto.profile {file} cannot be read: {error}.", remedy=remedy) from error
-    models = found.get("models") if isinstance(found, dict) else None
-    costs = {name: one.get("decode") for name, one in models.items()} if isinstance(models, dict) else {}
-    measured = {name: one for name, one in costs.items() if isinstance(one, dict) and "step_s" in one}
+    if isinstance(found, dict):
+        models = found.get("models")
+    else:
+        models = None
+    if isinstance(models, dict):
+        costs = {name: one.get("decode") for name, one in models.items()}
+    else:
+        costs = {}
+    measured = {
+        name: one for name, one in costs.items() if isinstance(one, dict) and "step_s" in one
+    }
     if not measured:
-        raise ConfigError(f"auto.profile {file} has no model's measured decode costs.", remedy=remedy)
+        raise ConfigError(
+            f"auto.profile {file} has no model's measured decode costs.", remedy=remedy
+        )
     return measured

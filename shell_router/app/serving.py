@@ -32,7 +32,9 @@ LISTEN_REMEDIES = {
 
 
 def with_address(config: Config, host: str | None, port: int | None) -> Config:
-    """The same deployment listening elsewhere. Raises ConfigError where that would leave it open to all."""
+    """The same deployment listening elsewhere. Raises ConfigError where that would leave it open to
+    all.
+    """
     listen = config.listen
     chosen = replace(listen, host=host or listen.host, port=listen.port if port is None else port)
     return replace(config, listen=chosen)
@@ -46,16 +48,20 @@ async def running_server(
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
     force_shutdown: asyncio.Event | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `config` while the context is open; gives its base URL. `on_progress` gets a line per step of the start.
+    """Serve `config` while the context is open; gives its base URL. `on_progress` gets a line per
+    step of the start.
 
     `engine_restarts` is asked for a metric: by engine, how often it was started again.
 
-    On leaving, the deployment's `lame_duck_s` pass, and running requests get its `drain_s` to end, or none of both once
-    `force_shutdown` is set. Then all that was started is stopped.
+    On leaving, the deployment's `lame_duck_s` pass, and running requests get its `drain_s` to end,
+    or none of both once `force_shutdown` is set. Then all that was started is stopped.
     """
     with ExitStack() as stack:  # before engines start, so that what is taken shows at once
         sockets = stack.enter_context(taken_address(config.listen))
-        batches = stack.enter_context(wing("batch")(config)) if config.batches.folder else None
+        if config.batches.folder:
+            batches = stack.enter_context(wing("batch")(config))
+        else:
+            batches = None
         app: web.Application
         rereads: list[Reread] = []
         tls: ssl.SSLContext | None = None
@@ -71,9 +77,13 @@ async def running_server(
             async def take_certificate() -> None:
                 renew(context, files)
 
-            rereads.append(Reread("listen.tls", lambda: (files.certificate, files.key), take_certificate))
+            rereads.append(
+                Reread("listen.tls", lambda: (files.certificate, files.key), take_certificate)
+            )
         settings = ApiSettings(**asdict(config.limits), keys=read_keys(config, os.environ))
-        async with running_services(config, on_progress=on_progress, engine_restarts=engine_restarts) as services:
+        async with running_services(
+            config, on_progress=on_progress, engine_restarts=engine_restarts
+        ) as services:
             app = create_app(services, settings)
             if batches is not None:
                 batches(app)
@@ -95,7 +105,9 @@ def served_tls(files: ListenTls) -> ssl.SSLContext:
 
 
 def renew(context: ssl.SSLContext, files: ListenTls) -> None:
-    """Have new connections see what the files say now. Raises ConfigError, and then all stays as it was."""
+    """Have new connections see what the files say now. Raises ConfigError, and then all stays as it
+    was.
+    """
     served_tls(files)  # one half of a pair must not replace the pair that serves
     load_certificate(context, files.certificate, files.key, "listen.tls")
 
@@ -115,12 +127,21 @@ def taken_address(listen: Listen) -> Iterator[list[socket.socket]]:
 
 
 async def serve(
-    config: Config, *, ready: Callable[[str], None], engine_restarts: Callable[[], Mapping[str, int]] = dict
+    config: Config,
+    *,
+    ready: Callable[[str], None],
+    engine_restarts: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal ends running requests. `ready` gets the URL."""
-    loop, stopped, force_shutdown = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    """Serve until SIGINT or SIGTERM, then drain; a second signal ends running requests. `ready`
+    gets the URL.
+    """
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    force_shutdown = asyncio.Event()
     limits = config.limits
-    async with running_server(config, engine_restarts=engine_restarts, force_shutdown=force_shutdown) as url:
+    async with running_server(
+        config, engine_restarts=engine_restarts, force_shutdown=force_shutdown
+    ) as url:
 
         def stop(name: str) -> None:
             if stopped.is_set():
@@ -128,7 +149,10 @@ async def serve(
                 force_shutdown.set()
                 return
             log.info(
-                "%s: no new requests in %g s; running ones may end (%g s)", name, limits.lame_duck_s, limits.drain_s
+                "%s: no new requests in %g s; running ones may end (%g s)",
+                name,
+                limits.lame_duck_s,
+                limits.drain_s,
             )
             stopped.set()
 

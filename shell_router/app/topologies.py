@@ -29,16 +29,24 @@ def _catalog(config: Config) -> Catalog:
 
 
 def live_topologies(config: Config) -> tuple[LiveTopologies, Contents]:
-    """The same, to be changed while the router runs, and what their files held. Raises ConfigError."""
+    """The same, to be changed while the router runs, and what their files held. Raises
+    ConfigError."""
     seen = contents_of(partial(_present, config))
     return LiveTopologies(_catalog(config)), seen
 
 
 @asynccontextmanager
 async def watched(
-    config: Config, topologies: LiveTopologies, seen: Contents, metrics: Metrics, *, look_s: float = 1.0
+    config: Config,
+    topologies: LiveTopologies,
+    seen: Contents,
+    metrics: Metrics,
+    *,
+    look_s: float = 1.0,
 ) -> AsyncIterator[None]:
-    """While the context is open, files that differ from `seen` take effect, where the deployment wants that."""
+    """While the context is open, files that differ from `seen` take effect, where the deployment
+    wants that.
+    """
 
     async def reload() -> None:
         wrong = await topologies.reload(partial(_present, config))
@@ -74,16 +82,26 @@ def _files(config: Config) -> list[Path]:
 def _lacks(config: Config, topology: Graph) -> Iterator[Problem]:
     """What the topology needs and this deployment does not have."""
     if topology.embeds and config.embedder.model == "none":
-        what = "has classifiers" if isinstance(topology, Conditional) and topology.classifiers else "exits early"
+        if isinstance(topology, Conditional) and topology.classifiers:
+            what = "has classifiers"
+        else:
+            what = "exits early"
         yield Problem(
             (),
             f"embedder.model is none, and the topology {topology.name!r} {what}.",
             "Set embedder.model: default, or take out of the topology what has to embed:"
             " classifiers, and early_exit with another policy than in_flight.",
         )
-    if isinstance(topology, Conditional) and topology.scored_models and config.prediction.scores is None:
+    if (
+        isinstance(topology, Conditional)
+        and topology.scored_models
+        and config.prediction.scores is None
+    ):
         yield Problem(
             (),
-            f"prediction.scores is not set, and a rule of the topology {topology.name!r} asks for score_below.",
+            (
+                f"prediction.scores is not set, and a rule of the topology {topology.name!r} asks "
+                "for score_below."
+            ),
             "Name a folder that `shell-router train router` wrote, or remove the rule.",
         )

@@ -1,4 +1,5 @@
-"""The wings that a deployment can ask for. Each is imported when it is first asked for, never before.
+"""The wings that a deployment can ask for. Each is imported when it is first asked for, never
+before.
 
 A new engine kind is one class with the shape of `EngineKind`, and one entry in `ENGINE_KINDS`.
 """
@@ -35,8 +36,8 @@ WINGS: Mapping[str, str] = {
 }
 """What attaches each wing, each a function that gives a context manager.
 
-`batch(config)`, where the deployment has a folder for batches, adds the Batch API's routes to an application.
-`prediction(settings)`, where it names a trained predictor, gives a `RunningPredictor`.
+`batch(config)`, where the deployment has a folder for batches, adds the Batch API's routes to an
+application. `prediction(settings)`, where it names a trained predictor, gives a `RunningPredictor`.
 `swapping()`, where models take turns in memory, is the `EngineKind` that serves those.
 """
 
@@ -47,9 +48,10 @@ Progress = Callable[[str], None]
 class StartedEngine:
     """The engine of one model, ready to serve.
 
-    `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts, by name, how often
-    each of its processes was started again. `leases` has what it takes turns by, `pairs` all SGLang servers that do:
-    those that sleep by model, those whose weights are swapped by number.
+    `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts,
+    by name, how often each of its processes was started again. `leases` has what it takes turns by,
+    `pairs` all SGLang servers that do: those that sleep by model, those whose weights are swapped
+    by number.
     """
 
     engine: Engine
@@ -61,15 +63,20 @@ class StartedEngine:
 
 
 class EngineKind(Protocol):
-    """A way to serve models. It is made without arguments, and raises ConfigError where it lacks an installed extra."""
+    """A way to serve models. It is made without arguments, and raises ConfigError where it lacks an
+    installed extra.
+    """
 
     settings: ClassVar[type]
-    """The dataclass of what a model says of it, with a description of each setting (see `config.read`)."""
+    """The dataclass of what a model says of it, with a description of each setting (see
+    `config.read`).
+    """
 
     def running(
         self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
     ) -> AbstractAsyncContextManager[Mapping[str, StartedEngine]]:
-        """Serve the models whose `files` these are, by alias, while the context is open; all of them are ready then.
+        """Serve the models whose `files` these are, by alias, while the context is open; all of
+        them are ready then.
 
         `on_progress` gets a line per step. Raises ConfigError and EngineError.
         """
@@ -78,7 +85,8 @@ class EngineKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunningPredictor:
-    """The predictor, None where there is none, and per trained predictor whether it can be asked."""
+    """The predictor, None where there is none, and per trained predictor whether it can be
+    asked."""
 
     predictor: Predictor | None = None
     checks: Mapping[str, Callable[[], Awaitable[bool]]] = field(default_factory=dict)
@@ -86,7 +94,9 @@ class RunningPredictor:
 
 def kind_of(model: ModelSettings) -> str:
     """The engine kind that serves the model."""
-    return "pairs" if model.pairs else next(iter(model.engine), DEFAULT_KIND)
+    if model.pairs:
+        return "pairs"
+    return next(iter(model.engine), DEFAULT_KIND)
 
 
 def kind_settings() -> Kinds:
@@ -96,7 +106,9 @@ def kind_settings() -> Kinds:
         kind: type[EngineKind] = loaded(entry)
         return kind.settings
 
-    return {name: partial(settings, entry) for name, entry in ENGINE_KINDS.items() if name != "pairs"}
+    return {
+        name: partial(settings, entry) for name, entry in ENGINE_KINDS.items() if name != "pairs"
+    }
 
 
 def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = True) -> Config:

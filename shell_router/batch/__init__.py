@@ -1,1 +1,3 @@
-"""The batch mode: a workload of many models, planned over few workers (MOSAIC); and files and batches over HTTP."""
+"""The batch mode: a workload of many models, planned over few workers (MOSAIC); and files and
+batches over HTTP.
+"""

@@ -1,7 +1,9 @@
-"""Rows of question files (JSON lines, CSV, Parquet), those of published data sets turned into questions.
+"""Rows of question files (JSON lines, CSV, Parquet), those of published data sets turned into
+questions.
 
-A set is known by its keys: MATH-500 and AIME by `problem`, MMLU-Pro by `options`, MMLU-ProX by `option_0`, MedMCQA by
-`cop`, GPQA by `Correct Answer`, IFBench by `instruction_id_list`. Other rows, GSM8K's among them, stay as they are.
+A set is known by its keys: MATH-500 and AIME by `problem`, MMLU-Pro by `options`, MMLU-ProX by
+`option_0`, MedMCQA by `cop`, GPQA by `Correct Answer`, IFBench by `instruction_id_list`. Other
+rows, GSM8K's among them, stay as they are.
 """
 
 import csv
@@ -28,9 +30,11 @@ _GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrec
 
 
 def read_rows(file: Path, content: bytes) -> list[tuple[int, Row | str]]:
-    """Per row of the file that holds `content` its number, from 1, and the row, or what is wrong with it.
+    """Per row of the file that holds `content` its number, from 1, and the row, or what is wrong
+    with it.
 
-    Blank lines are stepped over. Raises DataError for a file that is no table, and where pyarrow is missing.
+    Blank lines are stepped over. Raises DataError for a file that is no table, and where pyarrow is
+    missing.
     """
     suffix = file.suffix.casefold()
     if suffix == ".csv":
@@ -42,24 +46,34 @@ def read_rows(file: Path, content: bytes) -> list[tuple[int, Row | str]]:
         lines = _lines(_parquet_rows(file, content))
     else:
         lines = content.split(b"\n")
-    first = partial(_first_option, frozenset(int(cop) for line in lines for cop in _COP.findall(line)))
+    first = partial(
+        _first_option, frozenset(int(cop) for line in lines for cop in _COP.findall(line))
+    )
     return [(number, _read(line, first)) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _lines(rows: Iterable[Row]) -> list[bytes]:
-    return [orjson.dumps({str(key): value for key, value in row.items()}, default=str) for row in rows]
+    return [
+        orjson.dumps({str(key): value for key, value in row.items()}, default=str) for row in rows
+    ]
 
 
 def _parquet_rows(file: Path, content: bytes) -> list[Row]:
     try:
-        import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: PLC0415 - it is large
+        import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: PLC0415
     except ImportError:
-        remedy = "Install it with pip install 'shell-router[data]', or write the rows as JSON lines."
-        raise DataError(f"{file}: pyarrow, which reads Parquet, is missing.", remedy=remedy) from None
+        remedy = (
+            "Install it with pip install 'shell-router[data]', or write the rows as JSON lines."
+        )
+        raise DataError(
+            f"{file}: pyarrow, which reads Parquet, is missing.", remedy=remedy
+        ) from None
     try:
         rows: list[Row] = pyarrow.parquet.read_table(BytesIO(content)).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: {error}", remedy="Name a Parquet file, or one of JSON lines.") from None
+        raise DataError(
+            f"{file}: {error}", remedy="Name a Parquet file, or one of JSON lines."
+        ) from None
     return rows
 
 
@@ -84,16 +98,27 @@ def _as_question(row: Row, first_option: Callable[[], int]) -> Row:
         return row | asked | _own_id(row, "key")
     if "problem" in row:
         answer = str(row["answer"])
-        asked = {"question": f"{row['problem']}\n\n{_BOXED}", "answer": answer, **_skills(row.get("subject"))}
+        asked = {
+            "question": f"{row['problem']}\n\n{_BOXED}",
+            "answer": answer,
+            **_skills(row.get("subject")),
+        }
         grader = {"grader": "math" if number_of(answer) is None else "numeric"}
         return grader | row | asked | _own_id(row, "unique_id")
     if "cop" in row:
-        options, right = [row[f"op{letter}"] for letter in "abcd"], int(row["cop"]) - first_option()
+        options = [row[f"op{letter}"] for letter in "abcd"]
+        right = int(row["cop"]) - first_option()
         return row | _choice(row["question"], options, right, row.get("subject_name"))
     if "Correct Answer" in row:
-        order = random.Random(row["Question"]).sample(range(len(_GPQA)), len(_GPQA))  # the same in every run
+        order = random.Random(row["Question"]).sample(
+            range(len(_GPQA)), len(_GPQA)
+        )  # the same in every run
         options = [row[_GPQA[at]] for at in order]
-        return row | _choice(row["Question"], options, order.index(0), row.get("Subdomain")) | _own_id(row, "Record ID")
+        return (
+            row
+            | _choice(row["Question"], options, order.index(0), row.get("Subdomain"))
+            | _own_id(row, "Record ID")
+        )
     if "option_0" in row or ("options" in row and "answer_index" in row):
         listed = row.get("options") or [row.get(f"option_{at}") for at in range(10)]
         if not isinstance(listed, list):
@@ -102,8 +127,15 @@ def _as_question(row: Row, first_option: Callable[[], int]) -> Row:
         letter = row.get("answer") or None
         if letter is not None and letter not in tuple(string.ascii_uppercase):
             raise ValueError(f"the answer must be a letter, not {letter!r}")
-        right = -1 if letter is None else string.ascii_uppercase.index(letter)
-        return row | _choice(row["question"], options, right, row.get("category")) | _own_id(row, "question_id")
+        if letter is None:
+            right = -1
+        else:
+            right = string.ascii_uppercase.index(letter)
+        return (
+            row
+            | _choice(row["question"], options, right, row.get("category"))
+            | _own_id(row, "question_id")
+        )
     return row
 
 
@@ -112,25 +144,35 @@ def _own_id(row: Row, name: str) -> Row:
 
 
 def _choice(question: object, options: Sequence[object], right: int, skill: object) -> Row:
-    """A question with lettered options, of which the one at `right` is the answer; it is unknown below 0."""
+    """A question with lettered options, of which the one at `right` is the answer; it is unknown
+    below 0.
+    """
     if not isinstance(question, str) or not question.strip():
         raise TypeError(f"the question must be text that is not empty, not {question!r}")
     if right >= len(options):
         raise ValueError(f"the answer is option {right + 1} of {len(options)}")
     letters = string.ascii_uppercase
-    listed = "\n".join(f"{letter}) {str(one).strip()}" for letter, one in zip(letters, options, strict=False))
+    listed = "\n".join(
+        f"{letter}) {str(one).strip()}" for letter, one in zip(letters, options, strict=False)
+    )
     asked = {"question": f"{question.strip()}\n\n{listed}\n\n{_CHOOSE}", **_skills(skill)}
     return asked | {"answer": letters[right] if right >= 0 else None, "grader": "choice"}
 
 
 def _skills(named: object) -> Mapping[str, list[str]]:
-    return {"skills": [named]} if isinstance(named, str) and named else {}
+    if isinstance(named, str) and named:
+        return {"skills": [named]}
+    return {}
 
 
 def _first_option(cops: frozenset[int]) -> int:
-    """The number of MedMCQA's option A: 1 in its own files, 0 in those of Hugging Face (there -1 is no answer)."""
+    """The number of MedMCQA's option A: 1 in its own files, 0 in those of Hugging Face (there -1 is
+    no answer).
+    """
     if cops & {0, -1}:
         return 0
     if 4 in cops:
         return 1
-    raise ValueError("whether cop counts from 0 or from 1 cannot be seen; add a row with cop 0 or 4")
+    raise ValueError(
+        "whether cop counts from 0 or from 1 cannot be seen; add a row with cop 0 or 4"
+    )

@@ -1,4 +1,5 @@
-"""The folder of a run: what was asked, what every model wrote, as it came, and the results at the end.
+"""The folder of a run: what was asked, what every model wrote, as it came, and the results at the
+end.
 
     run.json        what the run depends on; another run is refused here
     outputs.jsonl   one line per output, in the order in which they came
@@ -80,7 +81,8 @@ class Journal:
         return output is None or bool(output.error)
 
     def _keep(self, output: Output) -> None:
-        """A proposer that answers late, after an error, voids what the aggregator wrote without it."""
+        """A proposer that answers late, after an error, voids what the aggregator wrote without
+        it."""
         self._outputs[output.key] = output
         if output.role == "aggregator":
             self._aggregated[output.question] = output.key
@@ -90,9 +92,11 @@ class Journal:
 
 @contextmanager
 def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
-    """The journal of a new run in `folder`, or of the one that was begun there with the same `depends_on`.
+    """The journal of a new run in `folder`, or of the one that was begun there with the same
+    `depends_on`.
 
-    Raises ConfigError where the folder holds another run, one that is still at work, or cannot be written.
+    Raises ConfigError where the folder holds another run, one that is still at work, or cannot be
+    written.
     """
     file = folder / "outputs.jsonl"
     with contextlib.ExitStack() as stack:
@@ -103,7 +107,8 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
             journal = Journal(file)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{folder}: another run is at work there.", remedy="Wait for its end, or name another folder."
+                f"{folder}: another run is at work there.",
+                remedy="Wait for its end, or name another folder.",
             ) from error
         except OSError as error:
             raise ConfigError(
@@ -114,7 +119,9 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """The file, made where it is not there, for this process alone. Raises OSError: BlockingIOError if it is taken."""
+    """The file, made where it is not there, for this process alone. Raises OSError: BlockingIOError
+    if it is taken.
+    """
     with file.open("ab") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by whatever ends this process
         yield
@@ -135,12 +142,16 @@ def append_whole(file: Path, content: bytes) -> None:
 def recovered(file: Path, read: Callable[[bytes], T]) -> list[T]:
     """What `read` makes of each line that `append_whole` has written, if there are any.
 
-    A last line that was torn when a process was killed, or what begins with a line that cannot be read, is cut off.
+    A last line that was torn when a process was killed, or what begins with a line that cannot be
+    read, is cut off.
     """
     found: list[T] = []
     whole_bytes = 0
     if file.exists():
-        with file.open("rb") as opened, contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+        with (
+            file.open("rb") as opened,
+            contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError),
+        ):
             for line in opened:
                 if not line.endswith(b"\n"):
                     break
@@ -151,7 +162,9 @@ def recovered(file: Path, read: Callable[[bytes], T]) -> list[T]:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file as a whole, so that it is on the disk for good, or leave it as it was. Raises OSError."""
+    """Write a file as a whole, so that it is on the disk for good, or leave it as it was. Raises
+    OSError.
+    """
     draft = file.with_suffix(".tmp")
     try:
         with draft.open("wb") as opened:
@@ -178,7 +191,10 @@ def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
     if changed := [name for name in {**begun, **wanted} if begun.get(name) != wanted.get(name)]:
         raise ConfigError(
             f"{file.parent} holds a run with other {', '.join(changed)}.",
-            remedy="Name another folder, or undo the change. If a router resumed a batch: send the batch again.",
+            remedy=(
+                "Name another folder, or undo the change. If a router resumed a batch: send "
+                "the batch again."
+            ),
         )
 
 

@@ -1,8 +1,8 @@
 """Which worker loads which models: a workload, and plans for it (MOSAIC, section 4.1).
 
-Workers are alike; each holds one model at a time and runs its sessions one after the other. A session loads one model
-and has it answer some of its prompts. Plans are quick ones, and MOSAIC's integer program (equations 4 to 10), which
-OR-tools CP-SAT solves from the best quick one.
+Workers are alike; each holds one model at a time and runs its sessions one after the other. A
+session loads one model and has it answer some of its prompts. Plans are quick ones, and MOSAIC's
+integer program (equations 4 to 10), which OR-tools CP-SAT solves from the best quick one.
 """
 
 import pickle
@@ -16,11 +16,14 @@ from shell_router.errors import ConfigError, require
 from shell_router.topology.forms import Number
 
 OPTIMAL_GAP = 1e-4
-"""A plan that can be shorter by no more than this share of it counts as optimal, as with most integer programming."""
+"""A plan that can be shorter by no more than this share of it counts as optimal, as with most
+integer programming.
+"""
 MAX_PROMPTS = 10_000_000
 MAX_PAIRS = 100_000
 """Models times workers."""
-SHORTEST_S, LONGEST_S = 1e-9, 1e9
+SHORTEST_S = 1e-9
+LONGEST_S = 1e9
 
 
 def _seconds(about: str) -> Number:
@@ -31,16 +34,19 @@ def _seconds(about: str) -> Number:
 class ModelWork:
     """A model with `prompts` to answer (N_m). Times are in seconds.
 
-    A session of x prompts takes `load_s` + `fixed_s` + x * `per_prompt_s`. The paper's cost is `load_s` = l_m,
-    `fixed_s` = 0 and `per_prompt_s` = tau_m (equation 3); with `fixed_s` above 0 a small session costs more per prompt
-    (its Observation 3).
+    A session of x prompts takes `load_s` + `fixed_s` + x * `per_prompt_s`. The paper's cost is
+    `load_s` = l_m, `fixed_s` = 0 and `per_prompt_s` = tau_m (equation 3); with `fixed_s` above 0 a
+    small session costs more per prompt (its Observation 3).
     """
 
     name: Annotated[str, "The model's name."]
     prompts: Annotated[
         int,
         Number(
-            "Prompts that it answers in all (N_m); 0 does not load it.", at_least=0, at_most=MAX_PROMPTS, whole=True
+            "Prompts that it answers in all (N_m); 0 does not load it.",
+            at_least=0,
+            at_most=MAX_PROMPTS,
+            whole=True,
         ),
     ]
     load_s: Annotated[float, _seconds("Seconds per load.")]
@@ -72,43 +78,62 @@ class ModelWork:
         left_s = seconds - self.session_s(0)
         if left_s < 0:
             return 0
-        return self.prompts if left_s >= self.prompts * self.per_prompt_s else int(left_s / self.per_prompt_s)
+        if left_s >= self.prompts * self.per_prompt_s:
+            return self.prompts
+        return int(left_s / self.per_prompt_s)
 
     def replicas(self, workers: int) -> int:
-        """Most workers that may load it: `most_workers`, or clamp(1, floor(T_m / l_m), workers) (equation 8)."""
+        """Most workers that may load it: `most_workers`, or clamp(1, floor(T_m / l_m), workers)
+        (equation 8).
+        """
         if self.most_workers is not None:
             return min(self.most_workers, workers)
         running_s = self.run_s(self.prompts)
-        return workers if self.load_s * workers <= running_s else max(1, int(running_s / self.load_s))
+        if self.load_s * workers <= running_s:
+            return workers
+        return max(1, int(running_s / self.load_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Models to run on `workers` alike, each of which loads at most `capacity` of them (K in equation 9).
+    """Models to run on `workers` alike, each of which loads at most `capacity` of them (K in
+    equation 9).
 
-    A worker's first load takes `first_s` longer, as an engine starts for it, and `together_s` for every other worker in
-    use, as all of these start at the same time. In the middle of a run, worker n is free in `ready_s[n]`, and its next
-    session needs no load if it is of the model `holds[n]`. Raises ConfigError where no plan can exist.
+    A worker's first load takes `first_s` longer, as an engine starts for it, and `together_s` for
+    every other worker in use, as all of these start at the same time. In the middle of a run,
+    worker n is free in `ready_s[n]`, and its next session needs no load if it is of the model
+    `holds[n]`. Raises ConfigError where no plan can exist.
     """
 
     models: tuple[ModelWork, ...]
     workers: Annotated[int, "Number of workers, all alike."]
     capacity: Annotated[int, "Models that a worker loads at most (K)."]
     first_s: Annotated[float, _seconds("Seconds that a worker's first load takes longer.")] = 0.0
-    together_s: Annotated[float, _seconds("Seconds more of a first load for each other worker in use.")] = 0.0
-    ready_s: Annotated[tuple[float, ...], "Seconds until each worker is free; by default all are."] = ()
-    holds: Annotated[tuple[str, ...], "Model that each worker holds and need not load; by default none."] = ()
+    together_s: Annotated[
+        float, _seconds("Seconds more of a first load for each other worker in use.")
+    ] = 0.0
+    ready_s: Annotated[
+        tuple[float, ...], "Seconds until each worker is free; by default all are."
+    ] = ()
+    holds: Annotated[
+        tuple[str, ...], "Model that each worker holds and need not load; by default none."
+    ] = ()
 
     def __post_init__(self) -> None:
         for name in ("ready_s", "holds"):
             given = len(getattr(self, name))
             wrong = f"{name} has {given} entries for {self.workers} workers."
             require(given in (0, self.workers), wrong, "Give one for each worker, or none.")
-        names, asked = [model.name for model in self.models], len(self.asked)
+        names = [model.name for model in self.models]
+        asked = len(self.asked)
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"Two models are named {twice!r}", "Give each a name of its own.")
         runs = self.workers >= 1 and self.capacity >= 1
-        require(runs, f"{self.workers} workers of {self.capacity} models each cannot run anything", "Give 1 or more.")
+        require(
+            runs,
+            f"{self.workers} workers of {self.capacity} models each cannot run anything",
+            "Give 1 or more.",
+        )
         require(
             self.workers * max(1, len(names)) <= MAX_PAIRS,
             f"{len(names)} models on {self.workers} workers are too many to plan",
@@ -117,23 +142,32 @@ class Workload:
         require(
             asked <= self.workers * self.capacity,
             f"{asked} models do not fit on {self.workers} workers that load {self.capacity} each",
-            f"Raise the capacity to {-(-asked // self.workers)}, or the workers to {-(-asked // self.capacity)}.",
+            (
+                f"Raise the capacity to {-(-asked // self.workers)}, or the workers to "
+                f"{-(-asked // self.capacity)}."
+            ),
         )
 
     def free_s(self, worker: int) -> float:
         """When the worker is free."""
-        return self.ready_s[worker] if self.ready_s else 0.0
+        if self.ready_s:
+            return self.ready_s[worker]
+        return 0.0
 
     def spared_s(self, worker: int, model: ModelWork) -> float:
         """How much of a session of the model the worker is spared, as it holds the model."""
-        return model.load_s if self.holds and self.holds[worker] == model.name else 0.0
+        if self.holds and self.holds[worker] == model.name:
+            return model.load_s
+        return 0.0
 
     def session_s(self, worker: int, model: ModelWork, prompts: int) -> float:
         """How long such a session takes there."""
         return model.session_s(prompts) - self.spared_s(worker, model)
 
     def begin_s(self, used: int) -> float:
-        """When a worker's first session would begin, if its load were like later ones, with `used` workers in use."""
+        """When a worker's first session would begin, if its load were like later ones, with `used`
+        workers in use.
+        """
         return self.first_s + self.together_s * (used - 1)
 
     @property
@@ -144,7 +178,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`model` answers `prompts` prompts on `worker`, from `begin_s` to `end_s`, its load included."""
+    """`model` answers `prompts` prompts on `worker`, from `begin_s` to `end_s`, its load
+    included."""
 
     worker: int
     model: str
@@ -155,7 +190,9 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sessions by worker and time. No plan that keeps the workload's limits is shorter than `bound_s`."""
+    """Sessions by worker and time. No plan that keeps the workload's limits is shorter than
+    `bound_s`.
+    """
 
     method: str
     sessions: tuple[Session, ...]
@@ -169,7 +206,9 @@ class Plan:
     @property
     def gap(self) -> float:
         """How much shorter than this plan the best may be, as a share of it."""
-        return max(0.0, 1 - self.bound_s / self.makespan_s) if self.makespan_s else 0.0
+        if self.makespan_s:
+            return max(0.0, 1 - self.bound_s / self.makespan_s)
+        return 0.0
 
     @property
     def optimal(self) -> bool:
@@ -186,19 +225,23 @@ Shares = Sequence[Mapping[str, int]]
 
 
 def sessions_of(workload: Workload, shares: Shares) -> tuple[Session, ...]:
-    """One session after the other on every worker: the model that it holds, and then the longest, as some may fail."""
+    """One session after the other on every worker: the model that it holds, and then the longest,
+    as some may fail.
+    """
     models = {model.name: model for model in workload.models}
     begin_s = workload.begin_s(sum(map(bool, shares)))
     sessions = []
     for worker, share in enumerate(shares):
-        end_s, more_s = workload.free_s(worker), begin_s
+        end_s = workload.free_s(worker)
+        more_s = begin_s
 
         def order(item: tuple[str, int], worker: int = worker) -> tuple[bool, float, str]:
             model = models[item[0]]
             return not workload.spared_s(worker, model), -model.session_s(item[1]), item[0]
 
         for name, prompts in sorted(share.items(), key=order):
-            at_s, end_s = end_s, end_s + more_s + workload.session_s(worker, models[name], prompts)
+            at_s = end_s
+            end_s = end_s + more_s + workload.session_s(worker, models[name], prompts)
             more_s = 0.0
             sessions.append(Session(worker, name, prompts, at_s, end_s))
     return tuple(sessions)
@@ -212,27 +255,35 @@ TICKS_PER_PROMPT = 100_000
 WORTH_OF_LOAD = 0.1
 """A part of a model is not placed where it would run for less than this share of its load."""
 SEARCHERS = 4
-"""Threads that search in different ways; one alone takes a hundred times as long on some small workloads."""
+"""Threads that search in different ways; one alone takes a hundred times as long on some small
+workloads.
+"""
 
 
 def counting_bound_s(workload: Workload) -> float:
-    """The shortest makespan at which the sessions that each model needs fit into the workers' time and loads.
+    """The shortest makespan at which the sessions that each model needs fit into the workers' time
+    and loads.
 
-    A session is no longer than the makespan, so a model needs at least N_m / floor((C - s_m) / tau_m) of them, rounded
-    up, each with its s_m = load_s + fixed_s.
+    A session is no longer than the makespan, so a model needs at least N_m / floor((C - s_m) /
+    tau_m) of them, rounded up, each with its s_m = load_s + fixed_s.
     """
 
     free_s = sorted(map(workload.free_s, range(workload.workers)))
     spared_s = {
-        model: [workload.spared_s(worker, model) for worker in range(workload.workers)] for model in workload.asked
+        model: [workload.spared_s(worker, model) for worker in range(workload.workers)]
+        for model in workload.asked
     }
 
     def fits(limit_s: float, used: int) -> bool:
         each_s = limit_s - workload.begin_s(used)
-        sessions, total_s = 0, -sum(map(sum, spared_s.values()))
+        sessions = 0
+        total_s = -sum(map(sum, spared_s.values()))
         for model in workload.asked:
             most = model.fitting(each_s - free_s[0] + max(spared_s[model]))
-            needed = -(-model.prompts // most) if most else used + 1
+            if most:
+                needed = -(-model.prompts // most)
+            else:
+                needed = used + 1
             if needed > min(used, model.replicas(workload.workers)):
                 return False
             sessions += needed
@@ -244,7 +295,11 @@ def counting_bound_s(workload: Workload) -> float:
         return 0.0
     low_s = 0.0
     high_s = max(session.end_s for session in sessions_of(workload, _even(workload, inf) or ()))
-    fewest = 1 if workload.together_s else workload.workers  # only a load that others slow down may be spared
+    # only a load that others slow down may be spared
+    if workload.together_s:
+        fewest = 1
+    else:
+        fewest = workload.workers
     for _ in range(BISECTIONS):
         middle_s = (low_s + high_s) / 2
         if any(fits(middle_s, used) for used in range(workload.workers, fewest - 1, -1)):
@@ -255,7 +310,8 @@ def counting_bound_s(workload: Workload) -> float:
 
 
 class _Filling:
-    """Workers that take sessions while these end within `limit_s`; first loads count as any others."""
+    """Workers that take sessions while these end within `limit_s`; first loads count as any
+    others."""
 
     def __init__(self, workload: Workload, limit_s: float) -> None:
         self.shares: list[dict[str, int]] = [{} for _ in range(workload.workers)]
@@ -272,16 +328,24 @@ class _Filling:
 
     def emptiest(self, model: ModelWork) -> int | None:
         """Of the workers that may load it the one with the most time left."""
-        return max(self._open_to(model), key=lambda worker: self.left_for(worker, model), default=None)
+        return max(
+            self._open_to(model), key=lambda worker: self.left_for(worker, model), default=None
+        )
 
     def fullest(self, model: ModelWork, prompts: int) -> int | None:
         """Of those that have time for such a session of it the one with the least left."""
         needed_s = model.session_s(prompts)
-        fitting = (worker for worker in self._open_to(model) if self.left_for(worker, model) >= needed_s)
+        fitting = (
+            worker for worker in self._open_to(model) if self.left_for(worker, model) >= needed_s
+        )
         return min(fitting, key=lambda worker: self.left_for(worker, model), default=None)
 
     def _open_to(self, model: ModelWork) -> list[int]:
-        return [worker for worker, share in enumerate(self.shares) if self.loads(worker) and model.name not in share]
+        return [
+            worker
+            for worker, share in enumerate(self.shares)
+            if self.loads(worker) and model.name not in share
+        ]
 
     def put(self, worker: int, model: ModelWork, prompts: int) -> None:
         """Give the worker a session."""
@@ -290,10 +354,14 @@ class _Filling:
 
     def take_out(self, worker: int, model: ModelWork) -> None:
         """Take its session of the model away."""
-        self.left_s[worker] += self._workload.session_s(worker, model, self.shares[worker].pop(model.name))
+        self.left_s[worker] += self._workload.session_s(
+            worker, model, self.shares[worker].pop(model.name)
+        )
 
     def put_whole(self, worker: int, models: list[ModelWork], most: int) -> None:
-        """Give the worker at most `most` whole models that fit, each the first of those left, and take them out."""
+        """Give the worker at most `most` whole models that fit, each the first of those left, and
+        take them out.
+        """
         for _ in range(most):
             fitting = (
                 place
@@ -306,15 +374,20 @@ class _Filling:
             self.put(worker, model, model.prompts)
 
     def put_next(self, worker: int, cut: list[tuple[ModelWork, int, int]], *, parts: bool) -> bool:
-        """Give the worker what is left of the first model; with `parts` of further ones, and a part of the next.
+        """Give the worker what is left of the first model; with `parts` of further ones, and a part
+        of the next.
 
-        `cut` has models, the prompts left of each and the sessions that it may still have. Whether anything fits.
+        `cut` has models, the prompts left of each and the sessions that it may still have. Whether
+        anything fits.
         """
         before = len(self.shares[worker])
         while cut and self.loads(worker):
             model, left, sessions = cut[0]
             left_s = self.left_for(worker, model)
-            part = left if model.session_s(left) <= left_s else min(model.fitting(left_s), left - 1)
+            if model.session_s(left) <= left_s:
+                part = left
+            else:
+                part = min(model.fitting(left_s), left - 1)
             worth = part * model.per_prompt_s >= WORTH_OF_LOAD * model.session_s(0)
             if part < left and not (parts and part and worth and sessions > 1):
                 break
@@ -338,18 +411,22 @@ def round_robin(workload: Workload) -> Plan:
 
 
 def longest_first(workload: Workload) -> Plan:
-    """Whole models, the longest first, each to the worker that is done first and may load another (LPT)."""
+    """Whole models, the longest first, each to the worker that is done first and may load another
+    (LPT).
+    """
     return _planned("longest-first", workload, _even(workload, inf) or ())
 
 
 def wrap_around(workload: Workload) -> Plan:
-    """The best of the quick plans, most often models that are cut at the borders of workers filled one after the other.
+    """The best of the quick plans, most often models that are cut at the borders of workers filled
+    one after the other.
 
     Each way of filling workers has its shortest makespan found by bisection.
     """
     best = min(longest_first(workload), round_robin(workload), key=lambda made: made.makespan_s)
     for fill in FILLINGS:
-        low_s, high_s = max(0.0, best.bound_s - workload.begin_s(workload.workers)), best.makespan_s
+        low_s = max(0.0, best.bound_s - workload.begin_s(workload.workers))
+        high_s = best.makespan_s
         while high_s - low_s > FINE * best.makespan_s:
             middle_s = (low_s + high_s) / 2
             if shares := fill(workload, middle_s):
@@ -362,14 +439,18 @@ def wrap_around(workload: Workload) -> Plan:
 
 
 def _even(workload: Workload, limit_s: float) -> Shares | None:
-    """As few sessions of each model as `limit_s` allows, the longest first to the emptiest worker, and then leveled.
+    """As few sessions of each model as `limit_s` allows, the longest first to the emptiest worker,
+    and then leveled.
 
     That may take longer than `limit_s`; None where it needs too many sessions.
     """
     filling = _Filling(workload, 0.0)
     pieces = []
     for model in workload.asked:
-        sessions = -(-model.prompts // most) if (most := model.fitting(limit_s)) else workload.workers + 1
+        if most := model.fitting(limit_s):
+            sessions = -(-model.prompts // most)
+        else:
+            sessions = workload.workers + 1
         if sessions > model.replicas(workload.workers):
             return None
         pieces += [(model, (model.prompts + number) // sessions) for number in range(sessions)]
@@ -392,7 +473,8 @@ def shared_out(work: ModelWork, busy_s: Mapping[int, float]) -> dict[int, int]:
 
     `busy_s` says how long each worker that may take some is still busy; there is at least one.
     """
-    low_s, high_s = min(busy_s.values()), min(busy_s.values()) + work.session_s(work.prompts)
+    low_s = min(busy_s.values())
+    high_s = min(busy_s.values()) + work.session_s(work.prompts)
     for _ in range(BISECTIONS):
         middle_s = (low_s + high_s) / 2
         if sum(work.fitting(middle_s - busy) for busy in busy_s.values()) >= work.prompts:
@@ -400,7 +482,8 @@ def shared_out(work: ModelWork, busy_s: Mapping[int, float]) -> dict[int, int]:
         else:
             low_s = middle_s
     fitting = {worker: work.fitting(high_s - busy) for worker, busy in busy_s.items()}
-    taken, left = dict.fromkeys(busy_s, 0), work.prompts
+    taken = dict.fromkeys(busy_s, 0)
+    left = work.prompts
     for worker in sorted(fitting, key=lambda worker: -fitting[worker]):
         taken[worker] = min(fitting[worker], left)
         left -= taken[worker]
@@ -409,28 +492,39 @@ def shared_out(work: ModelWork, busy_s: Mapping[int, float]) -> dict[int, int]:
 
 
 def _filled(workload: Workload, limit_s: float) -> Shares | None:
-    """Each model in turn, the longest first: whole in the fullest worker that takes it, or in parts of the emptiest."""
+    """Each model in turn, the longest first: whole in the fullest worker that takes it, or in parts
+    of the emptiest.
+    """
     filling = _Filling(workload, limit_s)
     for model in _longest(workload):
         cut = [(model, model.prompts, model.replicas(workload.workers))]
         while cut:
             left = cut[0][1]
             worker = filling.fullest(model, left)
-            worker = filling.emptiest(model) if worker is None else worker
+            if worker is None:
+                worker = filling.emptiest(model)
             if worker is None or not filling.put_next(worker, cut, parts=True):
                 return None
     return filling.shares
 
 
 def _wrapped(workload: Workload, limit_s: float, small: float) -> Shares | None:
-    """Worker after worker: the rest of a model that was cut, whole small ones, and a part that fills what is left."""
+    """Worker after worker: the rest of a model that was cut, whole small ones, and a part that
+    fills what is left.
+    """
     filling = _Filling(workload, limit_s)
     models = _longest(workload)
     whole = [model for model in models if model.session_s(model.prompts) <= small * limit_s]
-    cut = [(model, model.prompts, model.replicas(workload.workers)) for model in models[: len(models) - len(whole)]]
+    cut = [
+        (model, model.prompts, model.replicas(workload.workers))
+        for model in models[: len(models) - len(whole)]
+    ]
     for worker, share in enumerate(filling.shares):
         filling.put_next(worker, cut, parts=False)
-        due = -(-len(whole) // (workload.workers - worker)) if cut else workload.capacity
+        if cut:
+            due = -(-len(whole) // (workload.workers - worker))
+        else:
+            due = workload.capacity
         filling.put_whole(worker, whole, min(due, filling.loads(worker) - bool(cut and not share)))
         filling.put_next(worker, cut, parts=True)
         filling.put_whole(worker, whole, filling.loads(worker))
@@ -442,7 +536,9 @@ def _planned(method: str, workload: Workload, shares: Shares) -> Plan:
 
 
 SMALL = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
-"""Models that take no longer than this share of the makespan are placed whole; the best of these counts."""
+"""Models that take no longer than this share of the makespan are placed whole; the best of these
+counts.
+"""
 FILLINGS: Sequence[Callable[[Workload, float], Shares | None]] = (
     *(_even, _filled),
     *(partial(_wrapped, small=small) for small in SMALL),
@@ -457,16 +553,22 @@ WITHOUT_SOLVER: Mapping[str, Callable[[Workload], Plan]] = {
 def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     """The shortest plan found within `limit_s`, never longer than the quick ones.
 
-    Which of several plans that are equally good is found may change from run to run, as several threads search.
-    Raises ConfigError for a limit that is no positive number, and without OR-tools.
+    Which of several plans that are equally good is found may change from run to run, as several
+    threads search. Raises ConfigError for a limit that is no positive number, and without OR-tools.
     """
-    require(0 < limit_s < inf, f"A plan cannot be searched for {limit_s} s.", "Give a positive number.")
+    require(
+        0 < limit_s < inf, f"A plan cannot be searched for {limit_s} s.", "Give a positive number."
+    )
     start = replace(wrap_around(workload), method="ilp")
-    return start if start.makespan_s < SHORTEST_S or start.optimal else _Program(workload, start).solved(limit_s, seed)
+    if start.makespan_s < SHORTEST_S or start.optimal:
+        return start
+    return _Program(workload, start).solved(limit_s, seed)
 
 
 def planning() -> Callable[[Sequence[bytes]], list[list[bytes]]]:
-    """The work of a side process: from the arguments of `plan` to its plan, or the ConfigError, all of them pickled."""
+    """The work of a side process: from the arguments of `plan` to its plan, or the ConfigError, all
+    of them pickled.
+    """
 
     def planned(arguments: bytes) -> Plan | ConfigError:
         try:
@@ -487,14 +589,20 @@ class _Program:
         try:
             from ortools.sat.python import cp_model  # noqa: PLC0415 - an extra
         except ImportError as error:
-            raise ConfigError("Plans need OR-tools.", remedy="pip install 'shell-router[plan]'") from error
+            raise ConfigError(
+                "Plans need OR-tools.", remedy="pip install 'shell-router[plan]'"
+            ) from error
         self._cp: Any = cp_model
         self._workload = workload
         self._start = start
-        self._all_ticks = max(TICKS, TICKS_PER_PROMPT * max(model.prompts for model in workload.asked))
+        self._all_ticks = max(
+            TICKS, TICKS_PER_PROMPT * max(model.prompts for model in workload.asked)
+        )
         self._tick_s = start.makespan_s / self._all_ticks
         self._program = self._cp.CpModel()
-        self._used = [self._program.new_bool_var(f"U {worker}") for worker in range(workload.workers)]
+        self._used = [
+            self._program.new_bool_var(f"U {worker}") for worker in range(workload.workers)
+        ]
         self._variables = [(model, *self._variables_of(model)) for model in workload.asked]
         self._makespan = self._program.new_int_var(self._ticks(start.bound_s), self._all_ticks, "C")
         self._limit_workers()
@@ -508,20 +616,31 @@ class _Program:
         solver.parameters.random_seed = seed
         solver.parameters.num_workers = SEARCHERS
         status = solver.solve(self._program)
-        assert status in (self._cp.OPTIMAL, self._cp.FEASIBLE, self._cp.UNKNOWN), solver.status_name(status)
+        assert status in (self._cp.OPTIMAL, self._cp.FEASIBLE, self._cp.UNKNOWN), (
+            solver.status_name(status)
+        )
         bound_s = max(self._start.bound_s, solver.best_objective_bound * self._tick_s)
         found = [self._start.sessions]
         if status != self._cp.UNKNOWN:
             shares = [
-                {model.name: count for model, _, prompts in self._variables if (count := solver.value(prompts[worker]))}
+                {
+                    model.name: count
+                    for model, _, prompts in self._variables
+                    if (count := solver.value(prompts[worker]))
+                }
                 for worker in range(self._workload.workers)
             ]
             found.append(sessions_of(self._workload, shares))
-        return min((Plan("ilp", sessions, bound_s) for sessions in found), key=lambda made: made.makespan_s)
+        return min(
+            (Plan("ilp", sessions, bound_s) for sessions in found), key=lambda made: made.makespan_s
+        )
 
     def _variables_of(self, model: ModelWork) -> tuple[list[Any], list[Any]]:
-        """Per worker, whether the model is loaded there (Y), and how many prompts it gets (X), with what is known."""
-        program, workers = self._program, range(self._workload.workers)
+        """Per worker, whether the model is loaded there (Y), and how many prompts it gets (X), with
+        what is known.
+        """
+        program = self._program
+        workers = range(self._workload.workers)
         spared_s = max(self._workload.spared_s(worker, model) for worker in workers)
         # more would take longer than what is known
         most = model.fitting(self._start.makespan_s * (1 + 1e-9) + spared_s)
@@ -529,7 +648,9 @@ class _Program:
         prompts = [program.new_int_var(0, most, f"X {model.name} {worker}") for worker in workers]
         program.add(sum(prompts) == model.prompts)  # (5)
         known = {one.worker: one.prompts for one in self._start.sessions if one.model == model.name}
-        for worker, (is_used, is_loaded, count) in enumerate(zip(self._used, loaded, prompts, strict=True)):
+        for worker, (is_used, is_loaded, count) in enumerate(
+            zip(self._used, loaded, prompts, strict=True)
+        ):
             program.add(count <= most * is_loaded)  # (6)
             program.add(count >= is_loaded)
             program.add(is_used >= is_loaded)  # one of them is its first
@@ -542,7 +663,9 @@ class _Program:
         together = self._ticks(self._workload.together_s) * (sum(self._used) - 1)
         most = min(self._workload.capacity, len(self._variables))
         for worker, is_used in enumerate(self._used):
-            self._program.add(sum(loaded[worker] for _, loaded, _ in self._variables) <= most)  # (9)
+            self._program.add(
+                sum(loaded[worker] for _, loaded, _ in self._variables) <= most
+            )  # (9)
             time = sum(
                 self._ticks(self._workload.session_s(worker, model, 0)) * loaded[worker]
                 + self._ticks(model.per_prompt_s) * prompts[worker]

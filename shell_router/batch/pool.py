@@ -1,4 +1,6 @@
-"""A pool's YAML file: models, the workers that run them, how it answers. See docs/how-to/batch-a-file.md."""
+"""A pool's YAML file: models, the workers that run them, how it answers. See
+docs/how-to/batch-a-file.md.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,13 +32,18 @@ class Sampling:
     """How a model decodes, in SGLang's terms."""
 
     temperature: Annotated[
-        float, Number("0 takes the likeliest token, as `aggregate` without `sampling` does.", at_least=0)
+        float,
+        Number("0 takes the likeliest token, as `aggregate` without `sampling` does.", at_least=0),
     ] = 0.7
-    top_p: Annotated[float, Number("Probability mass that is drawn from.", above=0, at_most=1)] = 0.95
+    top_p: Annotated[float, Number("Probability mass that is drawn from.", above=0, at_most=1)] = (
+        0.95
+    )
     max_new_tokens: Annotated[int, count("Longest output, in tokens.")] = 512
 
     def params(self, seed: int) -> dict[str, Any]:
-        """The engine's `sampling_params`. The output is read at its end, so the engine need not send single tokens."""
+        """The engine's `sampling_params`. The output is read at its end, so the engine need not
+        send single tokens.
+        """
         return {**asdict(self), "sampling_seed": seed, "stream_interval": self.max_new_tokens}
 
 
@@ -45,15 +52,21 @@ class Recruiting:
     """Which models answer a question whose line names none."""
 
     proposers: Annotated[int, count("Proposers per question whose line names none.")] = 3
-    skills: Annotated[Path | None, "Folder of a finished run, from which proposers are drawn by skill."] = None
+    skills: Annotated[
+        Path | None, "Folder of a finished run, from which proposers are drawn by skill."
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """How an answer is found in a text."""
 
-    kind: Annotated[AnswerKind, "How an answer is found: `auto`, `numeric`, `choice` or `exact`."] = "auto"
-    pattern: Annotated[str | None, "A regular expression instead; its last match counts, or the group in it."] = None
+    kind: Annotated[
+        AnswerKind, "How an answer is found: `auto`, `numeric`, `choice` or `exact`."
+    ] = "auto"
+    pattern: Annotated[
+        str | None, "A regular expression instead; its last match counts, or the group in it."
+    ] = None
 
     def __post_init__(self) -> None:
         try:
@@ -62,9 +75,13 @@ class Answers:
             require(False, f"pattern is no regular expression: {error}")
 
     def read(self, text: str) -> str | None:
-        """The answer, so that equal answers are equal (EXTRACT in MOSAIC's Algorithm 1); None where there is none."""
+        """The answer, so that equal answers are equal (EXTRACT in MOSAIC's Algorithm 1); None where
+        there is none.
+        """
         if self.pattern is not None:
-            found = [match[1 if match.re.groups else 0] for match in re.finditer(self.pattern, text)]
+            found = [
+                match[1 if match.re.groups else 0] for match in re.finditer(self.pattern, text)
+            ]
             return found[-1] or None if found else None
         if self.kind != "auto":
             value = read_answer(text, self.kind)
@@ -73,24 +90,36 @@ class Answers:
         if stated is None:
             return None
         number = number_of(stated)
-        return str(number) if number is not None else " ".join(stated.casefold().split())
+        if number is not None:
+            return str(number)
+        return " ".join(stated.casefold().split())
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregating:
-    """The model that answers where the proposers do not agree, and when they do (MOSAIC, equation 11)."""
+    """The model that answers where the proposers do not agree, and when they do (MOSAIC, equation
+    11).
+    """
 
     model: Annotated[str, "One of the models."]
-    tau: Annotated[float, "Agreement that needs no aggregator; 1 is all, 0.67 two of three, above 1 never."] = 1.0
-    confidence: Annotated[Agreement, "Measure of agreement: `plurality` or `probability`."] = "plurality"
-    parallel: Annotated[Parallel, "`data`: an engine per worker; `tensor`: one over the GPUs of all."] = "data"
+    tau: Annotated[
+        float, "Agreement that needs no aggregator; 1 is all, 0.67 two of three, above 1 never."
+    ] = 1.0
+    confidence: Annotated[Agreement, "Measure of agreement: `plurality` or `probability`."] = (
+        "plurality"
+    )
+    parallel: Annotated[
+        Parallel, "`data`: an engine per worker; `tensor`: one over the GPUs of all."
+    ] = "data"
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
 
     def __post_init__(self) -> None:
         require(
             self.tau > 0,
             f"tau must be above 0, not {self.tau:g}.",
-            remedy="1 means all proposers, 0.67 two of three; above 1 the aggregator is always asked.",
+            remedy=(
+                "1 means all proposers, 0.67 two of three; above 1 the aggregator is always asked."
+            ),
         )
 
 
@@ -102,7 +131,8 @@ class PoolModel:
     system: Annotated[str, "A system prompt."] = ""
     context_length: Annotated[int | None, count("Tokens of prompt and output together.")] = None
     adapter: Annotated[
-        Path | None, "Folder of a LoRA adapter with which it answers; needs SGLang pairs, and no Ray cluster."
+        Path | None,
+        "Folder of a LoRA adapter with which it answers; needs SGLang pairs, and no Ray cluster.",
     ] = None
 
 
@@ -112,7 +142,9 @@ class PoolWorker:
 
     embedded: EmbeddedSection | None = None
     pair: PairSettings | None = None
-    node: Annotated[str | None, "Address of the only node that this worker may run on (Ray)."] = None
+    node: Annotated[str | None, "Address of the only node that this worker may run on (Ray)."] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -149,12 +181,19 @@ class Pool:
     models: Mapping[str, PoolModel]
     workers: tuple[PoolWorker, ...]
     proposers: Annotated[tuple[str, ...], "Models that answer questions; by default all."] = ()
-    capacity: Annotated[int | None, count("Most models that a worker loads by one plan (K).")] = None
+    capacity: Annotated[int | None, count("Most models that a worker loads by one plan (K).")] = (
+        None
+    )
     concurrency: Annotated[int, count("Prompts that a worker gives its engine at a time.")] = 32
     replan_above: Annotated[
         float,
         Number(
-            "A session that is off its planned time by this share has the rest replanned; 0: all stays.", at_least=0
+            (
+                "A session that is off its planned time by this share has the rest replanned; 0: "
+                "all "
+                "stays."
+            ),
+            at_least=0,
         ),
     ] = 0.25
     sampling: Sampling = field(default_factory=Sampling)
@@ -169,7 +208,11 @@ class Pool:
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models is empty", remedy="Name at least one model.")
-        require(bool(self.workers), "workers is empty", remedy="Name at least one, as in `workers: [embedded: {}]`.")
+        require(
+            bool(self.workers),
+            "workers is empty",
+            remedy="Name at least one, as in `workers: [embedded: {}]`.",
+        )
         require(
             self.ray is not None or all(worker.node is None for worker in self.workers),
             "a worker names its node, and the pool runs on no Ray cluster",
@@ -178,8 +221,14 @@ class Pool:
         adapted = [name for name, model in self.models.items() if model.adapter is not None]
         require(
             not adapted or (self.ray is None and all(worker.pair for worker in self.workers)),
-            f"model {(*adapted, '')[0]!r} has an adapter, which embedded workers and a Ray cluster's do not load",
-            remedy="Give the pool SGLang pairs on this machine, or merge the adapter into the model's weights.",
+            (
+                f"model {(*adapted, '')[0]!r} has an adapter, which embedded workers and a Ray "
+                "cluster's do not load"
+            ),
+            remedy=(
+                "Give the pool SGLang pairs on this machine, or merge the adapter into the "
+                "model's weights."
+            ),
         )
         for name in self.proposers:
             require(name in self.models, f"proposers names {name!r}, which is none of the models")
@@ -188,8 +237,12 @@ class Pool:
             model = self.aggregate.model
             require(model in self.models, f"aggregate names {model!r}, none of the models")
             require(
-                self.aggregate.parallel == "data" or (self.ray is None and all(one.pair for one in self.workers)),
-                "aggregate.parallel is tensor, and not all workers are SGLang pairs on this machine",
+                self.aggregate.parallel == "data"
+                or (self.ray is None and all(one.pair for one in self.workers)),
+                (
+                    "aggregate.parallel is tensor, and not all workers are SGLang pairs on this "
+                    "machine"
+                ),
                 remedy="Give the pool SGLang pairs and no Ray cluster, or write `parallel: data`.",
             )
         _ = self.spanning  # refuses GPUs that only some workers name
@@ -201,9 +254,11 @@ class Pool:
 
     @property
     def spanning(self) -> PoolWorker | None:
-        """The worker that an aggregator with `parallel: tensor` has: a pair over the GPUs of all workers (section 5.3).
+        """The worker that an aggregator with `parallel: tensor` has: a pair over the GPUs of all
+        workers (section 5.3).
 
-        It takes the place of the first, when all are stopped. Where no GPUs are named, each worker counts as one.
+        It takes the place of the first, when all are stopped. Where no GPUs are named, each worker
+        counts as one.
         """
         pairs = [worker.pair for worker in self.workers if worker.pair is not None]
         if self.aggregate is None or self.aggregate.parallel == "data" or not pairs:
@@ -216,12 +271,16 @@ class Pool:
         if tau is None:
             return self
         if self.aggregate is None:
-            raise ConfigError("tau needs an aggregator, and the pool has none.", remedy="Add `aggregate` to it.")
+            raise ConfigError(
+                "tau needs an aggregator, and the pool has none.", remedy="Add `aggregate` to it."
+            )
         return replace(self, aggregate=replace(self.aggregate, tau=tau))
 
 
 def spanning_launch(launches: Sequence[PairLaunch]) -> PairLaunch:
-    """One launch with the GPUs of all, or with a rank for each where a role names none. Raises ConfigError."""
+    """One launch with the GPUs of all, or with a rank for each where a role names none. Raises
+    ConfigError.
+    """
     changed: dict[str, Any] = {}
     for role in ("prefill", "decode"):
         named = [getattr(launch, f"{role}_gpus") for launch in launches]
@@ -238,6 +297,7 @@ def spanning_launch(launches: Sequence[PairLaunch]) -> PairLaunch:
 
 
 def load_pool(path: Path) -> Pool:
-    """The pool that `path` describes. Raises ConfigError, which begins with the file and the line."""
+    """The pool that `path` describes. Raises ConfigError, which begins with the file and the
+    line."""
     pool, _ = read_file(path, Pool, see=SEE)
     return replace(pool, embedder=pool.embedder.found_from(path.parent))

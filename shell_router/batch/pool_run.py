@@ -17,10 +17,22 @@ from shell_router.app.services import running_embedder
 from shell_router.batch.api.storage import on_disk
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.pool import ALWAYS, SEE, Pool
-from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, with_starts
+from shell_router.batch.profile import (
+    Load,
+    ModelProfile,
+    PoolProfile,
+    at_their_dearest,
+    with_starts,
+)
 from shell_router.batch.prompts import Batch, Prompt, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
-from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
+from shell_router.batch.recruit import (
+    answered_by_all,
+    recruited,
+    skill_scores,
+    skill_similarity,
+    text_similarity,
+)
 from shell_router.batch.run import Finished, Follow, run_batch
 from shell_router.batch.sessions import Planner, Spanning, load_on_all, profiled
 from shell_router.batch.workers import pool_workers
@@ -30,10 +42,17 @@ from shell_router.core.statistics import Floats
 from shell_router.errors import ConfigError, require
 
 
-async def recruit(pool: Pool, questions: Sequence[Question], seed: int) -> Mapping[str, tuple[str, ...]]:
-    """Per question the proposers that its line names, or those that are drawn for it. Raises ConfigError."""
-    names, number = pool.proposer_names, min(pool.recruit.proposers, len(pool.proposer_names))
-    unnamed = await asyncio.to_thread(lambda: [question for question in questions if not question.proposers])
+async def recruit(
+    pool: Pool, questions: Sequence[Question], seed: int
+) -> Mapping[str, tuple[str, ...]]:
+    """Per question the proposers that its line names, or those that are drawn for it. Raises
+    ConfigError.
+    """
+    names = pool.proposer_names
+    number = min(pool.recruit.proposers, len(pool.proposer_names))
+    unnamed = await asyncio.to_thread(
+        lambda: [question for question in questions if not question.proposers]
+    )
     scores = np.ones((len(unnamed), len(names)))
     if unnamed and number < len(names) and pool.recruit.skills is not None:
         scores = await _scores(pool, unnamed, pool.recruit.skills)
@@ -49,20 +68,29 @@ async def recruit(pool: Pool, questions: Sequence[Question], seed: int) -> Mappi
 
 
 async def _scores(pool: Pool, asked: Sequence[Question], run: Path) -> Floats:
-    """[asked, proposers], by the skills that all lines name and some of the run do, or else by the questions' texts."""
+    """[asked, proposers], by the skills that all lines name and some of the run do, or else by the
+    questions' texts.
+    """
     known = answered_by_all(await asyncio.to_thread(read_results, run), pool.proposer_names)
-    rights = [{proposal.model: bool(proposal.right) for proposal in result.proposals} for result in known]
+    rights = [
+        {proposal.model: bool(proposal.right) for proposal in result.proposals} for result in known
+    ]
     scored = np.array([[one[name] for name in pool.proposer_names] for one in rights], dtype=float)
     if all(question.skills for question in asked) and any(one.skills for one in known):
-        alike = skill_similarity([one.skills for one in asked], [frozenset(one.skills) for one in known])
+        alike = skill_similarity(
+            [one.skills for one in asked], [frozenset(one.skills) for one in known]
+        )
         return skill_scores(alike, scored)
     async with running_embedder(pool.embedder) as (embedder, _):
         if embedder is None:
             raise ConfigError(
-                "embedder.model is none, and not all questions name skills.", remedy="Name an embedding model."
+                "embedder.model is none, and not all questions name skills.",
+                remedy="Name an embedding model.",
             )
         texts = [*(one.text for one in asked), *(one.question for one in known)]
-        vectors = np.array([(await embedder.embed(text)).mean(axis=0) for text in texts], dtype=float)
+        vectors = np.array(
+            [(await embedder.embed(text)).mean(axis=0) for text in texts], dtype=float
+        )
     alike = await asyncio.to_thread(text_similarity, vectors[: len(asked)], vectors[len(asked) :])
     return skill_scores(alike, scored)
 
@@ -70,13 +98,22 @@ async def _scores(pool: Pool, asked: Sequence[Question], run: Path) -> Floats:
 def questions_for(pool: Pool, file: Path, limit: int | None = None) -> Questions:
     """The file's questions, the first `limit` of them. Raises DataError."""
     questions = read_questions(file, pool.proposer_names)
-    return questions if limit is None else questions.first(limit)
+    if limit is None:
+        return questions
+    return questions.first(limit)
 
 
 async def run_pool(
-    pool: Pool, questions: Questions, folder: Path, planner: Planner, follow: Follow, *, seed: int = 0
+    pool: Pool,
+    questions: Questions,
+    folder: Path,
+    planner: Planner,
+    follow: Follow,
+    *,
+    seed: int = 0,
 ) -> Finished:
-    """Answer the questions, or what is still missing of a run that was begun in `folder`, and write the results there.
+    """Answer the questions, or what is still missing of a run that was begun in `folder`, and write
+    the results there.
 
     Raises ConfigError and EngineError.
     """
@@ -84,54 +121,80 @@ async def run_pool(
     batch = Batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
     profile = await asyncio.to_thread(_profile, pool)
     with ExitStack() as stack:
-        journal = await on_disk(stack.enter_context, opened(folder, _depends_on(pool, questions, seed)))
+        journal = await on_disk(
+            stack.enter_context, opened(folder, _depends_on(pool, questions, seed))
+        )
         async with pool_workers(pool, folder / "logs") as workers:
             finished = await run_batch(batch, workers, profile, journal, planner, follow, monotonic)
     await on_disk(lambda: _write(folder / "results.jsonl", as_lines(finished.results)))
     return finished
 
 
-async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], follow: Follow) -> None:
-    """Time every proposer in turn and then the aggregator, with what they wrote, and write the pool's profile.
+async def profile_pool(
+    pool: Pool, questions: Questions, sizes: Sequence[int], follow: Follow
+) -> None:
+    """Time every proposer in turn and then the aggregator, with what they wrote, and write the
+    pool's profile.
 
     Raises ConfigError and EngineError.
     """
     _require_models(pool)
     if pool.profile is None:
-        raise ConfigError("The pool names no profile.", remedy="Name the file to write, as in `profile: costs.yaml`.")
+        raise ConfigError(
+            "The pool names no profile.",
+            remedy="Name the file to write, as in `profile: costs.yaml`.",
+        )
     every = {question.id: pool.proposer_names for question in questions.asked}
     batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
     written: dict[Key, Output] = {}
-    count, logs, names = len(pool.workers), pool.profile.with_suffix(".logs"), pool.proposer_names
+    count = len(pool.workers)
+    logs = pool.profile.with_suffix(".logs")
+    names = pool.proposer_names
 
-    async def timed(name: str, prompts: Sequence[Prompt], *, spans: bool = False) -> tuple[ModelProfile, Load]:
+    async def timed(
+        name: str, prompts: Sequence[Prompt], *, spans: bool = False
+    ) -> tuple[ModelProfile, Load]:
         on, number, width = (Spanning(workers), 1, count) if spans else (workers, count, 1)
-        found, outputs, load = await profiled(name, prompts, sizes, on, number, width * pool.concurrency, monotonic)
+        found, outputs, load = await profiled(
+            name, prompts, sizes, on, number, width * pool.concurrency, monotonic
+        )
         written.update({output.key: output for output in outputs})
-        follow.on_progress(f"{name}: {load} in {found.load_s:.1f} s, {found.token_s * 1000:.2f} ms per token")
+        follow.on_progress(
+            f"{name}: {load} in {found.load_s:.1f} s, {found.token_s * 1000:.2f} ms per token"
+        )
         return found, load
 
     async with pool_workers(pool, logs) as workers:
         asked = batch.proposer_prompts()
         found = [await timed(name, [one for one in asked if one.model == name]) for name in names]
-        start_s, one_shape = found[0][0].load_s, {load for _, load in found[1:]} == {"weights swapped"}
+        start_s = found[0][0].load_s
+        one_shape = {load for _, load in found[1:]} == {"weights swapped"}
         if one_shape:  # the first was loaded by a start: here it takes the place of the last
             swap_s, _ = await load_on_all(names[0], workers, count, monotonic)
             found[0] = replace(found[0][0], load_s=swap_s), "weights swapped"
         if pool.aggregate is not None:
-            prompts, spans = batch.aggregator_prompts(written.get), pool.spanning is not None
+            prompts = batch.aggregator_prompts(written.get)
+            spans = pool.spanning is not None
             found.append(await timed(pool.aggregate.model, prompts, spans=spans))
             if found[-1][1] == "model kept":
                 found[-1] = replace(found[-1][0], load_s=found[0][0].load_s), "weights swapped"
-    profiles = [one for one, _ in found] if one_shape else at_their_dearest(found)
-    profile = PoolProfile(dict(zip(names, profiles, strict=False)), profiles[-1] if pool.aggregate else None)
+    if one_shape:
+        profiles = [one for one, _ in found]
+    else:
+        profiles = at_their_dearest(found)
+    profile = PoolProfile(
+        dict(zip(names, profiles, strict=False)), profiles[-1] if pool.aggregate else None
+    )
     if one_shape:
         alone_s = start_s
         if count > 1:
             async with pool_workers(pool, logs) as workers:
                 alone_s, _ = await load_on_all(names[0], workers, 1, monotonic)
         profile = with_starts(profile, alone_s, start_s, count)
-        more = f"{profile.first_s:.1f} s longer, {profile.together_s:.1f} s more for each other worker in use"
+        more = (
+            f"{profile.first_s:.1f} s longer, {profile.together_s:.1f} s more for each other "
+            "worker in use"
+        )
         follow.on_progress(f"the first load of a worker: {more}")
     _write(pool.profile, yaml.safe_dump(plain(asdict(profile)), sort_keys=False).encode())
 
@@ -145,7 +208,9 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _require_models(pool: Pool) -> None:
-    """Raise ConfigError for a model or adapter that is not there; folders on a cluster's nodes cannot be seen."""
+    """Raise ConfigError for a model or adapter that is not there; folders on a cluster's nodes
+    cannot be seen.
+    """
     for name, model in pool.models.items():
         require(
             pool.ray is not None or model.path.is_dir(),
@@ -155,7 +220,10 @@ def _require_models(pool: Pool) -> None:
         require(
             model.adapter is None or (model.adapter / ADAPTER_CONFIG).is_file(),
             f"models.{name}.adapter: {model.adapter} holds no {ADAPTER_CONFIG}.",
-            "Name the folder of an adapter in PEFT's form; a relative path counts from the pool's folder.",
+            (
+                "Name the folder of an adapter in PEFT's form; a relative path counts from the "
+                "pool's folder."
+            ),
         )
 
 
@@ -169,7 +237,9 @@ def _profile(pool: Pool) -> PoolProfile:
 
 
 def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
-    """What the outputs of a run depend on; the gate and what reads answers may change between two starts."""
+    """What the outputs of a run depend on; the gate and what reads answers may change between two
+    starts.
+    """
     aggregate = pool.aggregate
     return {
         "questions": questions.fingerprint,
@@ -184,6 +254,8 @@ def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
         "proposers": pool.proposer_names,
         "sampling": asdict(pool.sampling),
         "recruit": {"proposers": pool.recruit.proposers, "skills": str(pool.recruit.skills or "")},
-        "aggregate": None if aggregate is None else {"model": aggregate.model, **asdict(aggregate.sampling)},
+        "aggregate": None
+        if aggregate is None
+        else {"model": aggregate.model, **asdict(aggregate.sampling)},
         "seed": seed,
     }

@@ -1,4 +1,6 @@
-"""What the models of a batch are asked, whether they agree so well that no aggregator is, and what came of it."""
+"""What the models of a batch are asked, whether they agree so well that no aggregator is, and what
+came of it.
+"""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -44,22 +46,27 @@ class Prompt:
 def verdict_of(
     answers: Sequence[str | None], probabilities: Sequence[float], measure: Agreement = "plurality"
 ) -> tuple[int | None, float]:
-    """The place of an answer that most are for, None where no proposer has one, and how much confidence it deserves.
+    """The place of an answer that most are for, None where no proposer has one, and how much
+    confidence it deserves.
 
-    `probabilities` are those that proposers give to their answers. By plurality C = max_a |{i : a_i = a}| / k
-    (MOSAIC, equation 11); a proposer without an answer agrees with none. By probability each weighs as much as its own.
+    `probabilities` are those that proposers give to their answers. By plurality C = max_a |{i : a_i
+    = a}| / k (MOSAIC, equation 11); a proposer without an answer agrees with none. By probability
+    each weighs as much as its own.
     """
     winner = plurality(answers)
-    weights = [1.0] * len(answers) if measure == "plurality" else probabilities
+    weights = ([1.0] * len(answers)) if (measure == "plurality") else (probabilities)
     if winner is None or not sum(weights):
         return winner, 0.0
-    agreeing = sum(weight for answer, weight in zip(answers, weights, strict=True) if answer == answers[winner])
+    agreeing = sum(
+        weight for answer, weight in zip(answers, weights, strict=True) if answer == answers[winner]
+    )
     return winner, agreeing / sum(weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A question after its proposers: their outputs, in order, the place of the winner among them, and its confidence.
+    """A question after its proposers: their outputs, in order, the place of the winner among them,
+    and its confidence.
 
     `passes`: the winner stands, and no aggregator is needed.
     """
@@ -77,7 +84,9 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Questions for a pool and, by id, the proposers that answer each, in the order that the aggregator reads them."""
+    """Questions for a pool and, by id, the proposers that answer each, in the order that the
+    aggregator reads them.
+    """
 
     pool: Pool
     questions: Questions
@@ -93,18 +102,24 @@ class Batch:
         ]
 
     def aggregator_prompts(self, outputs: Outputs) -> list[Prompt]:
-        """One per question that does not pass the gate and has drafts, with the default prompt of topologies."""
+        """One per question that does not pass the gate and has drafts, with the default prompt of
+        topologies.
+        """
         to = self.pool.aggregate
         assert to is not None
         return [
-            self._prompt(question, "aggregator", to.model, _with_drafts(question, judged.drafts), to.sampling)
+            self._prompt(
+                question, "aggregator", to.model, _with_drafts(question, judged.drafts), to.sampling
+            )
             for question in self.questions.asked
             if not (judged := self.judged(question, outputs)).passes and judged.drafts
         ]
 
     def judged(self, question: Question, outputs: Outputs) -> Judged:
         """What the proposers' outputs come to; without an aggregator every plurality passes."""
-        keys: list[Key] = [(question.id, "proposer", proposer) for proposer in self.proposers[question.id]]
+        keys: list[Key] = [
+            (question.id, "proposer", proposer) for proposer in self.proposers[question.id]
+        ]
         written = [output for key in keys if (output := outputs(key))]
         answers = [None if one.error else self.pool.answers.read(one.text) for one in written]
         gate = self.pool.aggregate
@@ -113,11 +128,24 @@ class Batch:
         passes = gate is None or (winner is not None and confidence >= gate.tau - ROUNDING)
         return Judged(written, winner, confidence, passes)
 
-    def _prompt(self, question: Question, role: Role, model: str, text: str, sampling: Sampling) -> Prompt:
+    def _prompt(
+        self, question: Question, role: Role, model: str, text: str, sampling: Sampling
+    ) -> Prompt:
         system = self.pool.models[model].system
-        messages = [{"role": "system", "content": system}] if system else []
-        seed = zlib.crc32(f"{self.seed}/{question.id}/{role}/{model}".encode()) >> 1  # 31 bits, SGLang's limit
-        return Prompt(question.id, role, model, [*messages, {"role": "user", "content": text}], sampling.params(seed))
+        if system:
+            messages = [{"role": "system", "content": system}]
+        else:
+            messages = []
+        seed = (
+            zlib.crc32(f"{self.seed}/{question.id}/{role}/{model}".encode()) >> 1
+        )  # 31 bits, SGLang's limit
+        return Prompt(
+            question.id,
+            role,
+            model,
+            [*messages, {"role": "user", "content": text}],
+            sampling.params(seed),
+        )
 
 
 def _with_drafts(question: Question, drafts: Sequence[Output]) -> str:
@@ -126,7 +154,9 @@ def _with_drafts(question: Question, drafts: Sequence[Output]) -> str:
         for index, draft in enumerate(drafts, 1)
         for before, after in [slot_parts(AGGREGATOR.slot, draft.model, index)]
     ]
-    prefix, suffix = (fill_text(part, question.text) for part in (AGGREGATOR.prefix, AGGREGATOR.suffix))
+    prefix, suffix = (
+        fill_text(part, question.text) for part in (AGGREGATOR.prefix, AGGREGATOR.suffix)
+    )
     return "".join((prefix, *slots, suffix))
 
 
@@ -135,7 +165,9 @@ Source = Literal["proposers", "aggregator", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one proposer answered, None where nothing can be read from it; `right` is None where that is not known."""
+    """What one proposer answered, None where nothing can be read from it; `right` is None where
+    that is not known.
+    """
 
     model: str
     answer: str | None
@@ -147,10 +179,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A line's outcome. `by` says whose `text` it is; tokens are those of all the models that were asked.
+    """A line's outcome. `by` says whose `text` it is; tokens are those of all the models that were
+    asked.
 
-    `confidence` is the gate's, `winner` the index in `proposals` of the plurality's answer. `right` is None where the
-    right answer is not known; `error` is what kept models from answering.
+    `confidence` is the gate's, `winner` the index in `proposals` of the plurality's answer. `right`
+    is None where the right answer is not known; `error` is what kept models from answering.
     """
 
     line: int
@@ -187,9 +220,13 @@ def read_results(folder: Path) -> list[Result]:
     try:
         return [_read(line) for line in file.read_bytes().splitlines()]
     except OSError as error:
-        raise DataError(f"{file}: {error.strerror}.", remedy="Name the folder of a run that has ended.") from error
+        raise DataError(
+            f"{file}: {error.strerror}.", remedy="Name the folder of a run that has ended."
+        ) from error
     except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{file} is not what a run writes: {error}.", remedy="Run it again.") from error
+        raise DataError(
+            f"{file} is not what a run writes: {error}.", remedy="Run it again."
+        ) from error
 
 
 def _read(line: bytes) -> Result:
@@ -230,13 +267,22 @@ def _chosen(
         output = outputs((question.id, "aggregator", batch.pool.aggregate.model))
         if output is not None and not output.error:
             return output, "aggregator", ()
-        error = [f"The aggregator did not answer: {output.error if output else 'it was not asked.'}"]
+        error = [
+            f"The aggregator did not answer: {output.error if output else 'it was not asked.'}"
+        ]
     if judged.winner is not None:
         return judged.outputs[judged.winner], "proposers", error
-    return (judged.drafts[-1], "proposers", error) if judged.drafts else (None, "none", error)
+    if judged.drafts:
+        return (judged.drafts[-1], "proposers", error)
+    return (None, "none", error)
 
 
 def _proposal(batch: Batch, question: Question, output: Output) -> Proposal:
-    right = None if output.error else question.grade(output.text)
+    if output.error:
+        right = None
+    else:
+        right = question.grade(output.text)
     answer = batch.pool.answers.read(output.text)
-    return Proposal(output.model, answer, output.confidence, output.completion_tokens, right, output.error)
+    return Proposal(
+        output.model, answer, output.confidence, output.completion_tokens, right, output.error
+    )

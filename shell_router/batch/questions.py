@@ -1,10 +1,12 @@
-"""The questions of a batch, one JSON object per line, and how answers are compared with the right ones.
+"""The questions of a batch, one JSON object per line, and how answers are compared with the right
+ones.
 
-exact     the stated answer to the end of its line, or else the whole text, without case and extra white space
-numeric   the number stated, or that the whole text is; a unit may follow
+exact     the stated answer to the end of its line, or else the whole text, without case and extra
+white space numeric   the number stated, or that the whole text is; a unit may follow
 choice    the letter
 
-Right answers and models' answers are read in the same way. A bad line is reported and does not stop the others.
+Right answers and models' answers are read in the same way. A bad line is reported and does not stop
+the others.
 """
 
 import re
@@ -17,7 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from shell_router.batch.data_sets import Row, read_rows
-from shell_router.early_exit.answers import number_of, single_at_start, stated_answer, stated_line, without_marks
+from shell_router.early_exit.answers import (
+    number_of,
+    single_at_start,
+    stated_answer,
+    stated_line,
+    without_marks,
+)
 from shell_router.errors import DataError
 
 Grader = Literal["exact", "numeric", "choice"]
@@ -29,7 +37,9 @@ _MARKED_LETTER = re.compile(
 )
 _LONE_LETTER = re.compile(r"\(?([A-Z])(?:\)?[.:]?|[).:]\s.*)", re.DOTALL)
 _KEY_LETTER = re.compile(r"\(?[A-Z]\)?[.:]?|\(?[A-Z]\)\s.*", re.DOTALL)
-"""A right answer that asks for a letter: nothing else, or in an option's bracket; `J. K. Rowling` does not."""
+"""A right answer that asks for a letter: nothing else, or in an option's bracket; `J. K. Rowling`
+does not.
+"""
 _UNIT = re.compile(r"[^\s\d]+(?:\s?[^\s\d]+)?")
 
 
@@ -38,7 +48,9 @@ def grader_of(answer: str) -> Grader:
     line = stated_line(answer) or without_marks(answer)
     if number_of(stated_answer(answer) or line) is not None:
         return "numeric"
-    return "choice" if _KEY_LETTER.fullmatch(line) else "exact"
+    if _KEY_LETTER.fullmatch(line):
+        return "choice"
+    return "exact"
 
 
 def read_answer(text: str, grader: Grader) -> Value | None:
@@ -58,24 +70,36 @@ def read_exact(text: str) -> str | None:
 
 
 def read_numeric(text: str) -> Fraction | None:
-    """The number stated, whatever unit follows it, or the number that the whole text is, with a word or two of unit."""
+    """The number stated, whatever unit follows it, or the number that the whole text is, with a
+    word or two of unit.
+    """
     if (stated := stated_answer(text)) is not None:
         return number_of(stated)
     whole = without_marks(text)
-    return number_of(whole) if number_of(whole) is not None else _with_unit(whole)
+    if number_of(whole) is not None:
+        return number_of(whole)
+    return _with_unit(whole)
 
 
 def _with_unit(text: str) -> Fraction | None:
     """42 of `42 apples`; None of `24 and 13 is 37`."""
     single = single_at_start(f"{text}\n")
-    unit = text.rpartition(single)[2].strip() if single else ""
-    return number_of(single) if single and _UNIT.fullmatch(unit) else None
+    if single:
+        unit = text.rpartition(single)[2].strip()
+    else:
+        unit = ""
+    if single and _UNIT.fullmatch(unit):
+        return number_of(single)
+    return None
 
 
 def read_choice(text: str) -> str | None:
     """The letter stated, or the one that the whole text is or begins with, as in `B) 24`."""
     stated = stated_answer(text)
-    found = _LONE_LETTER.fullmatch(without_marks(text)) if stated is None else _MARKED_LETTER.fullmatch(stated)
+    if stated is None:
+        found = _LONE_LETTER.fullmatch(without_marks(text))
+    else:
+        found = _MARKED_LETTER.fullmatch(stated)
     return found[1].upper() if found else None
 
 
@@ -93,22 +117,31 @@ Vote = TypeVar("Vote", bound=Hashable)
 def plurality(votes: Sequence[Vote | None]) -> int | None:
     """The place of the last vote for the winner; None where no vote has an answer.
 
-    The winner is what most votes are for; of several such the one whose last vote stands last. None is no vote.
+    The winner is what most votes are for; of several such the one whose last vote stands last. None
+    is no vote.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     most = max(counts.values(), default=0)
-    return max((place for place, vote in enumerate(votes) if vote is not None and counts[vote] == most), default=None)
+    return max(
+        (place for place, vote in enumerate(votes) if vote is not None and counts[vote] == most),
+        default=None,
+    )
 
 
 UNGRADED = ("math", "instructions")
 """Graders of `eval` alone: what answers they take is not known here."""
 
-FORM = 'Write one object per line: {"question": "…"}, with id, answer, proposers and skills where needed.'
+FORM = (
+    'Write one object per line: {"question": "…"}, with id, answer, proposers and skills '
+    "where needed."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question. `proposers` answer it, if any are named; `answer` is the right one, if it is known."""
+    """One question. `proposers` answer it, if any are named; `answer` is the right one, if it is
+    known.
+    """
 
     id: str
     text: str
@@ -119,7 +152,9 @@ class Question:
 
     def grade(self, text: str) -> bool | None:
         """Whether `text` answers what the right answer does; None where that is not known."""
-        return None if self.answer is None else is_right(text, self.answer, grader_of(self.answer))
+        if self.answer is None:
+            return None
+        return is_right(text, self.answer, grader_of(self.answer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +190,9 @@ def read_questions(file: Path, proposers: Collection[str]) -> Questions:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DataError(f"{file}: {error.strerror}.", remedy="Name a JSONL file of questions.") from error
+        raise DataError(
+            f"{file}: {error.strerror}.", remedy="Name a JSONL file of questions."
+        ) from error
     asked: dict[str, Question] = {}
     refused: list[Refused] = []
     for number, row in read_rows(file, content):
@@ -165,7 +202,10 @@ def read_questions(file: Path, proposers: Collection[str]) -> Questions:
         else:
             refused.append(found)
     if not asked:
-        reason = f"{file}:{refused[0].line}: {refused[0].error}" if refused else f"{file} is empty."
+        if refused:
+            reason = f"{file}:{refused[0].line}: {refused[0].error}"
+        else:
+            reason = f"{file} is empty."
         raise DataError(reason, remedy=FORM)
     return Questions(tuple(asked.values()), tuple(refused), sha256(content).hexdigest())
 
@@ -178,9 +218,12 @@ def _read(
     id = None
     try:
         id = _id(found, number, asked)
-        named, skills = _names(found, "proposers", proposers), frozenset(_names(found, "skills"))
+        named = _names(found, "proposers", proposers)
+        skills = frozenset(_names(found, "skills"))
         graded = found.get("grader") not in UNGRADED
-        return Question(id, _text(found, "question"), named, skills, _answer(found) if graded else None, number)
+        return Question(
+            id, _text(found, "question"), named, skills, _answer(found) if graded else None, number
+        )
     except TypeError as error:
         return Refused(number, id, str(error))
 
@@ -202,7 +245,9 @@ def _text(found: Mapping[str, Any], name: str) -> str:
     raise TypeError(f"{name} must be text that is not empty, not {value!r}.")
 
 
-def _names(found: Mapping[str, Any], name: str, known: Collection[str] | None = None) -> tuple[str, ...]:
+def _names(
+    found: Mapping[str, Any], name: str, known: Collection[str] | None = None
+) -> tuple[str, ...]:
     """A list of texts, without repetitions."""
     value = found.get(name)
     if value is None:

@@ -1,4 +1,6 @@
-"""A batch for people: its plan as a table or a picture, its progress on a terminal, and what it came to."""
+"""A batch for people: its plan as a table or a picture, its progress on a terminal, and what it
+came to.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +19,25 @@ from shell_router.batch.run import Follow, Stage
 from shell_router.batch.sessions import Move, Sessions
 from shell_router.core.statistics import wilson
 
-MOVES: Mapping[Move, str] = {"taken": "were taken by idle workers", "replanned": "were moved by a new plan"}
+MOVES: Mapping[Move, str] = {
+    "taken": "were taken by idle workers",
+    "replanned": "were moved by a new plan",
+}
 COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 
 
 def plan_table(plan: Plan) -> Table:
-    """A line per session with its place on the plan's time axis, and a color per model, worker after worker."""
+    """A line per session with its place on the plan's time axis, and a color per model, worker
+    after worker.
+    """
     table = Table(title=f"Plan: {plan.method}", title_justify="left")
-    for heading in ("worker", "model \u00d7 prompts", "from s", "to s", f"0 to {plan.makespan_s:.1f} s"):
+    for heading in (
+        "worker",
+        "model \u00d7 prompts",
+        "from s",
+        "to s",
+        f"0 to {plan.makespan_s:.1f} s",
+    ):
         table.add_column(heading, justify="left" if "model" in heading else "right")
     names = sorted({session.model for session in plan.sessions})
     worker = None
@@ -44,18 +57,27 @@ def plan_table(plan: Plan) -> Table:
 
 
 def plan_summary(plan: Plan, others: Sequence[Plan]) -> list[str]:
-    """How long the plan takes, how much better another may be, and how it compares with `others`."""
+    """How long the plan takes, how much better another may be, and how it compares with
+    `others`."""
     if plan.optimal:
         judged = f"no plan within the same limits is shorter by more than {OPTIMAL_GAP:.2%}"
     else:
         judged = f"the best plan within the same limits may be up to {plan.gap:.2%} shorter"
     lines = [f"{plan.makespan_s:.1f} s in all; {judged}."]
     compared = others if plan.makespan_s else ()
-    return [*lines, *(f"{one.method} takes {one.makespan_s / plan.makespan_s:.2f} times as long." for one in compared)]
+    return [
+        *lines,
+        *(
+            f"{one.method} takes {one.makespan_s / plan.makespan_s:.2f} times as long."
+            for one in compared
+        ),
+    ]
 
 
 def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
-    """What a batch came to: its stages as planned and as run, who answered, and how right that is where it is known."""
+    """What a batch came to: its stages as planned and as run, who answered, and how right that is
+    where it is known.
+    """
     lines = [
         f"{stage.role}: {stage.measured.makespan_s:.1f} s, planned {stage.plan.makespan_s:.1f} s."
         + "".join(f" {number} prompts {MOVES[why]}." for why, number in stage.moved.items())
@@ -65,14 +87,19 @@ def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
     by = Counter(result.by for result in results)
     asked = by["proposers"] + by["aggregator"]
     lines.append(
-        f"{len(results)} lines: {by['proposers']} answered by proposers alone, {by['aggregator']} by the aggregator."
+        f"{len(results)} lines: {by['proposers']} answered by proposers alone, "
+        f"{by['aggregator']} by the aggregator."
     )
     if failed := [result for result in results if result.error]:
-        lines.append(f"{len(failed)} with an error; the first, line {failed[0].line}: {failed[0].error}")
+        lines.append(
+            f"{len(failed)} with an error; the first, line {failed[0].line}: {failed[0].error}"
+        )
     graded = [result for result in results if result.right is not None]
     if graded and asked:
         share = wilson(sum(bool(result.right) for result in graded) / len(graded), len(graded))
-        lines.append(f"{share.value:.1%} of {len(graded)} right ({share.low:.1%} to {share.high:.1%}).")
+        lines.append(
+            f"{share.value:.1%} of {len(graded)} right ({share.low:.1%} to {share.high:.1%})."
+        )
     return lines
 
 
@@ -89,14 +116,19 @@ class _OnScreen(Follow):
         total = sum(session.prompts for session in stage.plan.sessions)
         if total:
             self._progress.console.print(plan_table(stage.plan))
-        name = "proposers" if stage.role == "proposer" else stage.role
+        if stage.role == "proposer":
+            name = "proposers"
+        else:
+            name = stage.role
         self._task = self._progress.add_task(name, total=total, left="")
         self._sessions = sessions
 
     def on_output(self, _output: Output) -> None:
         """Move the bar."""
         assert self._task is not None and self._sessions is not None
-        self._progress.update(self._task, advance=1, left=f"about {self._sessions.left_s:.0f} s left")
+        self._progress.update(
+            self._task, advance=1, left=f"about {self._sessions.left_s:.0f} s left"
+        )
 
     def on_progress(self, line: str) -> None:
         """Print the line above the bar."""
@@ -106,6 +138,11 @@ class _OnScreen(Follow):
 @contextmanager
 def on_screen(console: Console) -> Iterator[Follow]:
     """What follows a batch there."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
         yield _OnScreen(progress)

@@ -1,4 +1,6 @@
-"""A whole batch: proposers planned and run, then the gate, then the aggregator where they do not agree."""
+"""A whole batch: proposers planned and run, then the gate, then the aggregator where they do not
+agree.
+"""
 
 import asyncio
 import logging
@@ -27,7 +29,12 @@ from shell_router.batch.sessions import (
     ungrouped,
 )
 from shell_router.errors import ConfigError
-from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
+from shell_router.launching.side_process import (
+    ProcessLimits,
+    SideProcess,
+    side_command,
+    side_environment,
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +87,9 @@ class Follow:
 
 
 class _Writer:
-    """Writes outputs in threads, in the order in which they came; those that come meanwhile together."""
+    """Writes outputs in threads, in the order in which they came; those that come meanwhile
+    together.
+    """
 
     def __init__(self, journal: Journal, follow: Follow) -> None:
         self._journal = journal
@@ -96,7 +105,8 @@ class _Writer:
     async def flush(self) -> None:
         """What a cancelled call has left, too."""
         async with self._writing:
-            outputs, self._waiting = self._waiting, []
+            outputs = self._waiting
+            self._waiting = []
             if outputs:
                 await on_disk(self._journal.add, *outputs)
             for output in outputs:
@@ -114,21 +124,33 @@ async def run_batch(
 ) -> Finished:
     """Ask what the journal lacks, and return what came of everything. `clock` is monotonic seconds.
 
-    Afterwards the journal holds an output or an error of every proposer for every question, and of the aggregator for
-    those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down.
+    Afterwards the journal holds an output or an error of every proposer for every question, and of
+    the aggregator for those that do not pass the gate. Raises ConfigError where there is no plan,
+    or no more can be written down.
     """
-    pool, writer = batch.pool, _Writer(journal, follow)
+    pool = batch.pool
+    writer = _Writer(journal, follow)
 
-    async def stage(role: Role, made: Callable[[], list[Prompt]], capacity: int, before: Sequence[Session]) -> Stage:
+    async def stage(
+        role: Role, made: Callable[[], list[Prompt]], capacity: int, before: Sequence[Session]
+    ) -> Stage:
         asked = await asyncio.to_thread(_lacking, made, journal)
         spans = role == "aggregator" and pool.spanning is not None
         count = 1 if spans else len(pool.workers)
         models = tuple(_cost(profile, role, model, len(its), count) for model, its in asked.items())
         # the proposers have started the engines, and pairs still hold what they ran last
-        first_s, together_s = (profile.first_s, profile.together_s) if role == "proposer" else (0.0, 0.0)
-        held = {one.worker: one.model for one in (() if spans else before) if pool.workers[one.worker].pair}
+        first_s, together_s = (
+            (profile.first_s, profile.together_s) if role == "proposer" else (0.0, 0.0)
+        )
+        held = {
+            one.worker: one.model
+            for one in (() if spans else before)
+            if pool.workers[one.worker].pair
+        }
         holds = tuple(held.get(worker, "") for worker in range(count))
-        plan = await planned(planner, Workload(models, count, capacity, first_s, together_s, holds=holds))
+        plan = await planned(
+            planner, Workload(models, count, capacity, first_s, together_s, holds=holds)
+        )
         queues = WorkerQueues(models, asked, plan, count)
         moved: Counter[Move] = Counter()
 
@@ -142,13 +164,19 @@ async def run_batch(
             *(writer.write, follow.on_progress, follow.on_load, on_move),
             concurrency=pool.concurrency * (len(pool.workers) if spans else 1),
             clock=clock,
-            replanning=Replanning(planner, capacity, pool.replan_above, first_s) if pool.replan_above else None,
+            replanning=Replanning(planner, capacity, pool.replan_above, first_s)
+            if pool.replan_above
+            else None,
         )
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()), moved)
 
     try:
-        stages = [await stage("proposer", batch.proposer_prompts, pool.capacity or len(pool.proposer_names), ())]
+        stages = [
+            await stage(
+                "proposer", batch.proposer_prompts, pool.capacity or len(pool.proposer_names), ()
+            )
+        ]
         if pool.aggregate is not None:
             asked = partial(batch.aggregator_prompts, journal.get)
             stages.append(await stage("aggregator", asked, 1, stages[0].sessions))
@@ -171,20 +199,26 @@ def _cost(profile: PoolProfile, role: Role, model: str, prompts: int, workers: i
     if role == "proposer":
         return profile.cost(model, prompts)
     if profile.aggregator is None:
-        raise ConfigError("The profile has no aggregator.", remedy="Run shell-router batch profile again.")
-    # MOSAIC runs it on all GPUs (section 5.3); equation 8 would spare loads that nothing else waits for
+        raise ConfigError(
+            "The profile has no aggregator.", remedy="Run shell-router batch profile again."
+        )
+    # MOSAIC runs it on all GPUs (section 5.3); equation 8 would spare loads that nothing else waits
+    # for
     return replace(profile.aggregator.cost(model, prompts), most_workers=workers)
 
 
 async def plan_apart(workload: Workload, limit_s: float = 10.0) -> Plan:
-    """`planner.plan` in a process of its own, which ends with the caller: it would hold up an event loop for seconds.
+    """`planner.plan` in a process of its own, which ends with the caller: it would hold up an event
+    loop for seconds.
 
     Raises ConfigError, and EngineError where the process fails.
     """
     command = side_command("shell_router.batch.planner:planning", {}, max_batch=1)
     limits = ProcessLimits(answer_s=QUICK_PLAN_S + limit_s)
     async with SideProcess("planner", command, side_environment(SEARCHERS), limits) as process:
-        found: Plan | ConfigError = pickle.loads(await process.ask(pickle.dumps((workload, limit_s))))
+        found: Plan | ConfigError = pickle.loads(
+            await process.ask(pickle.dumps((workload, limit_s)))
+        )
     if isinstance(found, ConfigError):
         raise found
     return found

@@ -1,8 +1,10 @@
-"""Sessions: a worker loads a model, the model answers its share of the prompts, and the worker goes on to the next.
+"""Sessions: a worker loads a model, the model answers its share of the prompts, and the worker goes
+on to the next.
 
-A session that fails gives what it has not answered to the other workers. A model that does not load, or never answers,
-is given up: its prompts become outputs that say why, and everything else goes on. What an engine held when it died
-without any answer is asked one by one, so that a prompt that kills engines is found and costs only itself.
+A session that fails gives what it has not answered to the other workers. A model that does not
+load, or never answers, is given up: its prompts become outputs that say why, and everything else
+goes on. What an engine held when it died without any answer is asked one by one, so that a prompt
+that kills engines is found and costs only itself.
 """
 
 import asyncio
@@ -21,7 +23,14 @@ from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
 from shell_router.core.engine import Finish, Generation, ServedModel
 from shell_router.early_exit.algorithm1 import Confidence
-from shell_router.errors import ConfigError, EngineError, EngineRejected, InvalidRequest, ShellRouterError, require
+from shell_router.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    InvalidRequest,
+    ShellRouterError,
+    require,
+)
 from shell_router.moa.prompt import encoded
 
 log = logging.getLogger(__name__)
@@ -29,7 +38,9 @@ T = TypeVar("T")
 
 Clock = Callable[[], float]
 Move = Literal["taken", "replanned"]
-"""Why a prompt is answered by another worker than the plan's: an idle one took it, or the rest was planned again."""
+"""Why a prompt is answered by another worker than the plan's: an idle one took it, or the rest was
+planned again.
+"""
 OnOutput = Callable[[Output], Awaitable[None]]
 Left = tuple[list[Prompt], str]
 """Prompts that stay without an output, and the error of one of them."""
@@ -44,8 +55,11 @@ SPANNING = -1
 class Workers(Protocol):
     """Workers that hold one model at a time."""
 
-    def session(self, worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
-        """`model`, loaded on `worker` while the context is open. Its engine may stay up for the next one.
+    def session(
+        self, worker: int, model: str
+    ) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+        """`model`, loaded on `worker` while the context is open. Its engine may stay up for the
+        next one.
 
         Raises EngineError, ConfigError and OSError where it cannot be loaded.
         """
@@ -58,7 +72,9 @@ class Spanning:
 
     workers: Workers
 
-    def session(self, _worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+    def session(
+        self, _worker: int, model: str
+    ) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
         """See `Workers`."""
         return self.workers.session(SPANNING, model)
 
@@ -70,14 +86,18 @@ Planner = Callable[[Workload], Plan | Awaitable[Plan]]
 async def planned(planner: Planner, workload: Workload) -> Plan:
     """The planner's plan. Raises what it raises."""
     made = planner(workload)
-    return made if isinstance(made, Plan) else await made
+    if isinstance(made, Plan):
+        return made
+    return await made
 
 
 @dataclass(frozen=True, slots=True)
 class Replanning:
-    """When the rest is planned again: a session takes more than `bound` longer or shorter than planned, as a share.
+    """When the rest is planned again: a session takes more than `bound` longer or shorter than
+    planned, as a share.
 
-    `capacity` is what a worker loads at most by one plan. The first load of a worker takes `first_s` longer.
+    `capacity` is what a worker loads at most by one plan. The first load of a worker takes
+    `first_s` longer.
     """
 
     planner: Planner
@@ -87,17 +107,19 @@ class Replanning:
 
 
 WORTH = 0.05
-"""A new plan is followed if it shortens the rest by more than this share: moving prompts costs loads that may fail."""
+"""A new plan is followed if it shortens the rest by more than this share: moving prompts costs
+loads that may fail.
+"""
 
 
 class Sessions:
     """Runs what is queued for the workers.
 
-    `on_output` is awaited with each output, `on_progress` called with each line of text, `on_load` with a load and its
-    seconds, `on_move` with prompts that go to another worker.
+    `on_output` is awaited with each output, `on_progress` called with each line of text, `on_load`
+    with a load and its seconds, `on_move` with prompts that go to another worker.
 
-    At most `concurrency` prompts of a session are with the engine at the same time. `clock` is monotonic seconds.
-    Without `replanning` each prompt stays with its worker unless that fails.
+    At most `concurrency` prompts of a session are with the engine at the same time. `clock` is
+    monotonic seconds. Without `replanning` each prompt stays with its worker unless that fails.
     """
 
     def __init__(
@@ -127,9 +149,11 @@ class Sessions:
         self._is_planning = False
 
     async def run(self) -> tuple[Session, ...]:
-        """Every prompt is answered, or has an output that says why not; the sessions as they were, by worker and time.
+        """Every prompt is answered, or has an output that says why not; the sessions as they were,
+        by worker and time.
 
-        Raises what is raised by what it calls, in a group. Cancelled, or with such an error, no session is left open.
+        Raises what is raised by what it calls, in a group. Cancelled, or with such an error, no
+        session is left open.
         """
         begun_s = self._clock()
         async with asyncio.TaskGroup() as tasks:
@@ -146,7 +170,9 @@ class Sessions:
         while share := await self._next(self._queues[worker]):
             begun_s = self._clock() - run_begun_s
             if done := await self._session(worker, share):
-                self._ended.append(Session(worker, share.model, done, begun_s, self._clock() - run_begun_s))
+                self._ended.append(
+                    Session(worker, share.model, done, begun_s, self._clock() - run_begun_s)
+                )
 
     async def _next(self, queue: WorkerQueue) -> Share | None:
         """What this worker does next; None once no worker has anything left that could fail."""
@@ -161,11 +187,15 @@ class Sessions:
 
         What is left is handed on.
         """
-        queue, done, is_first = self._queues[worker], 0, not self._queues[worker].loads
+        queue = self._queues[worker]
+        done = 0
+        is_first = not self._queues[worker].loads
         async with AsyncExitStack() as stack:
             begun_s = self._clock()
             try:
-                model, load = await stack.enter_async_context(self._workers.session(worker, share.model))
+                model, load = await stack.enter_async_context(
+                    self._workers.session(worker, share.model)
+                )
             except (EngineError, ConfigError, OSError) as error:
                 never_begun = queue.end()
                 share = replace(share, prompts=share.prompts if share.barren else never_begun)
@@ -176,19 +206,27 @@ class Sessions:
             load_s = self._clock() - begun_s
             queue.loads += 1
             self._on_load(load, load_s)
-            self._on_progress(f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in {load_s:.1f} s)")
+            self._on_progress(
+                f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in "
+                f"{load_s:.1f} s)"
+            )
             following: Share | None = share
             starts = is_first and self._replanning is not None and self._replanning.first_s > 0
-            compared_s = None if starts or load == "model kept" else load_s
+            if starts or load == "model kept":
+                compared_s = None
+            else:
+                compared_s = load_s
             while following is not None:
-                share, queue.since_s = following, self._clock()
+                share = following
+                queue.since_s = self._clock()
                 left, failure = await self._answer(model, queue, share)
                 done += queue.answered
                 if queue.answered:
                     self._queues.worked(share.model)
                 if left:
                     break
-                ran_s, queue.since_s = self._clock() - queue.since_s, None
+                ran_s = self._clock() - queue.since_s
+                queue.since_s = None
                 if self._replanning is not None:
                     await self._measured(self._replanning, worker, compared_s, ran_s)
                     compared_s = None  # further shares need no load
@@ -198,10 +236,14 @@ class Sessions:
             await self._report(worker, share.model, left, failure, taken)
         return done
 
-    async def _measured(self, replanning: Replanning, worker: int, load_s: float | None, run_s: float) -> None:
-        """A session took `run_s`: if that, or one that runs, is off the plan, have the rest planned again.
+    async def _measured(
+        self, replanning: Replanning, worker: int, load_s: float | None, run_s: float
+    ) -> None:
+        """A session took `run_s`: if that, or one that runs, is off the plan, have the rest planned
+        again.
 
-        Others go on by the old plan meanwhile. A new one that takes too long in the making comes too late.
+        Others go on by the old plan meanwhile. A new one that takes too long in the making comes
+        too late.
         """
         off = self._queues.measured(worker, load_s, run_s, replanning.bound)
         off = self._queues.off(self._clock(), replanning.bound) or off
@@ -210,21 +252,30 @@ class Sessions:
         work, before = self._queues.rest(replanning.capacity, replanning.first_s)
         if not work.asked:
             return
-        self._is_planning, left_s = True, self._queues.left_s
+        self._is_planning = True
+        left_s = self._queues.left_s
         try:
             async with asyncio.timeout(replanning.bound * left_s):
                 plan = await planned(replanning.planner, work)
         except (TimeoutError, ShellRouterError) as error:
-            level = logging.INFO if isinstance(error, TimeoutError) else logging.WARNING
-            log.log(level, "The rest is not planned again: %s", str(error) or "planning took too long")
+            if isinstance(error, TimeoutError):
+                level = logging.INFO
+            else:
+                level = logging.WARNING
+            log.log(
+                level, "The rest is not planned again: %s", str(error) or "planning took too long"
+            )
             return
         finally:
             self._is_planning = False
-        begun_s = (work.ready_s[worker] for worker in range(len(before)) if self._queues[worker].loads)
+        begun_s = (
+            work.ready_s[worker] for worker in range(len(before)) if self._queues[worker].loads
+        )
         rest_s = max(plan.makespan_s, *begun_s)  # a plan leaves out workers that get nothing more
         if rest_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
             self._on_progress(
-                f"sessions took longer or shorter than planned: {moved} prompts go to other workers, and the rest takes"
+                f"sessions took longer or shorter than planned: {moved} prompts go to other "
+                "workers, and the rest takes"
                 f" about {rest_s:.0f} s instead of {left_s:.0f} s"
             )
             self._on_move("replanned", moved)
@@ -232,32 +283,40 @@ class Sessions:
                 self._changed.notify_all()
 
     def _taken(self, worker: int, model: str) -> Share | None:
-        """What a worker that has nothing left takes of the model that it holds: this needs no load."""
+        """What a worker that has nothing left takes of the model that it holds: this needs no
+        load."""
         idle = self._replanning is not None and not self._queues[worker].shares
         if not idle or (taken := self._queues.take(worker, model)) is None:
             return None
         share, other = taken
-        self._on_progress(f"worker {worker}: takes {len(share.prompts)} prompts of {model} from worker {other}")
+        self._on_progress(
+            f"worker {worker}: takes {len(share.prompts)} prompts of {model} from worker {other}"
+        )
         self._on_move("taken", len(share.prompts))
         return share
 
     async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> Left:
         """What stays without an output.
 
-        After a barren session, those that may have been with its engine come first, one by one, and one more. The one
-        that an engine does not answer which has answered others is to blame.
+        After a barren session, those that may have been with its engine come first, one by one, and
+        one more. The one that an engine does not answer which has answered others is to blame.
         """
 
         async def on_output(output: Output) -> None:
             queue.output()
             await self._on_output(output)
 
-        blamed = share.prompts[: self._concurrency + 1] if share.barren else ()
+        if share.barren:
+            blamed = share.prompts[: self._concurrency + 1]
+        else:
+            blamed = ()
         rest = share.prompts[len(blamed) :]
         left, failure = await one_by_one(model, blamed, on_output)
         if left:
             first, *others = left
-            if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
+            if len(left) == len(
+                blamed
+            ):  # the engine may be at fault: next time another prompt comes first
                 return [*others, first, *rest], failure
             await on_output(first.failed(failure))
             return [*others, *rest], failure
@@ -265,7 +324,9 @@ class Sessions:
             queue.waiting.extend(rest)
         return await in_rounds(model, queue.waiting, self._concurrency, on_output)
 
-    async def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
+    async def _report(
+        self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool
+    ) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""
         reason = f"worker {worker}: {len(left)} prompts of {model} were not answered: {failure}"
         if taken:
@@ -276,8 +337,11 @@ class Sessions:
             await self._on_output(prompt.failed(failure))
 
 
-async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:
-    """`concurrency` of them at the same time, and those that failed once more for as long as a round answers some.
+async def in_rounds(
+    model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
+) -> Left:
+    """`concurrency` of them at the same time, and those that failed once more for as long as a
+    round answers some.
 
     What is left stands in the order in which it was given. While the first round runs,
     other workers may take prompts from the end of `waiting`.
@@ -285,7 +349,10 @@ async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int
     order = tuple(waiting)
     while True:
         failed, answered = await _round(model, waiting, concurrency, on_output)
-        left = [prompt for prompt in order if prompt in failed] if failed else []
+        if failed:
+            left = [prompt for prompt in order if prompt in failed]
+        else:
+            left = []
         if not (left and answered):
             return left, failed[left[0]] if left else ""
         waiting = deque(left)
@@ -305,7 +372,9 @@ async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: O
 async def _round(
     model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
 ) -> tuple[dict[Prompt, str], int]:
-    """Ask each once; those that the engine failed to answer, with its errors, and the number of the others."""
+    """Ask each once; those that the engine failed to answer, with its errors, and the number of the
+    others.
+    """
     failed: dict[Prompt, str] = {}
     answered_prompts = 0
 
@@ -328,7 +397,8 @@ async def _round(
 
 
 async def answered(model: ServedModel, prompt: Prompt) -> Output:
-    """What the model writes. A prompt that it refuses is an output too; raises other EngineErrors."""
+    """What the model writes. A prompt that it refuses is an output too; raises other
+    EngineErrors."""
     texts: list[str] = []
     confidence = Confidence()
     try:
@@ -336,7 +406,8 @@ async def answered(model: ServedModel, prompt: Prompt) -> Output:
         new_tokens = prompt.sampling["max_new_tokens"]
         if len(ids) + new_tokens > model.context_length:
             return prompt.failed(
-                f"A prompt of {len(ids)} tokens and {new_tokens} new ones are more than the {model.context_length} that"
+                f"A prompt of {len(ids)} tokens and {new_tokens} new ones are more than the "
+                f"{model.context_length} that"
                 f" {model.alias!r} takes. Shorten the question, or lower max_new_tokens."
             )
         request = Generation(uuid.uuid4().hex, ids, prompt.sampling, logprobs=True)
@@ -344,7 +415,9 @@ async def answered(model: ServedModel, prompt: Prompt) -> Output:
             async for item in stream:
                 if isinstance(item, Finish):
                     counts = confidence.value or 0.0, item.prompt_tokens, item.completion_tokens
-                    return Output(prompt.question, prompt.role, prompt.model, "".join(texts), *counts)
+                    return Output(
+                        prompt.question, prompt.role, prompt.model, "".join(texts), *counts
+                    )
                 texts.append(item.text)
                 confidence.add(item.logprobs)
     except (InvalidRequest, ConfigError) as error:  # the chat template or the engine refuses it
@@ -365,7 +438,8 @@ async def load_on_all(
 ) -> tuple[float, Load]:
     """Load the model on `count` workers at the same time, and `use` it there.
 
-    Returns the mean of the seconds of a load and its end, and the dearest kind of load among them. Raises EngineError.
+    Returns the mean of the seconds of a load and its end, and the dearest kind of load among them.
+    Raises EngineError.
     """
     loads_s: list[float] = []
     kinds: list[Load] = []
@@ -398,12 +472,14 @@ async def profiled(
     concurrency: int,
     clock: Clock,
 ) -> tuple[ModelProfile, list[Output], Load]:
-    """The model's profile from sessions of all `sizes` on all of `count` workers, what it wrote, and how it was loaded.
+    """The model's profile from sessions of all `sizes` on all of `count` workers, what it wrote,
+    and how it was loaded.
 
-    All workers begin each size at the same time: in a batch all of them are busy, too. As there, a session has at most
-    `concurrency` prompts with the engine at the same time. Every prompt is asked once: an engine would remember one
-    that it has seen. Raises ConfigError for sizes or prompts that are too few, and EngineError where the model fails to
-    load, or to answer one of them.
+    All workers begin each size at the same time: in a batch all of them are busy, too. As there, a
+    session has at most `concurrency` prompts with the engine at the same time. Every prompt is
+    asked once: an engine would remember one that it has seen. Raises ConfigError for sizes or
+    prompts that are too few, and EngineError where the model fails to load, or to answer one of
+    them.
     """
     needed = count * sum(sizes)
     require(
@@ -413,7 +489,8 @@ async def profiled(
     )
     require(
         len(prompts) >= needed,
-        f"Sessions of {', '.join(map(str, sizes))} prompts on {count} workers need {needed} questions, and there are"
+        f"Sessions of {', '.join(map(str, sizes))} prompts on {count} workers need {needed} "
+        "questions, and there are"
         f" {len(prompts)}.",
         "Name a file with more questions, or smaller --sizes.",
     )
@@ -453,7 +530,9 @@ async def _timed(
 
 
 async def ungrouped(work: Awaitable[T]) -> T:
-    """What `work` returns. Of a group of nothing but ShellRouterErrors the first is raised as it is."""
+    """What `work` returns. Of a group of nothing but ShellRouterErrors the first is raised as it
+    is.
+    """
     try:
         return await work
     except BaseExceptionGroup as group:

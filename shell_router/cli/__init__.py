@@ -1,4 +1,6 @@
-"""The `shell-router` command. What a command needs is imported when it runs, so that `--help` answers at once."""
+"""The `shell-router` command. What a command needs is imported when it runs, so that `--help`
+answers at once.
+"""
 
 import os
 import sys
@@ -18,7 +20,9 @@ WRONG_INPUT = 2
 
 
 class Commands(TyperGroup):
-    """Prints the project's own errors in one line, and ends quietly when the reader of the output is gone."""
+    """Prints the project's own errors in one line, and ends quietly when the reader of the output
+    is gone.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -58,15 +62,21 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def top(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    # NumPy's threads spin against each other on busy cores; the gate's matrices are small. Read when NumPy loads.
+    # NumPy's threads spin against each other on busy cores; the gate's matrices are small. Read
+    # when NumPy loads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for an error, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run one command and return its exit code: 2 for an error, 130 after Ctrl-C, 143 after
+    SIGTERM.
+    """
     try:
         app(arguments, prog_name="shell-router")
     except SystemExit as ended:

@@ -53,7 +53,9 @@ def profile(
 
 @app.command(epilog=examples("shell-router batch plan workload.yaml --json plan.json"))
 def plan(
-    workload: Annotated[Path, argument("WORKLOAD", "YAML: workers, their capacity, models and their costs.")],
+    workload: Annotated[
+        Path, argument("WORKLOAD", "YAML: workers, their capacity, models and their costs.")
+    ],
     method: Planner = "ilp",
     limit_s: LimitS = 10.0,
     json: Json = None,
@@ -68,7 +70,10 @@ def plan(
 
     require_writable(json)
     found, _ = read_file(workload, Workload, see="docs/how-to/batch-a-file.md explains workloads.")
-    made = solved(found, limit_s) if method == "ilp" else WITHOUT_SOLVER[method](found)
+    if method == "ilp":
+        made = solved(found, limit_s)
+    else:
+        made = WITHOUT_SOLVER[method](found)
     Console().print(plan_table(made))
     others = [other(found) for name, other in WITHOUT_SOLVER.items() if name != method]
     print("\n".join(plan_summary(made, others)))
@@ -76,7 +81,9 @@ def plan(
         write(json, jsonlib.dumps(made.as_json(), indent=2) + "\n")
 
 
-@app.command("run", epilog=examples("shell-router batch run pool.yaml --data questions.jsonl --out run1"))
+@app.command(
+    "run", epilog=examples("shell-router batch run pool.yaml --data questions.jsonl --out run1")
+)
 def answer(
     pool: Pool,
     data: Data,
@@ -84,7 +91,9 @@ def answer(
     limit: Limit = None,
     method: Planner = "ilp",
     limit_s: LimitS = 10.0,
-    tau: Annotated[float | None, option("Agreement at which the aggregator is skipped. Default: the pool's.")] = None,
+    tau: Annotated[
+        float | None, option("Agreement at which the aggregator is skipped. Default: the pool's.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Answer a file of questions, or continue an interrupted run."""
@@ -100,7 +109,11 @@ def answer(
     questions = questions_for(found, data, limit)
 
     async def ran() -> None:
-        planner = partial(plan_apart, limit_s=limit_s) if method == "ilp" else WITHOUT_SOLVER[method]
+        planner = (
+            (partial(plan_apart, limit_s=limit_s))
+            if (method == "ilp")
+            else (WITHOUT_SOLVER[method])
+        )
         with on_screen(Console()) as follow:
             finished = await run_pool(found, questions, out, planner, follow, seed=seed)
         print("\n".join(outcome(finished.results, finished.stages)))

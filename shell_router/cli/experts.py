@@ -44,12 +44,15 @@ POOL_BATCHES = Several((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 
 Record = Annotated[Path, argument("RECORD", "What `experts record` wrote.")]
 PlacementFile = Annotated[Path, option("The placement, as SGLang's JSON.", "--out", metavar="FILE")]
-Chosen = Annotated[Algorithm, option("Placement algorithm; `eplb` and `contiguous` are baselines.", "--algorithm")]
+Chosen = Annotated[
+    Algorithm, option("Placement algorithm; `eplb` and `contiguous` are baselines.", "--algorithm")
+]
 
 
 @dataclass(frozen=True)
 class Server:
-    """An SGLang server, the environment variable that holds its key, and the limit for a request."""
+    """An SGLang server, the environment variable that holds its key, and the limit for a
+    request."""
 
     url: Annotated[str, argument("URL", "An SGLang server that records experts.")]
     api_key_env: KeyVariable = None
@@ -69,7 +72,11 @@ class Server:
             yield found
 
 
-@app.command(epilog=examples("shell-router experts record http://127.0.0.1:30000 --seconds 600 --out record.npz"))
+@app.command(
+    epilog=examples(
+        "shell-router experts record http://127.0.0.1:30000 --seconds 600 --out record.npz"
+    )
+)
 @takes(server=Server)
 def record(
     server: Server,
@@ -84,7 +91,9 @@ def record(
 def place(
     record: Record,
     out: PlacementFile,
-    gpus: Annotated[int, option("Expert-parallel size: GPUs that share the experts.", metavar="N", least=1)],
+    gpus: Annotated[
+        int, option("Expert-parallel size: GPUs that share the experts.", metavar="N", least=1)
+    ],
     algorithm: Chosen = "swap",
 ) -> None:
     """Write the placement that SGLang loads with --init-expert-location.
@@ -120,7 +129,9 @@ def _kept(file: Path, archive: bytes) -> "ExpertRecord":
     try:
         file.write_bytes(archive)
     except OSError as error:
-        raise DataError(f"{file}: {error.strerror}.", remedy="Name a file that you may write.") from error
+        raise DataError(
+            f"{file}: {error.strerror}.", remedy="Name a file that you may write."
+        ) from error
     return read_record(file)
 
 
@@ -143,13 +154,18 @@ def _placed(name: str, record: "ExpertRecord", gpus: int) -> tuple["Placement", 
 
 
 def _summary(record: "ExpertRecord") -> str:
-    followed = "with transitions" if record.has_transitions else "without transitions"
+    if record.has_transitions:
+        followed = "with transitions"
+    else:
+        followed = "without transitions"
     counted = f"{record.activations.sum():,.0f} activations"
     return f"{len(record.layers)} layers of {record.experts} experts, {counted}, {followed}"
 
 
 @components.command(
-    epilog=examples("shell-router components profile pool.yaml --sample requests.jsonl --devices cuda:0")
+    epilog=examples(
+        "shell-router components profile pool.yaml --sample requests.jsonl --devices cuda:0"
+    )
 )
 def profile(
     pool: Annotated[Path, argument("POOL", "The pool's YAML file.")],
@@ -159,27 +175,45 @@ def profile(
     ] = False,
     rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
     batches: Annotated[Several, listed(int, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
-    warm_files: Annotated[bool, option("Time loads of files that the system has in memory.", "--warm-files")] = False,
-    sample: Annotated[Path | None, option('Requests: JSONL, one {"chain": […]} per line.', metavar="FILE")] = None,
-    requests: Annotated[int, option("Requests that are drawn from rules to try splits on.", least=1)] = 2000,
+    warm_files: Annotated[
+        bool, option("Time loads of files that the system has in memory.", "--warm-files")
+    ] = False,
+    sample: Annotated[
+        Path | None, option('Requests: JSONL, one {"chain": […]} per line.', metavar="FILE")
+    ] = None,
+    requests: Annotated[
+        int, option("Requests that are drawn from rules to try splits on.", least=1)
+    ] = 2000,
     every_s: Annotated[
         float, option("One request each S seconds; 0 sends all at once.", "--every-s", metavar="S")
     ] = 0.0,
 ) -> None:
     """Measure what a pool's components cost, and split its memory.
 
-    The costs, usages and shares of memory are written to the file that the pool names as its profile.
+    The costs, usages and shares of memory are written to the file that the pool names as its
+    profile.
     """
-    sys.path.insert(0, str(Path.cwd()))  # where the modules that the pool names lie, unless they are installed
+    sys.path.insert(
+        0, str(Path.cwd())
+    )  # where the modules that the pool names lie, unless they are installed
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs to stderr otherwise
     from shell_router.experts.components.measuring import Amount
     from shell_router.lab.simulation.components import ProfileOptions, find_split, measure
 
     if not every_s >= 0:
         raise ConfigError(f"--every-s is {every_s}.", remedy="Give 0 or more seconds.")
-    amount, date = Amount(batches, rounds), datetime.now(UTC).date().isoformat()
+    amount = Amount(batches, rounds)
+    date = datetime.now(UTC).date().isoformat()
     options = ProfileOptions(
-        pool, date, devices, amount, not warm_files, not keep_costs, sample=sample, requests=requests, every_s=every_s
+        pool,
+        date,
+        devices,
+        amount,
+        not warm_files,
+        not keep_costs,
+        sample=sample,
+        requests=requests,
+        every_s=every_s,
     )
 
     chains: list[tuple[str, ...]] = []

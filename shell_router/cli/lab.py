@@ -34,16 +34,24 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-FIRST, THRESHOLDS = Several((0,)), Several((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
-POLICIES, SCOPES, TAUS = Several(("in_flight",)), Several(("cluster",)), Several((0.7,))
-LENGTHS, BATCHES = Several((32, 128, 512, 1024, 2048)), Several((1, 2, 4, 8, 16))
+FIRST = Several((0,))
+THRESHOLDS = Several((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
+POLICIES = Several(("in_flight",))
+SCOPES = Several(("cluster",))
+TAUS = Several((0.7,))
+LENGTHS = Several((32, 128, 512, 1024, 2048))
+BATCHES = Several((1, 2, 4, 8, 16))
 
 
 def asking(
     data: Annotated[
         Path,
         option(
-            'One {"question": …, "answer": …} per line, or a published data set (JSONL, CSV, Parquet).', metavar="FILE"
+            (
+                'One {"question": …, "answer": …} per line, or a published data set (JSONL, CSV, '
+                "Parquet)."
+            ),
+            metavar="FILE",
         ),
     ],
     grader: Annotated[
@@ -54,7 +62,9 @@ def asking(
     limit: Annotated[int | None, option("Ask at most this many questions.", least=1)] = None,
     seeds: Annotated[Several, listed(int, "Ask every question once per seed.", "0,1,…")] = FIRST,
     concurrency: Annotated[int, option("Questions that are asked at the same time.", least=1)] = 1,
-    timeout_s: Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")] = 900.0,
+    timeout_s: Annotated[
+        float, option("Limit for one request, in seconds.", "--timeout-s")
+    ] = 900.0,
     json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
     records: Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")] = None,
 ) -> dict[str, Any]:
@@ -67,29 +77,39 @@ def asking(
 
 
 @app.command(
-    epilog=examples("shell-router demo --rounds 5", 'shell-router demo --real --question "Why is the sky blue?"')
+    epilog=examples(
+        "shell-router demo --rounds 5", 'shell-router demo --real --question "Why is the sky blue?"'
+    )
 )
 def demo(
     rounds: Annotated[int, option("Questions per topology, of the tiny models.", least=1)] = 3,
     seed: Seed = 0,
-    real: Annotated[bool, option("Ask a real instruct model, SmolLM2-135M, in the place of the tiny ones.")] = False,
+    real: Annotated[
+        bool, option("Ask a real instruct model, SmolLM2-135M, in the place of the tiny ones.")
+    ] = False,
     question: Annotated[str | None, option("What to ask it.", metavar="TEXT")] = None,
 ) -> None:
-    """Start everything on this machine, ask questions, and show what each mechanism gains and costs.
+    """Start everything on this machine, ask questions, and show what each mechanism gains and
+    costs.
 
     Needs neither a GPU nor a download; `--real` needs packages, which it names.
     """
     from shell_router.lab.demo import EXAMPLE, run_demo
 
     if question is not None and not real:
-        raise ConfigError("--question goes with --real.", remedy="The tiny models solve word problems alone.")
+        raise ConfigError(
+            "--question goes with --real.", remedy="The tiny models solve word problems alone."
+        )
     run(run_demo(rounds, seed, (question or EXAMPLE) if real else None))
 
 
 @app.command(
     "eval",
     epilog=examples(
-        "shell-router eval --config configs/evaluation.yaml --data models/data/test.jsonl --limit 50",
+        (
+            "shell-router eval --config configs/evaluation.yaml --data models/data/test.jsonl "
+            "--limit 50"
+        ),
         "shell-router eval --url http://127.0.0.1:8000 --data mine.jsonl small large tree",
     ),
 )
@@ -100,13 +120,17 @@ def evaluate(
         list[str] | None,
         argument("SETTING", "A model, a topology or auto. Default: all models and topologies."),
     ] = None,
-    config: Annotated[Path | None, option("Start this deployment on a free port, and ask it.", metavar="FILE")] = None,
+    config: Annotated[
+        Path | None, option("Start this deployment on a free port, and ask it.", metavar="FILE")
+    ] = None,
     url: Annotated[str | None, option("Ask the router that runs there.")] = None,
     api_key_env: KeyVariable = None,
     temperature: Annotated[
         float | None, option("For plain models (default 0) and for the roots of topologies.")
     ] = None,
-    max_tokens: Annotated[int | None, option("Output limit of plain models. Default: 128.", least=1)] = None,
+    max_tokens: Annotated[
+        int | None, option("Output limit of plain models. Default: 128.", least=1)
+    ] = None,
     baseline: Annotated[
         str | None, option("Compare with this one. Default: the first topology.", metavar="SETTING")
     ] = None,
@@ -119,9 +143,13 @@ def evaluate(
     from shell_router.lab.evaluation.run import run_evaluation
 
     if (config is None) == (url is None):
-        raise typer.BadParameter("exactly one of the two is required.", param_hint="--config / --url")
+        raise typer.BadParameter(
+            "exactly one of the two is required.", param_hint="--config / --url"
+        )
     if config and api_key_env:
-        raise ConfigError("--api-key-env goes with --url only.", remedy="A deployment of --config needs no key.")
+        raise ConfigError(
+            "--api-key-env goes with --url only.", remedy="A deployment of --config needs no key."
+        )
     options = EvaluationOptions(
         config=config,
         url=url,
@@ -137,7 +165,8 @@ def evaluate(
 
 @app.command(
     epilog=examples(
-        "shell-router calibrate tree.yaml --config configs/evaluation.yaml --data models/data/test.jsonl --bound 1"
+        "shell-router calibrate tree.yaml --config configs/evaluation.yaml --data "
+        "models/data/test.jsonl --bound 1"
     )
 )
 @takes(asked=asking)
@@ -148,7 +177,9 @@ def calibrate(
     bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
     policies: Annotated[Several, listed(str, "Policies to try: in_flight, threshold.")] = POLICIES,
     scopes: Annotated[Several, listed(str, "Agents to judge together: cluster, layer.")] = SCOPES,
-    taus: Annotated[Several, listed(float, "Values of tau to try, for the policy `threshold`.")] = TAUS,
+    taus: Annotated[
+        Several, listed(float, "Values of tau to try, for the policy `threshold`.")
+    ] = TAUS,
     thresholds: Annotated[Several, listed(float, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
 ) -> None:
     """Choose a topology's early exit by its loss of accuracy.
@@ -162,7 +193,9 @@ def calibrate(
     run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
 
 
-@app.command(epilog=examples("shell-router simulate configs/simulations/six-h200.yaml --topology full"))
+@app.command(
+    epilog=examples("shell-router simulate configs/simulations/six-h200.yaml --topology full")
+)
 def simulate(
     simulation: Annotated[
         list[Path],
@@ -184,10 +217,13 @@ def simulate(
         for one, file in zip(loaded, simulation, strict=True):
             if topology not in one.topologies:
                 known = ", ".join(one.topologies)
-                raise ConfigError(f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {known}.")
+                raise ConfigError(
+                    f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {known}."
+                )
         loaded = [replace(one, topologies={topology: one.topologies[topology]}) for one in loaded]
     stems = [file.stem for file in simulation]
-    stems = stems if len(set(stems)) == len(stems) else list(map(str, simulation))
+    if len(set(stems)) != len(stems):
+        stems = list(map(str, simulation))
     _simulate(dict(zip(stems if len(simulation) > 1 else [""], loaded, strict=True)), seed, json)
 
 
@@ -221,20 +257,25 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
 )
 def trace(
     id: Annotated[
-        str | None, argument("ID", "A request's x-trace-id. Without it the latest requests are listed.")
+        str | None,
+        argument("ID", "A request's x-trace-id. Without it the latest requests are listed."),
     ] = None,
     url: Annotated[str, option("The router.")] = "http://127.0.0.1:8000",
     api_key_env: KeyVariable = None,
     model: Annotated[str | None, option("List only requests for this model or topology.")] = None,
     status: Annotated[
-        Literal["running", "finished", "failed", "cancelled"] | None, option("List only these requests.")
+        Literal["running", "finished", "failed", "cancelled"] | None,
+        option("List only these requests."),
     ] = None,
     last_s: Annotated[
         float | None, option("List only requests of the last S seconds.", "--last-s", metavar="S")
     ] = None,
     limit: Annotated[int, option("List at most this many.", least=1)] = 20,
     perfetto: Annotated[
-        Path | None, option("Write the request for ui.perfetto.dev or chrome://tracing, as JSON.", metavar="FILE")
+        Path | None,
+        option(
+            "Write the request for ui.perfetto.dev or chrome://tracing, as JSON.", metavar="FILE"
+        ),
     ] = None,
 ) -> None:
     """List a router's latest requests, or draw one.
@@ -252,9 +293,14 @@ def trace(
     if id is None:
         if perfetto:
             raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
-        since = None if last_s is None else f"{time.time() - last_s:.3f}"
+        if last_s is None:
+            since = None
+        else:
+            since = f"{time.time() - last_s:.3f}"
         given = {"model": model, "status": status, "since": since, "limit": str(limit)}
-        rows = asyncio.run(list_rows(url, key, {name: one for name, one in given.items() if one is not None}))
+        rows = asyncio.run(
+            list_rows(url, key, {name: one for name, one in given.items() if one is not None})
+        )
         if rows:
             print_table("Latest requests", rows)
         else:
@@ -263,7 +309,10 @@ def trace(
     require_writable(perfetto)
     found = asyncio.run(fetch_trace(url, key, id))
     console = Console()
-    duration = "" if found["duration_s"] is None else f", {found['duration_s']:.3f} s"
+    if found["duration_s"] is None:
+        duration = ""
+    else:
+        duration = f", {found['duration_s']:.3f} s"
     console.print(f"{found['target']}: {found['state']}{duration}", style="bold")
     for line in draw_timeline(found, columns=min(console.width, 140)):
         console.print(line, no_wrap=True, crop=True)
@@ -274,28 +323,46 @@ def trace(
         say(f"Open {perfetto} at https://ui.perfetto.dev or in chrome://tracing.")
 
 
-@app.command(epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml"))
+@app.command(
+    epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml")
+)
 def profile(
     config: Annotated[Path, argument("CONFIG", "The deployment's YAML file.")],
-    out: Annotated[Path, option("YAML file of profiles; other profiles in it are kept.", metavar="FILE")],
+    out: Annotated[
+        Path, option("YAML file of profiles; other profiles in it are kept.", metavar="FILE")
+    ],
     models: Annotated[Several, listed(str, "Measure only these models. Default: all.")] = NONE,
     rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
     lengths: Annotated[Several, listed(int, "Prompt lengths in tokens.", "N,N,…")] = LENGTHS,
     batches: Annotated[Several, listed(int, "Decode batch sizes.", "N,N,…")] = BATCHES,
-    new_tokens: Annotated[int, option("Tokens that each sequence of a batch generates.", least=1)] = 64,
+    new_tokens: Annotated[
+        int, option("Tokens that each sequence of a batch generates.", least=1)
+    ] = 64,
     chunk_tokens: Annotated[
         int | None, option("New tokens in one prefill pass. Default: SGLang's 8192.", least=1)
     ] = None,
-    prompts_per_pass: Annotated[int | None, option("Prompts in one pass. Default: unlimited.", least=1)] = None,
-    cache_tokens: Annotated[int | None, option("An engine's KV capacity. Default: unlimited.", least=1)] = None,
-    max_running: Annotated[int | None, option("Largest decode batch. Default: unlimited.", least=1)] = None,
-    machine: Annotated[str | None, option("Start only engines whose URLs name this host.", metavar="HOST")] = None,
+    prompts_per_pass: Annotated[
+        int | None, option("Prompts in one pass. Default: unlimited.", least=1)
+    ] = None,
+    cache_tokens: Annotated[
+        int | None, option("An engine's KV capacity. Default: unlimited.", least=1)
+    ] = None,
+    max_running: Annotated[
+        int | None, option("Largest decode batch. Default: unlimited.", least=1)
+    ] = None,
+    machine: Annotated[
+        str | None, option("Start only engines whose URLs name this host.", metavar="HOST")
+    ] = None,
 ) -> None:
     """Measure what a deployment's engines cost, for `simulate`."""
     from shell_router.lab.simulation.profiling import Amount, run_profile
 
     amount = Amount(lengths, batches, new_tokens, rounds)
-    limits = {"chunk_tokens": chunk_tokens, "prompts": prompts_per_pass, "cache_tokens": cache_tokens}
+    limits = {
+        "chunk_tokens": chunk_tokens,
+        "prompts": prompts_per_pass,
+        "cache_tokens": cache_tokens,
+    }
     limits["max_batch_size"] = max_running
     date = datetime.now(UTC).date().isoformat()
     run(run_profile(config, out, models, amount, limits, machine, date, say))

@@ -18,16 +18,25 @@ topology = typer.Typer(help="Check and draw topology files.", no_args_is_help=Tr
 
 Deployment = Annotated[Path, option("The deployment's YAML file.", "--config", metavar="FILE")]
 Host = Annotated[str | None, option("Listen on this address instead of the file's.")]
-Port = Annotated[int | None, option("Listen on this port instead of the file's; 0 takes a free one.")]
-Level = Annotated[Literal["debug", "info", "warning", "error"], option("Least level to log.", "--log-level")]
+Port = Annotated[
+    int | None, option("Listen on this port instead of the file's; 0 takes a free one.")
+]
+Level = Annotated[
+    Literal["debug", "info", "warning", "error"], option("Least level to log.", "--log-level")
+]
 Topologies = Annotated[list[Path], argument("FILE", "Topology files.")]
-Aliases = Annotated[Several | None, listed(str, "The deployment's model aliases; others are refused.")]
+Aliases = Annotated[
+    Several | None, listed(str, "The deployment's model aliases; others are refused.")
+]
 
 
 @app.command(epilog=examples("shell-router serve --config configs/embedded.yaml --port 8000"))
 def serve(
     config: Annotated[
-        Path | None, option("The deployment's YAML file. Default: the tiny models, on this machine.", metavar="FILE")
+        Path | None,
+        option(
+            "The deployment's YAML file. Default: the tiny models, on this machine.", metavar="FILE"
+        ),
     ] = None,
     host: Host = None,
     port: Port = None,
@@ -46,7 +55,10 @@ def serve(
 @app.command(
     epilog=examples(
         "shell-router launch --config configs/sglang-one-gpu.yaml",
-        "shell-router launch --config configs/sglang-two-machines.yaml --machine gpu-2 --engines-only",
+        (
+            "shell-router launch --config configs/sglang-two-machines.yaml --machine gpu-2 "
+            "--engines-only"
+        ),
     )
 )
 def launch(
@@ -54,9 +66,15 @@ def launch(
     host: Host = None,
     port: Port = None,
     log_level: Level = "info",
-    dry_run: Annotated[bool, option("Print the commands, one to a line, and run nothing.", "--dry-run")] = False,
-    machine: Annotated[str | None, option("Start only the engines whose URLs name this host.", metavar="HOST")] = None,
-    engines_only: Annotated[bool, option("Start no router on this machine.", "--engines-only")] = False,
+    dry_run: Annotated[
+        bool, option("Print the commands, one to a line, and run nothing.", "--dry-run")
+    ] = False,
+    machine: Annotated[
+        str | None, option("Start only the engines whose URLs name this host.", metavar="HOST")
+    ] = None,
+    engines_only: Annotated[
+        bool, option("Start no router on this machine.", "--engines-only")
+    ] = False,
 ) -> None:
     """Start a deployment's engines and serve it over HTTP.
 
@@ -67,13 +85,19 @@ def launch(
     chosen = _deployment(config, host, port, log_level, with_keys=not (dry_run or engines_only))
     launched = plan_launch(chosen, config.stem, machine, os.environ)
     if dry_run:
-        router = () if engines_only else (f"shell-router serve --config {shlex.quote(str(config))}",)
+        router = (
+            (())
+            if (engines_only)
+            else ((f"shell-router serve --config {shlex.quote(str(config))}",))
+        )
         print("\n".join((*(engine.shell for engine in launched.engines), *router)))
         return
     run(launch(launched, engines_only=engines_only, ready=_print_url))
 
 
-def _deployment(file: Path, host: str | None, port: int | None, log_level: str, *, with_keys: bool = True) -> "Config":
+def _deployment(
+    file: Path, host: str | None, port: int | None, log_level: str, *, with_keys: bool = True
+) -> "Config":
     """The configuration that the command line names, and logging as it asks."""
     import logging
 
@@ -91,7 +115,8 @@ def _print_url(url: str) -> None:
 
 @app.command(epilog=examples("shell-router init mine"))
 def init(folder: Annotated[Path, argument("FOLDER", "A new folder.")]) -> None:
-    """Copy the example deployments, topologies and tiny models into a folder, to be changed there."""
+    """Copy the example deployments, topologies and tiny models into a folder, to be changed
+    there."""
     import shutil
 
     from shell_router import SHIPPED
@@ -101,7 +126,9 @@ def init(folder: Annotated[Path, argument("FOLDER", "A new folder.")]) -> None:
         folder.mkdir(parents=True)
         try:
             for name in ("configs", "topologies", "models"):
-                shutil.copytree(SHIPPED / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    SHIPPED / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+                )
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -154,7 +181,15 @@ def schema(kind: Annotated[FileKind, argument("KIND", "The kind of file.")]) -> 
     from shell_router.lab.simulation.settings import Simulation
     from shell_router.topology import json_schema as topology_schema
 
-    classes = {"deployment": Config, "batch-pool": Pool, "component-pool": ComponentPoolFile, "simulation": Simulation}
+    classes = {
+        "deployment": Config,
+        "batch-pool": Pool,
+        "component-pool": ComponentPoolFile,
+        "simulation": Simulation,
+    }
     title = f"Shell router {kind.replace('-', ' ')}"
-    found = topology_schema() if kind == "topology" else json_schema(classes[kind], title, kind_settings())
+    if kind == "topology":
+        found = topology_schema()
+    else:
+        found = json_schema(classes[kind], title, kind_settings())
     print(json.dumps(found, indent=2))

@@ -40,22 +40,34 @@ def lengths(
     ]
     print_table("Pairs in the wrong order (Kendall's tau distance), held-out programs", rows)
     if model.features.sketch is None:
-        print("The traces hold no texts (record.prompts is off): lengths are predicted without them.")
+        print(
+            "The traces hold no texts (record.prompts is off): lengths are predicted without them."
+        )
     print(f"Written to {out}.")
 
 
-@app.command(epilog=examples("shell-router train router graded.jsonl --data questions.jsonl --out predictors/router"))
+@app.command(
+    epilog=examples(
+        "shell-router train router graded.jsonl --data questions.jsonl --out predictors/router"
+    )
+)
 def router(
-    records: Annotated[list[Path], argument("RECORDS", "Graded answers of `shell-router eval --records`.")],
+    records: Annotated[
+        list[Path], argument("RECORDS", "Graded answers of `shell-router eval --records`.")
+    ],
     data: Annotated[Path, option("The questions that were asked.", metavar="FILE")],
     out: Out,
     encoder: Annotated[
         str,
         option("A sentence-transformers model or folder; with --tune any Hugging Face encoder."),
     ] = "default",
-    tune: Annotated[bool, option("Fine-tune the encoder instead of training only a head.", "--tune")] = False,
+    tune: Annotated[
+        bool, option("Fine-tune the encoder instead of training only a head.", "--tune")
+    ] = False,
     epochs: Annotated[int | None, option("Epochs of fine-tuning. Default: 5.", least=1)] = None,
-    rate: Annotated[float | None, option("Learning rate of fine-tuning. Default: 1e-5.", "--learning-rate")] = None,
+    rate: Annotated[
+        float | None, option("Learning rate of fine-tuning. Default: 1e-5.", "--learning-rate")
+    ] = None,
     device: Annotated[str, option("Torch device to train on.")] = "cpu",
     threads: Annotated[int, option("CPU threads.", least=1)] = 1,
     held_out: HeldOut = 0.2,
@@ -67,7 +79,10 @@ def router(
     """
     _check(held_out)
     if not tune and (epochs, rate) != (None, None):
-        raise ConfigError("--epochs and --learning-rate go with --tune.", remedy="Without it only a head is trained.")
+        raise ConfigError(
+            "--epochs and --learning-rate go with --tune.",
+            remedy="Without it only a head is trained.",
+        )
     from shell_router.lab.evaluation.records import read_graded
     from shell_router.prediction.teaching import TuningSettings, lessons_of, train_router
 
@@ -75,7 +90,9 @@ def router(
         lessons_of(read_graded(records, data)),
         out,
         encoder=encoder,
-        tuning=TuningSettings(epochs or 5, 1e-5 if rate is None else rate, seed=seed) if tune else None,
+        tuning=TuningSettings(epochs or 5, 1e-5 if rate is None else rate, seed=seed)
+        if tune
+        else None,
         held_out=held_out,
         seed=seed,
         device=device,
@@ -100,4 +117,6 @@ def _check(held_out: float) -> None:
     if not 0 < held_out < 1:
         raise ConfigError(f"--held-out must be above 0 and below 1, not {held_out:g}.")
     if missing := [name for name in ("sklearn", "quantile_forest") if find_spec(name) is None]:
-        raise ConfigError(f"Training needs {' and '.join(missing)}.", remedy="pip install 'shell-router[predict]'")
+        raise ConfigError(
+            f"Training needs {' and '.join(missing)}.", remedy="pip install 'shell-router[predict]'"
+        )

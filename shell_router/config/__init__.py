@@ -1,4 +1,6 @@
-"""A deployment's configuration: one YAML file, read into frozen dataclasses that describe and check themselves."""
+"""A deployment's configuration: one YAML file, read into frozen dataclasses that describe and check
+themselves.
+"""
 
 from shell_router.config.models import (
     AdaptersSection,

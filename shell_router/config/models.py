@@ -44,24 +44,36 @@ class FromEnvironment:
     env: Annotated[str, "Name of the environment variable."]
 
 
-def secret(given: str | FromEnvironment | None, what: str, environ: Mapping[str, str]) -> str | None:
-    """The secret that a file gives or names; None where it gives none. Raises ConfigError where it is empty."""
+def secret(
+    given: str | FromEnvironment | None, what: str, environ: Mapping[str, str]
+) -> str | None:
+    """The secret that a file gives or names; None where it gives none. Raises ConfigError where it
+    is empty.
+    """
     if given is None:
         return None
     found = (environ.get(given.env, "") if isinstance(given, FromEnvironment) else given).strip()
-    named = f"Set the environment variable {given.env}." if isinstance(given, FromEnvironment) else ""
+    if isinstance(given, FromEnvironment):
+        named = f"Set the environment variable {given.env}."
+    else:
+        named = ""
     require(bool(found), f"{what} is empty.", named or "Write it, or {env: NAME}.")
     require(not SURROGATE.search(found), f"{what} is not UTF-8 text.", "Choose another.")
     return found
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path, what: str) -> None:
-    """Have `context` show the certificate. Raises ConfigError, naming `what`; the terminal is asked for nothing."""
+    """Have `context` show the certificate. Raises ConfigError, naming `what`; the terminal is asked
+    for nothing.
+    """
 
     def encrypted() -> str:
         raise ConfigError(
             f"{what}: {key} is encrypted.",
-            remedy="Write it decrypted to a file that only the router can read: openssl pkey -in KEY -out FILE.",
+            remedy=(
+                "Write it decrypted to a file that only the router can read: openssl pkey -in "
+                "KEY -out FILE."
+            ),
         )
 
     try:
@@ -75,21 +87,35 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path, what
 
 @dataclass(frozen=True, slots=True)
 class TlsClient:
-    """How a server's certificate is checked, and what the router shows of itself where the server asks (mTLS)."""
+    """How a server's certificate is checked, and what the router shows of itself where the server
+    asks (mTLS).
+    """
 
-    ca: Annotated[Path | None, "PEM file of the authorities that are trusted; the system's by default."] = None
-    certificate: Annotated[Path | None, "PEM file of the router's own certificate, with its chain."] = None
+    ca: Annotated[
+        Path | None, "PEM file of the authorities that are trusted; the system's by default."
+    ] = None
+    certificate: Annotated[
+        Path | None, "PEM file of the router's own certificate, with its chain."
+    ] = None
     key: Annotated[Path | None, "PEM file of its private key."] = None
 
     def __post_init__(self) -> None:
-        require((self.certificate is None) == (self.key is None), "certificate and key go together", "Set both.")
+        require(
+            (self.certificate is None) == (self.key is None),
+            "certificate and key go together",
+            "Set both.",
+        )
 
     def context(self, what: str) -> ssl.SSLContext:
-        """What a client connects with. Raises ConfigError, naming `what`, for files that cannot be used."""
+        """What a client connects with. Raises ConfigError, naming `what`, for files that cannot be
+        used.
+        """
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except OSError as error:  # so are ssl's
-            raise ConfigError(f"{what} cannot be used: {error}.", remedy="Name PEM files.") from error
+            raise ConfigError(
+                f"{what} cannot be used: {error}.", remedy="Name PEM files."
+            ) from error
         if self.certificate is not None and self.key is not None:
             load_certificate(context, self.certificate, self.key, what)
         return context
@@ -99,15 +125,22 @@ class TlsClient:
 class PairLaunch:
     """`shell-router launch` starts this pair; `{}` is enough."""
 
-    prefill_gpus: Annotated[tuple[int, ...], _gpus("The prefill engine's GPUs; SGLang chooses without them.")] = ()
-    decode_gpus: Annotated[tuple[int, ...], _gpus("The decode engine's GPUs; SGLang chooses without them.")] = ()
-    flags: Annotated[str, "Further flags of both engines, as in a shell: quantization, memory, parallelism."] = ""
+    prefill_gpus: Annotated[
+        tuple[int, ...], _gpus("The prefill engine's GPUs; SGLang chooses without them.")
+    ] = ()
+    decode_gpus: Annotated[
+        tuple[int, ...], _gpus("The decode engine's GPUs; SGLang chooses without them.")
+    ] = ()
+    flags: Annotated[
+        str, "Further flags of both engines, as in a shell: quantization, memory, parallelism."
+    ] = ""
     prefill_flags: Annotated[str, "Further flags of the prefill engine."] = ""
     decode_flags: Annotated[str, "Further flags of the decode engine."] = ""
     expert_placement: Annotated[
         str | None,
         OneOf(
-            "Moves a mixture-of-experts model's experts between an engine's GPUs while it serves.", ("swap", "gimbal")
+            "Moves a mixture-of-experts model's experts between an engine's GPUs while it serves.",
+            ("swap", "gimbal"),
         ),
     ] = None
 
@@ -127,26 +160,49 @@ class PairLaunch:
 class LaunchSettings:
     """How `shell-router launch` starts engines."""
 
-    python: Annotated[Path | None, "The interpreter that has SGLang; by default the router's own."] = None
-    transfer_backend: Annotated[str, "How KV moves between engines, as your network allows."] = "mooncake"
-    drafts: Annotated[bool, "Decode drafts what requests ask for; needs the plugin in SGLang's environment."] = False
-    flags: Annotated[str, "Further flags of `sglang.launch_server` for all engines, as in a shell."] = ""
+    python: Annotated[
+        Path | None, "The interpreter that has SGLang; by default the router's own."
+    ] = None
+    transfer_backend: Annotated[str, "How KV moves between engines, as your network allows."] = (
+        "mooncake"
+    )
+    drafts: Annotated[
+        bool, "Decode drafts what requests ask for; needs the plugin in SGLang's environment."
+    ] = False
+    flags: Annotated[
+        str, "Further flags of `sglang.launch_server` for all engines, as in a shell."
+    ] = ""
     prefill_flags: Annotated[str, "Further flags of all prefill engines."] = ""
     decode_flags: Annotated[str, "Further flags of all decode engines."] = ""
-    environment: Annotated[Mapping[str, str], "Variables of all engines."] = field(default_factory=dict)
+    environment: Annotated[Mapping[str, str], "Variables of all engines."] = field(
+        default_factory=dict
+    )
     folder: Annotated[Path | None, "Takes logs; by default in the user's cache folder."] = None
     restart_limit: Annotated[
-        int, Number("Restarts of one engine within 10 minutes before it is left down.", at_least=0, whole=True)
+        int,
+        Number(
+            "Restarts of one engine within 10 minutes before it is left down.",
+            at_least=0,
+            whole=True,
+        ),
     ] = 5
-    restart_delay_s: Annotated[float, seconds("Wait before the first restart; it doubles with each.")] = 1.0
+    restart_delay_s: Annotated[
+        float, seconds("Wait before the first restart; it doubles with each.")
+    ] = 1.0
 
     def __post_init__(self) -> None:
         _require_flags(self)
 
 
-def flags_of(role: Literal["prefill", "decode"], *sections: LaunchSettings | PairLaunch) -> list[str]:
+def flags_of(
+    role: Literal["prefill", "decode"], *sections: LaunchSettings | PairLaunch
+) -> list[str]:
     """The further flags of an engine of this role, in their order."""
-    return [flag for one in sections for flag in shlex.split(f"{one.flags} {getattr(one, f'{role}_flags')}")]
+    return [
+        flag
+        for one in sections
+        for flag in shlex.split(f"{one.flags} {getattr(one, f'{role}_flags')}")
+    ]
 
 
 def _require_flags(section: PairLaunch | LaunchSettings) -> None:
@@ -154,32 +210,51 @@ def _require_flags(section: PairLaunch | LaunchSettings) -> None:
         try:
             shlex.split(getattr(section, name))
         except ValueError as error:
-            require(False, f"{name} cannot be split as a shell would: {error}", "Close every quote.")
+            require(
+                False, f"{name} cannot be split as a shell would: {error}", "Close every quote."
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptersSection:
     """LoRA adapters that are models of their own, as `<alias>:<adapter>`."""
 
-    folder: Annotated[Path, "Holds a PEFT folder of each adapter, at the same path on the engines' machines."]
-    max_loaded_adapters: Annotated[int, count("Adapters that a server holds at a time; more need more GPU memory.")]
-    max_rank: Annotated[int, count("Highest rank of an adapter, for engines that the router starts.")] = 64
+    folder: Annotated[
+        Path, "Holds a PEFT folder of each adapter, at the same path on the engines' machines."
+    ]
+    max_loaded_adapters: Annotated[
+        int, count("Adapters that a server holds at a time; more need more GPU memory.")
+    ]
+    max_rank: Annotated[
+        int, count("Highest rank of an adapter, for engines that the router starts.")
+    ] = 64
     window_s: Annotated[
         float,
         Number(
-            "How long requests for loaded adapters go before one that waits; 0 is first come, first served.",
+            (
+                "How long requests for loaded adapters go before one that waits; 0 is first come, "
+                "first served."
+            ),
             at_least=0,
         ),
     ] = 10.0
-    wait_s: Annotated[float, seconds("Longest wait for an adapter before the request fails.")] = 60.0
-    load_s: Annotated[float, seconds("Longest time to load an adapter; raise it for slow disks.")] = 60.0
+    wait_s: Annotated[float, seconds("Longest wait for an adapter before the request fails.")] = (
+        60.0
+    )
+    load_s: Annotated[
+        float, seconds("Longest time to load an adapter; raise it for slow disks.")
+    ] = 60.0
 
     def __post_init__(self) -> None:
         self.of({})
 
     def of(self, folders: Mapping[str, Path]) -> AdapterSettings:
-        """The settings of the model's adapters, `folders` by the adapters' names. Raises ConfigError."""
-        return AdapterSettings(folders, self.max_loaded_adapters, self.window_s, self.wait_s, self.load_s)
+        """The settings of the model's adapters, `folders` by the adapters' names. Raises
+        ConfigError.
+        """
+        return AdapterSettings(
+            folders, self.max_loaded_adapters, self.window_s, self.wait_s, self.load_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +264,17 @@ class PairSettings:
     prefill: Annotated[str, _url("URL of the prefill server.")]
     decode: Annotated[str, _url("URL of the decode server.")]
     bootstrap_port: Annotated[
-        int, Number("The prefill server's `--disaggregation-bootstrap-port`.", at_least=1, at_most=65535, whole=True)
+        int,
+        Number(
+            "The prefill server's `--disaggregation-bootstrap-port`.",
+            at_least=1,
+            at_most=65535,
+            whole=True,
+        ),
     ] = 8998
     bootstrap_host: Annotated[
-        str | None, "The prefill server as decode servers reach it; by default the prefill URL's host."
+        str | None,
+        "The prefill server as decode servers reach it; by default the prefill URL's host.",
     ] = None
     launch: PairLaunch | None = None
 
@@ -206,18 +288,26 @@ class PairSettings:
 class SwappingSettings:
     """More models than memory holds: they are loaded when requests ask for them, and take turns."""
 
-    max_loaded_models: Annotated[int | None, count("Models that are loaded at a time, unless there are `pairs`.")] = (
-        None
-    )
-    models: Annotated[tuple[str, ...], "The models that take turns; all of the deployment's by default."] = ()
+    max_loaded_models: Annotated[
+        int | None, count("Models that are loaded at a time, unless there are `pairs`.")
+    ] = None
+    models: Annotated[
+        tuple[str, ...], "The models that take turns; all of the deployment's by default."
+    ] = ()
     pairs: Annotated[
         tuple[PairSettings, ...],
-        "SGLang pairs whose weights are replaced; without them models have their own, which sleep, or embedded pairs.",
+        (
+            "SGLang pairs whose weights are replaced; without them models have their own, which "
+            "sleep, or embedded pairs."
+        ),
     ] = ()
     usage: Annotated[
         Mapping[str, float],
         MappingOf(
-            "Share of the requests that ask for a model, where known: the most used are loaded first and leave last.",
+            (
+                "Share of the requests that ask for a model, where known: the most used are loaded "
+                "first and leave last."
+            ),
             Text("Model."),
             Number("Share.", at_least=0, at_most=1),
             at_least=0,
@@ -226,7 +316,11 @@ class SwappingSettings:
     window_s: Annotated[
         float,
         Number(
-            "How long requests for loaded models go before one that waits; 0 is first come, first served.", at_least=0
+            (
+                "How long requests for loaded models go before one that waits; 0 is first come, "
+                "first served."
+            ),
+            at_least=0,
         ),
     ] = 10.0
     wait_s: Annotated[float, seconds("Longest wait for a model before the request fails.")] = 300.0
@@ -235,10 +329,15 @@ class SwappingSettings:
         require(
             (self.max_loaded_models is None) == bool(self.pairs),
             "swapping has both max_loaded_models and pairs, or neither",
-            "Give max_loaded_models for models with engines of their own, and pairs for those that share some.",
+            (
+                "Give max_loaded_models for models with engines of their own, and pairs for those "
+                "that share some."
+            ),
         )
         require(
-            not any(pair.launch for pair in self.pairs), "`launch` starts no pairs of swapping", "Start them before."
+            not any(pair.launch for pair in self.pairs),
+            "`launch` starts no pairs of swapping",
+            "Start them before.",
         )
 
     @property
@@ -252,28 +351,40 @@ class SwappingSettings:
 class ModelSettings:
     """A model that topologies and requests may name, and what serves it.
 
-    `engine` holds the settings of the engine kind that serves it, by the kind's name, unless `pairs` do; without either
-    it is `embedded` with its defaults.
+    `engine` holds the settings of the engine kind that serves it, by the kind's name, unless
+    `pairs` do; without either it is `embedded` with its defaults.
     """
 
     path: Annotated[Path, "Hugging Face folder with the tokenizer and the weights."]
     pairs: Annotated[
-        tuple[PairSettings, ...], "SGLang pairs that serve it; any prefill server works with any decode server."
+        tuple[PairSettings, ...],
+        "SGLang pairs that serve it; any prefill server works with any decode server.",
     ] = ()
     context_length: Annotated[
-        int | None, count("Prompt and output tokens together; by default the model's `max_position_embeddings`.")
+        int | None,
+        count(
+            "Prompt and output tokens together; by default the model's `max_position_embeddings`."
+        ),
     ] = None
-    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_KWARGS] = field(default_factory=dict)
+    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_KWARGS] = field(
+        default_factory=dict
+    )
     reasoning_parser: Annotated[
         str | None,
         OneOf(
-            "Separates the model's thinking from its answers, as SGLang's parser of this name does.",
+            (
+                "Separates the model's thinking from its answers, as SGLang's parser of this name "
+                "does."
+            ),
             tuple(REASONING_PARSERS),
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        OneOf("How the model writes calls of tools, as SGLang's parser of this name reads them.", tuple(CALL_MARKS)),
+        OneOf(
+            "How the model writes calls of tools, as SGLang's parser of this name reads them.",
+            tuple(CALL_MARKS),
+        ),
     ] = None
     engine_key: Annotated[
         str | FromEnvironment | None,
@@ -285,7 +396,10 @@ class ModelSettings:
     drafts: Annotated[
         bool | Literal["auto"],
         Either(
-            "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; `off`, none.",
+            (
+                "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; "
+                "`off`, none."
+            ),
             (Switch(""), OneOf("", ("auto", "on", "off"))),
         ),
     ] = "auto"
@@ -299,13 +413,19 @@ class ModelSettings:
             remedy="Leave one of them out.",
         )
         for name in ("engine_key", "engine_tls", "adapters"):
-            require(bool(self.pairs) or getattr(self, name) is None, f"{name} is for pairs, and there are none")
+            require(
+                bool(self.pairs) or getattr(self, name) is None,
+                f"{name} is for pairs, and there are none",
+            )
         require(
-            self.engine_tls is None or all(url.startswith("https://") for pair in self.pairs for url in pair.urls),
+            self.engine_tls is None
+            or all(url.startswith("https://") for pair in self.pairs for url in pair.urls),
             "engine_tls is set, and not all of the pairs have https:// URLs",
             remedy="Give them https:// URLs, or leave engine_tls out.",
         )
-        bootstraps = {(pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs}
+        bootstraps = {
+            (pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs
+        }
         require(
             len(bootstraps) == len({pair.prefill for pair in self.pairs}),
             "several pairs name one prefill server with different bootstrap hosts or ports",

@@ -1,7 +1,9 @@
-"""Reads YAML files into frozen dataclasses. Their annotations are the table of keys, forms and meanings.
+"""Reads YAML files into frozen dataclasses. Their annotations are the table of keys, forms and
+meanings.
 
-`Annotated[int, "What it is for."]` describes a setting; a form, as in `Annotated[int, Number("...", above=0)]`, checks
-its values too. The same table gives the JSON Schema and the reference page. Errors begin with `file:line:`.
+`Annotated[int, "What it is for."]` describes a setting; a form, as in `Annotated[int, Number("...",
+above=0)]`, checks its values too. The same table gives the JSON Schema and the reference page.
+Errors begin with `file:line:`.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,11 +41,16 @@ Kinds = Mapping[str, Callable[[], type]]
 """Per engine kind what gives the dataclass of its settings."""
 NO_KINDS: Kinds = {}
 _MAPPINGS = (Mapping, dict)
-_SCALARS: Mapping[Any, Callable[[Any], Any]] = {bool: lambda value: value in (True, "on"), float: float}
+_SCALARS: Mapping[Any, Callable[[Any], Any]] = {
+    bool: lambda value: value in (True, "on"),
+    float: float,
+}
 SECRET = object()
 """Annotates, behind the description, what errors must not show."""
 KIND_KEYS = object()
-"""Annotates the field that takes the key of an engine kind: a mapping from its name to its settings."""
+"""Annotates the field that takes the key of an engine kind: a mapping from its name to its
+settings.
+"""
 
 
 def read_file(
@@ -51,7 +58,8 @@ def read_file(
 ) -> tuple[T, Callable[[DocumentPath], str]]:
     """The file's content as a `kind`, a dataclass, and what gives `file:line` of a place in it.
 
-    Relative paths in the file count from its folder. `see` names the page that explains the file. Raises ConfigError.
+    Relative paths in the file count from its folder. `see` names the page that explains the file.
+    Raises ConfigError.
     """
     text = read_text(path, ConfigError)
     if not text.strip():
@@ -63,7 +71,9 @@ def read_file(
 
 
 def read_sent(kind: type[T], value: Mapping[str, Any], field: str) -> T:
-    """What a client sent in `field`, as a `kind`. Raises InvalidField, and ConfigError for values that do not fit."""
+    """What a client sent in `field`, as a `kind`. Raises InvalidField, and ConfigError for values
+    that do not fit.
+    """
     document = clients_document(value, field)
     document.refuse(check(form_of(kind), value, ()))
     found: T = _Builder(document, Path(), SEE_PAGE, NO_KINDS).build(kind, value, ())
@@ -74,16 +84,24 @@ def json_schema(kind: type, title: str, kinds: Kinds = NO_KINDS) -> Schema:
     """JSON Schema 2020-12 of the files that are read as `kind`."""
     form = form_of(kind, kinds=kinds)
     assert isinstance(form, Block)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **form.definition()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        **form.definition(),
+    }
 
 
 def _plain(hint: Any) -> Any:
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[0]
+    return hint
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
     """The alternatives of a union, without None; else the kind alone."""
-    return tuple(one for one in get_args(kind) if one is not NoneType) if _is_union(kind) else (kind,)
+    if _is_union(kind):
+        return tuple(one for one in get_args(kind) if one is not NoneType)
+    return (kind,)
 
 
 def _is_union(kind: Any) -> bool:
@@ -91,7 +109,9 @@ def _is_union(kind: Any) -> bool:
 
 
 def file_fields(kind: type) -> list[Field[Any]]:
-    """The fields that files may set. `metadata={"file": False}` keeps one for code: a constant of an algorithm."""
+    """The fields that files may set. `metadata={"file": False}` keeps one for code: a constant of
+    an algorithm.
+    """
     return [each for each in fields(kind) if each.metadata.get("file", True)]
 
 
@@ -114,7 +134,9 @@ def _is_required(each: Field[Any]) -> bool:
 
 
 def form_of(hint: Any, about: str = "", kinds: Kinds = NO_KINDS) -> Form:
-    """The form of values of this annotation: a dataclass, scalar, Path, Literal, tuple, Mapping, or a union."""
+    """The form of values of this annotation: a dataclass, scalar, Path, Literal, tuple, Mapping, or
+    a union.
+    """
     note, *marks = get_args(hint)[1:] if get_origin(hint) is Annotated else (about,)
     kind = _plain(hint)
     if not isinstance(note, str):
@@ -126,11 +148,14 @@ def form_of(hint: Any, about: str = "", kinds: Kinds = NO_KINDS) -> Form:
     about = getattr(form, "about", "")
     if _is_union(kind) and NoneType in get_args(kind):
         form = Either(about, (form, Nothing("Left out.")))
-    return Secret(about, form) if SECRET in marks else form
+    if SECRET in marks:
+        return Secret(about, form)
+    return form
 
 
 def _form_of_one(kind: Any, about: str, kinds: Kinds) -> Form:
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type):
         return _block(kind, about or _first_line(kind), kinds)
     if origin is tuple:
@@ -164,7 +189,9 @@ def _block(kind: type, about: str, kinds: Kinds) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Turns checked values into what annotations ask for. Dataclasses check what forms cannot, such as sums."""
+    """Turns checked values into what annotations ask for. Dataclasses check what forms cannot, such
+    as sums.
+    """
 
     document: Document
     folder: Path
@@ -176,24 +203,41 @@ class _Builder:
         kind = _plain(hint)
         if _is_union(kind):
             fitting = (one for one in _members(kind) if form_of(one).fits(value))
-            return None if value is None else self.build(next(fitting), value, at)
+            if value is None:
+                return None
+            return self.build(next(fitting), value, at)
         if is_dataclass(kind) and isinstance(kind, type):
             return self._section(kind, value, at)
         inner = get_args(kind)
         if get_origin(kind) is tuple:
-            return tuple(self.build(inner[0], item, (*at, position)) for position, item in enumerate(value))
+            return tuple(
+                self.build(inner[0], item, (*at, position)) for position, item in enumerate(value)
+            )
         if get_origin(kind) in _MAPPINGS:
             return {name: self.build(inner[1], item, (*at, name)) for name, item in value.items()}
-        return self.folder / Path(value).expanduser() if kind is Path else _SCALARS.get(kind, lambda one: one)(value)
+        if kind is Path:
+            return self.folder / Path(value).expanduser()
+        return _SCALARS.get(kind, lambda one: one)(value)
 
     def _section(self, kind: type, given: Mapping[str, Any], at: DocumentPath) -> Any:
         hints = _hints(kind)
-        values = {name: self.build(hints[name], item, (*at, name)) for name, item in given.items() if name in hints}
-        if engine := {name: item for name, item in given.items() if name not in hints and item is not None}:
+        values = {
+            name: self.build(hints[name], item, (*at, name))
+            for name, item in given.items()
+            if name in hints
+        }
+        if engine := {
+            name: item for name, item in given.items() if name not in hints and item is not None
+        }:
             taking = next(name for name, hint in hints.items() if takes_kinds(hint))
-            values[taking] = {name: self.build(self.kinds[name](), item, (*at, name)) for name, item in engine.items()}
+            values[taking] = {
+                name: self.build(self.kinds[name](), item, (*at, name))
+                for name, item in engine.items()
+            }
         try:
             return kind(**values)
         except ConfigError as error:
             where = f"{self.document.source}:{self.document.line_of(at)}"
-            raise ConfigError(f"{where}: {str(error.args[0]).rstrip('.')}.", remedy=error.remedy or self.see) from None
+            raise ConfigError(
+                f"{where}: {str(error.args[0]).rstrip('.')}.", remedy=error.remedy or self.see
+            ) from None

@@ -33,7 +33,9 @@ from shell_router.topology.forms import MappingOf, Number, Text
 
 @dataclass(frozen=True, slots=True)
 class ListenTls:
-    """The router's own certificate. A file that changes takes effect within seconds, without a restart."""
+    """The router's own certificate. A file that changes takes effect within seconds, without a
+    restart.
+    """
 
     certificate: Annotated[Path, "PEM file of the certificate, with its chain."]
     key: Annotated[Path, "PEM file of its private key."]
@@ -43,9 +45,15 @@ class ListenTls:
 class Listen:
     """Where the router listens, and whether it serves its page there."""
 
-    host: Annotated[str, "Address to listen on; one that other machines reach needs `api_keys`."] = "127.0.0.1"
-    port: Annotated[int, Number("TCP port; 0 takes a free one.", at_least=0, at_most=65535, whole=True)] = 8000
-    ui: Annotated[bool, "Serve the live page at `/ui`; it asks for a key where there are `api_keys`."] = False
+    host: Annotated[
+        str, "Address to listen on; one that other machines reach needs `api_keys`."
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Number("TCP port; 0 takes a free one.", at_least=0, at_most=65535, whole=True)
+    ] = 8000
+    ui: Annotated[
+        bool, "Serve the live page at `/ui`; it asks for a key where there are `api_keys`."
+    ] = False
     tls: Annotated[ListenTls | None, "Serves https, and no http, with this certificate."] = None
 
     def __post_init__(self) -> None:
@@ -64,30 +72,57 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key, and what it may do. A tenant may have several, so that a new one is in use before an old one ends."""
+    """A key, and what it may do. A tenant may have several, so that a new one is in use before an
+    old one ends.
+    """
 
     key: Annotated[str | None, "The secret itself.", SECRET] = field(default=None, repr=False)
     env: Annotated[str | None, "Name of the environment variable that holds it."] = None
-    tenant: Annotated[str | None, "Whose key it is; by default the tenant has the key's name."] = None
+    tenant: Annotated[str | None, "Whose key it is; by default the tenant has the key's name."] = (
+        None
+    )
     expires: Annotated[
         str | None,
-        "When it ends, in UTC by default: `'2027-01-31'`, `'2027-01-31T12:00:00+01:00'` (in quotes).",
+        (
+            "When it ends, in UTC by default: `'2027-01-31'`, `'2027-01-31T12:00:00+01:00'` (in "
+            "quotes)."
+        ),
     ] = None
-    models: Annotated[tuple[str, ...], "Models and topologies that it may ask; all by default."] = ()
-    routes: Annotated[tuple[str, ...], "Paths that it may ask, with all below them; all by default."] = ()
+    models: Annotated[
+        tuple[str, ...], "Models and topologies that it may ask; all by default."
+    ] = ()
+    routes: Annotated[
+        tuple[str, ...], "Paths that it may ask, with all below them; all by default."
+    ] = ()
     tokens_per_minute: Annotated[
         int | None,
-        count("Tokens of prompts and outputs that its tenant may use a minute; then it is answered 429."),
+        count(
+            "Tokens of prompts and outputs that its tenant may use a minute; then it is "
+            "answered "
+            "429."
+        ),
     ] = None
-    native_fields: Annotated[tuple[str, ...], "Fields that it may send to engines besides `limits.native_fields`."] = ()
-    operator: Annotated[bool, "Whether it may read `/metrics`, and change topologies and engine pairs."] = False
+    native_fields: Annotated[
+        tuple[str, ...], "Fields that it may send to engines besides `limits.native_fields`."
+    ] = ()
+    operator: Annotated[
+        bool, "Whether it may read `/metrics`, and change topologies and engine pairs."
+    ] = False
 
     def __post_init__(self) -> None:
-        require((self.key is None) != (self.env is None), "a key has either `key` or `env`", "Set one of them.")
+        require(
+            (self.key is None) != (self.env is None),
+            "a key has either `key` or `env`",
+            "Set one of them.",
+        )
         try:
             _ = self.expires_s
         except ValueError:
-            require(False, f"expires is {self.expires!r}, which is no time", "Write it as 2027-01-31T12:00:00Z.")
+            require(
+                False,
+                f"expires is {self.expires!r}, which is no time",
+                "Write it as 2027-01-31T12:00:00Z.",
+            )
 
     @property
     def expires_s(self) -> float:
@@ -105,7 +140,9 @@ GivenKey = Annotated[str | ApiKey, "", SECRET]
 class KeysFile:
     """The file that `api_keys_file` names."""
 
-    api_keys: Annotated[Mapping[str, GivenKey], "As in the deployment's file.", SECRET] = field(repr=False)
+    api_keys: Annotated[Mapping[str, GivenKey], "As in the deployment's file.", SECRET] = field(
+        repr=False
+    )
 
     def __post_init__(self) -> None:
         require(bool(self.api_keys), "api_keys is empty", "Name at least one key.")
@@ -115,55 +152,89 @@ class KeysFile:
 class Limits:
     """What the router refuses, and when it ends what takes too long."""
 
-    max_running: Annotated[int, count("Requests that run at a time; one more is answered 429.")] = 1024
+    max_running: Annotated[int, count("Requests that run at a time; one more is answered 429.")] = (
+        1024
+    )
     max_agents_per_tenant: Annotated[
         int,
-        count("Agents that one of several tenants may have running or waiting at a time; more are answered 429."),
+        count(
+            "Agents that one of several tenants may have running or waiting at a time; more "
+            "are "
+            "answered 429."
+        ),
     ] = 512
-    max_connections: Annotated[int, count("Open connections; for one more the longest idle one is closed.")] = 4096
+    max_connections: Annotated[
+        int, count("Open connections; for one more the longest idle one is closed.")
+    ] = 4096
     idle_timeout_s: Annotated[
-        float, seconds("How long a connection may be idle; make it longer than your reverse proxy's.")
+        float,
+        seconds("How long a connection may be idle; make it longer than your reverse proxy's."),
     ] = 620.0
-    max_body_bytes: Annotated[int, count("Largest body of a request and line of a batch.")] = 8 * 2**20
+    max_body_bytes: Annotated[int, count("Largest body of a request and line of a batch.")] = (
+        8 * 2**20
+    )
     request_timeout_s: Annotated[float, seconds("Longest time that a request may take.")] = 600.0
     body_timeout_s: Annotated[
-        float, seconds("Longest time to send a body, and pause while a file is uploaded; raise it for slow uplinks.")
+        float,
+        seconds(
+            "Longest time to send a body, and pause while a file is uploaded; raise it for "
+            "slow "
+            "uplinks."
+        ),
     ] = 30.0
     write_timeout_s: Annotated[
-        float, seconds("How long a client may read nothing of its stream before its run is canceled.")
+        float,
+        seconds("How long a client may read nothing of its stream before its run is canceled."),
     ] = 60.0
     native_fields: Annotated[
         tuple[str, ...],
-        "Further fields that are forwarded to engines. Some of SGLang's load code or files, or choose servers; "
+        "Further fields that are forwarded to engines. Some of SGLang's load code or files, or "
+        "choose servers; "
         "`image_url` lets engines fetch images from any host.",
     ] = ()
     isolate_tenants: Annotated[
         bool,
-        "Give each tenant a prefix cache of its own on the engines, so that `cached_tokens` tells of no other tenant's "
+        "Give each tenant a prefix cache of its own on the engines, so that `cached_tokens` "
+        "tells of no other tenant's "
         "prompts; prefixes that tenants share are then prefilled for each.",
     ] = False
     engine_stall_s: Annotated[
-        float, seconds("How long an engine may be silent on a request, queue included; raise it for long prefills.")
+        float,
+        seconds(
+            "How long an engine may be silent on a request, queue included; raise it for long "
+            "prefills."
+        ),
     ] = 60.0
     engine_start_s: Annotated[
         float, seconds("How long engines may take to start; then models with engines are served.")
     ] = 180.0
     engine_attempts: Annotated[
-        int, count("How often a request that fails before its first token is sent in all; 1 never retries.")
+        int,
+        count(
+            "How often a request that fails before its first token is sent in all; 1 never retries."
+        ),
     ] = 3
-    breaker_failures: Annotated[int, count("Failures in a row that open a server's circuit breaker.")] = 5
-    breaker_open_s: Annotated[float, seconds("Time between probes of a server whose circuit breaker is open.")] = 5.0
+    breaker_failures: Annotated[
+        int, count("Failures in a row that open a server's circuit breaker.")
+    ] = 5
+    breaker_open_s: Annotated[
+        float, seconds("Time between probes of a server whose circuit breaker is open.")
+    ] = 5.0
     lame_duck_s: Annotated[
         float,
         Number(
-            "How long `/ready` says no after SIGTERM before requests are refused, for load balancers to leave in time.",
+            (
+                "How long `/ready` says no after SIGTERM before requests are refused, for load "
+                "balancers to leave in time."
+            ),
             at_least=0,
         ),
     ] = 0.0
     drain_s: Annotated[
         float,
         seconds(
-            "How long running requests may go on after SIGTERM and `lame_duck_s`. Then, or at a second signal, they "
+            "How long running requests may go on after SIGTERM and `lame_duck_s`. Then, or at a "
+            "second signal, they "
             "end with `router_stopping`; stay below your orchestrator's grace period."
         ),
     ] = 30.0
@@ -171,10 +242,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The Agent Prompt Cache: what each agent has written so far. `tls` and `password` are Redis's."""
+    """The Agent Prompt Cache: what each agent has written so far. `tls` and `password` are
+    Redis's."""
 
     backend: Annotated[
-        Literal["memory", "redis"], "`redis` where replicas of the router share agents, else `memory`."
+        Literal["memory", "redis"],
+        "`redis` where replicas of the router share agents, else `memory`.",
     ] = "memory"
     url: Annotated[
         str,
@@ -186,31 +259,55 @@ class CacheSettings:
         SECRET,
     ] = field(default="redis://127.0.0.1:6379/0", repr=False)
     password: Annotated[
-        str | FromEnvironment | None, "Redis's password, `{env: REDIS_PASSWORD}` from the environment.", SECRET
+        str | FromEnvironment | None,
+        "Redis's password, `{env: REDIS_PASSWORD}` from the environment.",
+        SECRET,
     ] = field(default=None, repr=False)
     tls: Annotated[TlsClient | None, "Certificates, for a rediss:// URL."] = None
     prefix: Annotated[
-        str, Text("Begins all keys; deployments that share a Redis need different ones.", r"[\w.:-]+", "a plain name")
+        str,
+        Text(
+            "Begins all keys; deployments that share a Redis need different ones.",
+            r"[\w.:-]+",
+            "a plain name",
+        ),
     ] = "agent-prompt-cache"
     ttl_s: Annotated[
-        float, seconds("When outputs expire that were not removed; must be above `limits.request_timeout_s`.")
+        float,
+        seconds(
+            "When outputs expire that were not removed; must be above `limits.request_timeout_s`."
+        ),
     ] = 3600.0
     run_ttl_s: Annotated[
-        float, seconds("How long a run with an `Idempotency-Key` can be asked for again after its last token.")
+        float,
+        seconds(
+            "How long a run with an `Idempotency-Key` can be asked for again after its last token."
+        ),
     ] = 3600.0
     lease_s: Annotated[
-        float, seconds("Silence after which another router takes over the runs of one that died; only with keys.")
+        float,
+        seconds(
+            "Silence after which another router takes over the runs of one that died; only "
+            "with "
+            "keys."
+        ),
     ] = 5.0
 
     def __post_init__(self) -> None:
         try:
             twice = bool(urlsplit(self.url).password) and self.password is not None
         except ValueError:
-            raise ConfigError("url is no URL.", remedy="Write redis://HOST:PORT/0.") from None  # it may show a password
+            raise ConfigError(
+                "url is no URL.", remedy="Write redis://HOST:PORT/0."
+            ) from None  # it may show a password
         require(not twice, "both url and password hold a password", "Leave it out of the url.")
         require(self.tls is None or self.url.startswith("rediss://"), "tls needs a rediss:// url")
         sets = {"protocol", "decode_responses"} & parse_qs(urlsplit(self.url).query).keys()
-        require(not sets, f"url sets {', '.join(sorted(sets))}", "Leave it out: the router needs its own.")
+        require(
+            not sets,
+            f"url sets {', '.join(sorted(sets))}",
+            "Leave it out: the router needs its own.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +316,8 @@ class EmbedderSettings:
 
     model: Annotated[
         str,
-        "`default` (small, needs no download), a sentence-transformers name or folder (`./...` counts from the file), "
+        "`default` (small, needs no download), a sentence-transformers name or folder (`./...` "
+        "counts from the file), "
         "`hash` (no model, for tests), or `none` (topologies that embed are refused).",
     ] = "default"
     device: Annotated[str, "Where it runs: `cpu`, `cuda`, `cuda:1`, ..."] = "cpu"
@@ -227,22 +325,30 @@ class EmbedderSettings:
     @property
     def name(self) -> str:
         """What requests for embeddings call it."""
-        return "all-MiniLM-L6-v2" if self.model == "default" else Path(self.model).name
+        if self.model == "default":
+            return "all-MiniLM-L6-v2"
+        return Path(self.model).name
 
     def found_from(self, folder: Path) -> "EmbedderSettings":
-        """A model that begins with a dot is a folder, as seen from `folder`; another may be a name."""
-        return replace(self, model=str(folder / self.model)) if self.model.startswith(".") else self
+        """A model that begins with a dot is a folder, as seen from `folder`; another may be a
+        name."""
+        if self.model.startswith("."):
+            return replace(self, model=str(folder / self.model))
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Traces:
     """Finished requests that can still be looked up, and where their spans go."""
 
-    kept: Annotated[int, count("Requests that `GET /v1/traces/{id}` still finds; each takes some kilobytes.")] = 1000
+    kept: Annotated[
+        int, count("Requests that `GET /v1/traces/{id}` still finds; each takes some kilobytes.")
+    ] = 1000
     otlp: Annotated[
         str | None,
         Text(
-            "Takes OpenTelemetry spans of finished requests: the URL of an OTLP/HTTP receiver, such as "
+            "Takes OpenTelemetry spans of finished requests: the URL of an OTLP/HTTP receiver, "
+            "such as "
             "`http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`.",
             r"https?://.+",
             "an http:// or https:// URL",
@@ -254,35 +360,59 @@ class Traces:
 class BatchesSettings:
     """The Batch API: files of requests that are answered while online requests run."""
 
-    folder: Annotated[Path | None, "Keeps files, batches and their results. Without it there is no Batch API."] = None
-    concurrency: Annotated[int, count("Lines that run at a time, all batches together, besides online requests.")] = 32
+    folder: Annotated[
+        Path | None, "Keeps files, batches and their results. Without it there is no Batch API."
+    ] = None
+    concurrency: Annotated[
+        int, count("Lines that run at a time, all batches together, besides online requests.")
+    ] = 32
     max_file_bytes: Annotated[int, count("Largest file that may be uploaded.")] = 200 * 2**20
     file_ttl_s: Annotated[
-        float | None, seconds("Age at which files, results too, are deleted; without it they are kept.")
+        float | None,
+        seconds("Age at which files, results too, are deleted; without it they are kept."),
     ] = None
-    max_tenant_files: Annotated[int, count("Files that a tenant may keep; results count, and are always kept.")] = 1000
-    max_tenant_bytes: Annotated[int, count("Bytes of files that a tenant may keep, likewise.")] = 2 * 2**30
-    pools: Annotated[Mapping[str, Path], "Files of pools, by the name that lines give as their model."] = field(
-        default_factory=dict
+    max_tenant_files: Annotated[
+        int, count("Files that a tenant may keep; results count, and are always kept.")
+    ] = 1000
+    max_tenant_bytes: Annotated[int, count("Bytes of files that a tenant may keep, likewise.")] = (
+        2 * 2**30
     )
+    pools: Annotated[
+        Mapping[str, Path], "Files of pools, by the name that lines give as their model."
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(not self.pools or self.folder is not None, "pools answer batches, which are off", "Set batches.folder.")
+        require(
+            not self.pools or self.folder is not None,
+            "pools answer batches, which are off",
+            "Set batches.folder.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AutoSettings(ModelChoiceSettings):
     """What the model `auto` stands for, and how one of its models is chosen."""
 
-    models: Annotated[tuple[str, ...], "Models to choose from; all of the deployment's by default."] = ()
+    models: Annotated[
+        tuple[str, ...], "Models to choose from; all of the deployment's by default."
+    ] = ()
     profile: Annotated[Path | None, "File of `shell-router profile`: measured costs."] = None
     max_batch: Annotated[
         Mapping[str, int],
-        MappingOf("Sequences that a model decodes together.", Text("Model."), count("Sequences."), at_least=0),
+        MappingOf(
+            "Sequences that a model decodes together.",
+            Text("Model."),
+            count("Sequences."),
+            at_least=0,
+        ),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(len(set(self.models)) == len(self.models), "models names one twice", "Name each model once.")
+        require(
+            len(set(self.models)) == len(self.models),
+            "models names one twice",
+            "Name each model once.",
+        )
         ModelChoiceSettings.__post_init__(self)
 
 
@@ -290,9 +420,15 @@ class AutoSettings(ModelChoiceSettings):
 class PredictionSettings:
     """Trained predictors, each in a process of its own."""
 
-    scores: Annotated[Path | None, "Folder of `shell-router train router`: scores of models."] = None
-    lengths: Annotated[Path | None, "Folder of `shell-router train lengths`: expected output tokens."] = None
-    limit_s: Annotated[float, seconds("Longest wait for predictions; then requests go on without.")] = 0.2
+    scores: Annotated[Path | None, "Folder of `shell-router train router`: scores of models."] = (
+        None
+    )
+    lengths: Annotated[
+        Path | None, "Folder of `shell-router train lengths`: expected output tokens."
+    ] = None
+    limit_s: Annotated[
+        float, seconds("Longest wait for predictions; then requests go on without.")
+    ] = 0.2
     device: Annotated[str, "Where they run: `cpu`, `cuda`, ..."] = "cpu"
     threads: Annotated[int, count("CPU threads of each predictor.")] = 1
 
@@ -309,27 +445,41 @@ class AccessLogSettings:
 class RecordSettings(AccessLogSettings):
     """Trace files with a line per agent run, to train predictors on."""
 
-    prompts: Annotated[bool, "Whether questions are recorded too, which training scores needs."] = False
+    prompts: Annotated[bool, "Whether questions are recorded too, which training scores needs."] = (
+        False
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """A whole deployment."""
 
-    models: Annotated[Mapping[str, ModelSettings], "Alias by alias, the models that topologies and requests may name."]
+    models: Annotated[
+        Mapping[str, ModelSettings],
+        "Alias by alias, the models that topologies and requests may name.",
+    ]
     swapping: SwappingSettings | None = None
     topologies: Annotated[
-        tuple[Path, ...], "Topology files and folders of them; each file's `name` becomes a model name."
+        tuple[Path, ...],
+        "Topology files and folders of them; each file's `name` becomes a model name.",
     ] = ()
     live_topologies: LiveSettings = field(default_factory=LiveSettings)
     listen: Listen = Listen()
     api_keys: Annotated[
         Mapping[str, GivenKey],
-        "Key per tenant: `{alice: {env: ALICE_KEY}}` reads it from the environment, `{alice: secret}` has it here.",
+        (
+            "Key per tenant: `{alice: {env: ALICE_KEY}}` reads it from the environment, `{alice: "
+            "secret}` has it here."
+        ),
         SECRET,
     ] = field(default_factory=dict, repr=False)
     api_keys_file: Annotated[
-        Path | None, "File with further `api_keys`; what it says from then on counts within seconds, without a restart."
+        Path | None,
+        (
+            "File with further `api_keys`; what it says from then on counts within seconds, "
+            "without "
+            "a restart."
+        ),
     ] = None
     limits: Limits = Limits()
     cache: CacheSettings = CacheSettings()
@@ -346,7 +496,11 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models is empty", remedy="Name at least one model.")
-        require(AUTO not in self.models, f"a model is named {AUTO!r}, which means any of them", "Rename it.")
+        require(
+            AUTO not in self.models,
+            f"a model is named {AUTO!r}, which means any of them",
+            "Rename it.",
+        )
         for name in (*self.auto.models, *self.auto.max_batch):
             require(
                 self._may_name(name),
@@ -356,10 +510,15 @@ class Config:
         require(
             self.cache.ttl_s > self.limits.request_timeout_s,
             f"cache.ttl_s ({self.cache.ttl_s:g}) must be above limits.request_timeout_s"
-            f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
+            f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that "
+            "read it",
         )
         folders = [one.folder.resolve() for one in (self.record, self.access_log) if one.folder]
-        require(len({*folders}) == len(folders), "record.folder and access_log.folder are one", "Name one for each.")
+        require(
+            len({*folders}) == len(folders),
+            "record.folder and access_log.folder are one",
+            "Name one for each.",
+        )
         self._require_swapped_models()
         self._require_own_servers()
         self._require_asked_keys()
@@ -372,7 +531,9 @@ class Config:
     @property
     def swapped(self) -> tuple[str, ...]:
         """The models that take turns in memory."""
-        return () if self.swapping is None else self.swapping.models or tuple(self.models)
+        if self.swapping is None:
+            return ()
+        return self.swapping.models or tuple(self.models)
 
     @property
     def sleeping(self) -> tuple[str, ...]:
@@ -384,13 +545,21 @@ class Config:
             return
         for alias in (*self.swapped, *swapping.usage):
             known = f"Name some of: {', '.join(self.models)}."
-            require(alias in self.models, f"swapping names {alias!r}, which is not among the models", known)
+            require(
+                alias in self.models,
+                f"swapping names {alias!r}, which is not among the models",
+                known,
+            )
         for alias in self.swapped:
             model = self.models[alias]
             require(
-                not (swapping.pairs and (model.pairs or model.engine)) and not model.engine.keys() - {"embedded"},
+                not (swapping.pairs and (model.pairs or model.engine))
+                and not model.engine.keys() - {"embedded"},
                 f"models.{alias} takes turns with others, and names engines of its own",
-                remedy="Leave them or swapping.pairs out, or name the models that take turns in swapping.models.",
+                remedy=(
+                    "Leave them or swapping.pairs out, or name the models that take turns in "
+                    "swapping.models."
+                ),
             )
         require(
             len(self.sleeping) in (0, len(self.swapped)),
@@ -402,19 +571,31 @@ class Config:
             taken.update({url for pair in model.pairs for url in pair.urls})
         own = (pair for alias in self.sleeping for pair in self.models[alias].pairs)
         for url in (url for pair in (*swapping.pairs, *own) for url in pair.urls):
-            require(taken[url] == 1, f"{url} is named twice, and serves models that take turns", "Name it once.")
+            require(
+                taken[url] == 1,
+                f"{url} is named twice, and serves models that take turns",
+                "Name it once.",
+            )
         for alias in self.sleeping:
             self._require_sleeper(f"models.{alias}", self.models[alias])
 
     def _require_sleeper(self, where: str, model: ModelSettings) -> None:
         remedy = "Leave them out, or name the models that take turns in swapping.models."
-        require(model.adapters is None, f"{where} takes turns with others, and has adapters", remedy)
+        require(
+            model.adapters is None, f"{where} takes turns with others, and has adapters", remedy
+        )
         for launch in (pair.launch for pair in model.pairs if pair.launch):
             for flags in (flags_of(role, self.launch, launch) for role in ("prefill", "decode")):
                 require(
                     "--device=cpu" not in flags and ("--device", "cpu") not in pairwise(flags),
-                    f"{where} sleeps while others are awake, and is started on a CPU, where SGLang cannot",
-                    "Sleeping gives GPU memory back: start it on GPUs, or swap weights of one shape by swapping.pairs.",
+                    (
+                        f"{where} sleeps while others are awake, and is started on a CPU, where "
+                        "SGLang cannot"
+                    ),
+                    (
+                        "Sleeping gives GPU memory back: start it on GPUs, or swap weights of one "
+                        "shape by swapping.pairs."
+                    ),
                 )
 
     def _require_own_servers(self) -> None:
@@ -430,27 +611,43 @@ class Config:
                 )
 
     def _require_asked_keys(self) -> None:
-        """Engines that the router starts get no `engine_key` from it: all of the machine can read a command line."""
+        """Engines that the router starts get no `engine_key` from it: all of the machine can read a
+        command line.
+        """
         for alias, model in self.models.items():
-            launched = [pair.launch for pair in model.pairs if pair.launch and model.engine_key is not None]
-            for flags in (flags_of(role, self.launch, one) for one in launched for role in ("prefill", "decode")):
+            launched = [
+                pair.launch for pair in model.pairs if pair.launch and model.engine_key is not None
+            ]
+            for flags in (
+                flags_of(role, self.launch, one)
+                for one in launched
+                for role in ("prefill", "decode")
+            ):
                 require(
                     any(flag.partition("=")[0] == "--api-key" for flag in flags),
-                    f"models.{alias} has an engine_key, and the engines that `launch` starts ask for none",
+                    (
+                        f"models.{alias} has an engine_key, and the engines that `launch` starts "
+                        "ask "
+                        "for none"
+                    ),
                     remedy="Give them `--api-key` in launch.flags, or leave engine_key out.",
                 )
 
     def _may_name(self, name: str) -> bool:
-        """Whether it is a model, or may be an adapter of one; the adapters' folder has their names."""
+        """Whether it is a model, or may be an adapter of one; the adapters' folder has their
+        names."""
         base = self.models.get(name.partition(":")[0])
         return name in self.models or (base is not None and base.adapters is not None)
 
 
-def read_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = True, kinds: Kinds = NO_KINDS) -> Config:
-    """The deployment that `path` describes, with API keys from the environment unless `with_keys` is off.
+def read_config(
+    path: Path, environ: Mapping[str, str], *, with_keys: bool = True, kinds: Kinds = NO_KINDS
+) -> Config:
+    """The deployment that `path` describes, with API keys from the environment unless `with_keys`
+    is off.
 
-    `kinds` are the engine kinds that models may name. Raises ConfigError, whose message begins with the file and, where
-    known, the line.
+    `kinds` are the engine kinds that models may name. Raises ConfigError, whose message begins with
+    the file and, where known, the line.
     """
     config, where = read_file(path, Config, kinds=kinds)
     config = replace(config, embedder=config.embedder.found_from(path.parent))
@@ -460,23 +657,34 @@ def read_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
 
 
 def read_keys(config: Config, environ: Mapping[str, str]) -> Mapping[str, str | ApiKey]:
-    """All keys of a deployment that `read_config` gave, with what its file of keys holds now. Raises ConfigError."""
+    """All keys of a deployment that `read_config` gave, with what its file of keys holds now.
+    Raises ConfigError.
+    """
     if config.api_keys_file is None:
         return config.api_keys
     found, where = read_file(config.api_keys_file, KeysFile)
     twice = sorted(config.api_keys.keys() & found.api_keys.keys())
-    require(not twice, f"{config.api_keys_file}: the deployment's own file has {twice} already.", "Rename them.")
+    require(
+        not twice,
+        f"{config.api_keys_file}: the deployment's own file has {twice} already.",
+        "Rename them.",
+    )
     return {**config.api_keys, **_with_secrets(found.api_keys, where, environ)}
 
 
 def _with_secrets(
-    keys: Mapping[str, str | ApiKey], where: Callable[[tuple[str, ...]], str], environ: Mapping[str, str]
+    keys: Mapping[str, str | ApiKey],
+    where: Callable[[tuple[str, ...]], str],
+    environ: Mapping[str, str],
 ) -> Mapping[str, ApiKey]:
     found: dict[str, ApiKey] = {}
     names: dict[str | None, str] = {}
     for name, given in keys.items():
-        key = ApiKey(key=given) if isinstance(given, str) else given
-        source = key.key if key.env is None else FromEnvironment(key.env)
+        if isinstance(given, str):
+            key = ApiKey(key=given)
+        else:
+            key = given
+        source = (key.key) if (key.env is None) else (FromEnvironment(key.env))
         own = secret(source, f"{where(('api_keys', name))}: the API key of {name!r}", environ)
         other = names.setdefault(own, name)
         same = f"{where(('api_keys', name))}: {other!r} and {name!r} have the same API key."

@@ -1,8 +1,9 @@
-"""Drafted decoding: a request's own prompt and output guess what it writes next, and one pass verifies the guess.
+"""Drafted decoding: a request's own prompt and output guess what it writes next, and one pass
+verifies the guess.
 
-An agent that reads others largely repeats what it read, so what followed the longest repeated suffix is a good draft
-(prompt lookup decoding). Nothing here is random and nothing imports more than the standard library: the embedded
-engine and the plugin in SGLang's processes both run it.
+An agent that reads others largely repeats what it read, so what followed the longest repeated
+suffix is a good draft (prompt lookup decoding). Nothing here is random and nothing imports more
+than the standard library: the embedded engine and the plugin in SGLang's processes both run it.
 """
 
 import math
@@ -12,8 +13,11 @@ from itertools import cycle, islice, pairwise
 WIDTHS = (1, 2, 4, 8, 16)
 """Tokens that a pass computes per request: the last one that is certain, and drafts."""
 MOST_DRAFTED = WIDTHS[-1] - 1
-MOST_SOURCES, MOST_SOURCE_TOKENS = 16, 8192
-"""Of a request's further texts, which a client chooses: how many count, and how many tokens of them all."""
+MOST_SOURCES = 16
+MOST_SOURCE_TOKENS = 8192
+"""Of a request's further texts, which a client chooses: how many count, and how many tokens of them
+all.
+"""
 
 _SHORTEST_MATCH = 2
 _LONGEST_MATCH = 16
@@ -25,11 +29,11 @@ _PRIOR = 2.0, 1.0  # tokens accepted, drafts rejected
 
 
 class Drafter:
-    """Drafts for one request. `sources` are further texts that it may repeat, such as a predicted answer; the first 16,
-    and 8192 tokens, count.
+    """Drafts for one request. `sources` are further texts that it may repeat, such as a predicted
+    answer; the first 16, and 8192 tokens, count.
 
-    Places are found by their last two tokens, each linked to the place before it, as in LZ77: a token costs the same
-    however long the prompt is.
+    Places are found by their last two tokens, each linked to the place before it, as in LZ77: a
+    token costs the same however long the prompt is.
     """
 
     def __init__(self, prompt: Sequence[int], sources: Iterable[Sequence[int]] = ()) -> None:
@@ -41,18 +45,24 @@ class Drafter:
             left -= min(left, len(source))
         self._tokens += prompt
         self._latest: dict[tuple[int, int], int] = {}
-        self._before: list[int] = [0, 0]  # per place: the one before it after the same two tokens, or 0
+        self._before: list[int] = [
+            0,
+            0,
+        ]  # per place: the one before it after the same two tokens, or 0
         self._proposed: Sequence[int] = ()
         self._accepted, self._rejected = _PRIOR
         self._index()
 
     @property
     def acceptance(self) -> float:
-        """The share of drafted tokens that turn out right, judged by all proposals so far, verified or not."""
+        """The share of drafted tokens that turn out right, judged by all proposals so far, verified
+        or not.
+        """
         return self._accepted / (self._accepted + self._rejected)
 
     def propose(self, most: int) -> Sequence[int]:
-        """Up to `most` tokens that may come next; empty where nothing like the end was seen before."""
+        """Up to `most` tokens that may come next; empty where nothing like the end was seen
+        before."""
         self._proposed = self._continuation(most) if most > 0 else ()
         return self._proposed
 
@@ -61,7 +71,9 @@ class Drafter:
         if self._proposed:
             right = matching(self._proposed, tokens)
             self._accepted = _FADE * self._accepted + right
-            self._rejected = _FADE * self._rejected + (right < min(len(self._proposed), len(tokens)))
+            self._rejected = _FADE * self._rejected + (
+                right < min(len(self._proposed), len(tokens))
+            )
             self._proposed = ()
         self._tokens += tokens
 
@@ -70,13 +82,16 @@ class Drafter:
         self._index()
         if len(tokens) < _SHORTEST_MATCH:
             return ()
-        place, best, longest = self._latest.get((tokens[-2], tokens[-1]), 0), 0, 0
+        place = self._latest.get((tokens[-2], tokens[-1]), 0)
+        best = 0
+        longest = 0
         for _ in range(_CANDIDATES):
             if not place or longest == _LONGEST_MATCH:
                 break
             length = self._match(place)
             if length > longest:
-                best, longest = place, length
+                best = place
+                longest = length
             place = self._before[place]
         if not best:
             return ()
@@ -84,11 +99,14 @@ class Drafter:
         if _BREAK in found:
             return found[: found.index(_BREAK)]
         # what repeats at the very end is taken to go on repeating
-        return found if len(found) == most else list(islice(cycle(found), most))
+        if len(found) == most:
+            return found
+        return list(islice(cycle(found), most))
 
     def _match(self, place: int) -> int:
         """How many tokens before `place` are those at the end."""
-        tokens, length = self._tokens, _SHORTEST_MATCH
+        tokens = self._tokens
+        length = _SHORTEST_MATCH
         most = min(_LONGEST_MATCH, place)
         while length < most and tokens[place - 1 - length] == tokens[-1 - length] != _BREAK:
             length += 1
@@ -96,7 +114,8 @@ class Drafter:
 
     def _index(self) -> None:
         """Link the places that now have a token after them."""
-        tokens, latest = self._tokens, self._latest
+        tokens = self._tokens
+        latest = self._latest
         for place in range(len(self._before), len(tokens)):
             pair = tokens[place - 2], tokens[place - 1]
             self._before.append(latest.get(pair, 0))
@@ -122,37 +141,50 @@ _MOST_PASS_TOKENS = 256  # of all rows: each needs memory for its logits
 
 
 class DraftGate:
-    """Chooses how many tokens per request the next pass computes: as many as give the most tokens per second.
+    """Chooses how many tokens per request the next pass computes: as many as give the most tokens
+    per second.
 
-    What passes cost is measured here, plain and drafted apart, by powers of two of the tokens that they compute. Wider
-    ones are tried step by step, each taken for as dear as the one before; what was not seen for 256 passes is forgotten
-    and tried anew. Without drafts every pass is plain. Where some requests have none, a pass takes at most half as
-    long again as a plain one. No pass is wider than `widest`.
+    What passes cost is measured here, plain and drafted apart, by powers of two of the tokens that
+    they compute. Wider ones are tried step by step, each taken for as dear as the one before; what
+    was not seen for 256 passes is forgotten and tried anew. Without drafts every pass is plain.
+    Where some requests have none, a pass takes at most half as long again as a plain one. No pass
+    is wider than `widest`.
     """
 
     def __init__(self, widest: int = WIDTHS[-1]) -> None:
         self._widest = widest
-        self._costs: dict[tuple[bool, int], tuple[float, int]] = {}  # seconds, and when they were last measured
+        self._costs: dict[
+            tuple[bool, int], tuple[float, int]
+        ] = {}  # seconds, and when they were last measured
         self._passes = 0
 
     def width(self, rows: int, drafts: Iterable[tuple[int, float]]) -> int:
-        """One of `WIDTHS`, for a batch of `rows` requests. `drafts` are the lengths and acceptances of those that
-        have one."""
+        """One of `WIDTHS`, for a batch of `rows` requests. `drafts` are the lengths and acceptances
+        of those that have one."""
         drafted = [(length, acceptance) for length, acceptance in drafts if length]
         plain_s = self._known((False, _bucket(rows)))
         if not drafted or plain_s is None:
             return 1
-        best, rate, dearest_s = 1, rows / plain_s, plain_s * (_MOST_SLOWDOWN if len(drafted) < rows else math.inf)
+        best = 1
+        rate = rows / plain_s
+        dearest_s = plain_s * (_MOST_SLOWDOWN if len(drafted) < rows else math.inf)
         known = {width: self._known((True, _bucket(rows * width))) for width in WIDTHS[1:]}
         widest_known = max((width for width in known if known[width] is not None), default=1)
         pass_s = plain_s * _FIRST_GUESS
         for narrower, width in pairwise(WIDTHS):
-            if narrower > max(drafted)[0] or rows * width > _MOST_PASS_TOKENS or width > self._widest:
+            if (
+                narrower > max(drafted)[0]
+                or rows * width > _MOST_PASS_TOKENS
+                or width > self._widest
+            ):
                 break
             pass_s = known[width] or pass_s
-            gained = sum(_expected(min(length, width - 1), acceptance) for length, acceptance in drafted)
+            gained = sum(
+                _expected(min(length, width - 1), acceptance) for length, acceptance in drafted
+            )
             if pass_s <= dearest_s and (rows + gained) / pass_s > rate:
-                best, rate = width, (rows + gained) / pass_s
+                best = width
+                rate = (rows + gained) / pass_s
             if width > widest_known:
                 break  # a wider one is tried once this one is known
         return best
@@ -168,7 +200,9 @@ class DraftGate:
 
     def _known(self, key: tuple[bool, int]) -> float | None:
         seconds, seen = self._costs.get(key, (0.0, -_FORGOTTEN_AFTER))
-        return seconds if self._passes - seen < _FORGOTTEN_AFTER else None
+        if self._passes - seen < _FORGOTTEN_AFTER:
+            return seconds
+        return None
 
 
 def _bucket(tokens: int) -> int:
@@ -177,4 +211,6 @@ def _bucket(tokens: int) -> int:
 
 def _expected(length: int, acceptance: float) -> float:
     """Drafted tokens that will be right: all up to the first wrong one."""
-    return length if acceptance >= 1 else acceptance * (1 - acceptance**length) / (1 - acceptance)
+    if acceptance >= 1:
+        return length
+    return acceptance * (1 - acceptance**length) / (1 - acceptance)

@@ -3,7 +3,26 @@
 from bisect import bisect_left
 from itertools import accumulate
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+)
 """Upper ends of the buckets."""
 
 
@@ -23,4 +42,10 @@ class Durations:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Per upper end, as Prometheus writes it, those that were not longer."""
-        return list(zip((*map(str, map(float, SECONDS)), "+Inf"), map(float, accumulate(self._counts)), strict=True))
+        return list(
+            zip(
+                (*map(str, map(float, SECONDS)), "+Inf"),
+                map(float, accumulate(self._counts)),
+                strict=True,
+            )
+        )

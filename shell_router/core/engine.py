@@ -1,4 +1,5 @@
-"""The contract between the router and its engines: requests, answers, and where each request went."""
+"""The contract between the router and its engines: requests, answers, and where each request
+went."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -14,8 +15,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def value(cls: type[T]) -> type[T]:
-    """A dataclass that only mypy keeps from being changed. Making a frozen one takes eight times as long, and requests
-    make many."""
+    """A dataclass that only mypy keeps from being changed. Making a frozen one takes eight times as
+    long, and requests make many."""
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
@@ -23,10 +24,11 @@ def value(cls: type[T]) -> type[T]:
 class Hints:
     """The user, the place in a program, and the output that is expected. All of it is optional.
 
-    `user` is the tenant: its requests have a fair share together. `end_user` is the tenant's own user or conversation,
-    whose requests tend to share prefixes; it means nothing without the tenant. `program` is one run of the
-    topology `topology`, `agent` the place in it. `output_tokens` are those that are expected of this request,
-    `total_tokens` those of this request and of all that follow it in its program (Chimera, section 3.4).
+    `user` is the tenant: its requests have a fair share together. `end_user` is the tenant's own
+    user or conversation, whose requests tend to share prefixes; it means nothing without the
+    tenant. `program` is one run of the topology `topology`, `agent` the place in it.
+    `output_tokens` are those that are expected of this request, `total_tokens` those of this
+    request and of all that follow it in its program (Chimera, section 3.4).
     """
 
     user: str | None = None
@@ -43,10 +45,11 @@ NO_HINTS = Hints()
 
 @value
 class Placement:
-    """An engine that took a request: its name, by which policy and for which reason, and how long the request waited.
+    """An engine that took a request: its name, by which policy and for which reason, and how long
+    the request waited.
 
-    `engine` is its role, or `engine` where it has all roles, and its number among those of its model: `prefill-0`.
-    `adapter_s` is how long it waited there for its adapter.
+    `engine` is its role, or `engine` where it has all roles, and its number among those of its
+    model: `prefill-0`. `adapter_s` is how long it waited there for its adapter.
     """
 
     engine: str
@@ -69,13 +72,15 @@ DEFAULT_MAX_NEW_TOKENS = 128
 UNSTREAMED_INTERVAL = 32
 """The most tokens per event (`stream_interval`) of an output that no client watches.
 
-Each event costs the engine and the router. But that many tokens take about a second, and a longer silence would look
-like a stalled engine's.
+Each event costs the engine and the router. But that many tokens take about a second, and a longer
+silence would look like a stalled engine's.
 """
 
 
 class OnPlaced(Protocol):
-    """Called whenever an attempt of a request is sent, with an engine of each role that takes part in it."""
+    """Called whenever an attempt of a request is sent, with an engine of each role that takes part
+    in it.
+    """
 
     def __call__(self, *placed: Placement) -> None: ...
 
@@ -88,12 +93,13 @@ def _ignore(*placed: Placement) -> None:
 class Generation:
     """One request to an engine.
 
-    `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
-    `sampling_params`, checked by `core.sampling`, and is sent unchanged. With `logprobs` every output token comes with
-    its natural-log probability. Requests of one `affinity` grow one prompt: where several servers prefill, they
-    go to the one that holds its KV. `adapter` names the one of the model's adapters that answers; it is loaded where it
-    has to be. `hints` are for the schedulers. `on_placed` is called with the engines it goes to. Only requests of one
-    `cache_key` share a prefix cache.
+    `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds
+    SGLang's `sampling_params`, checked by `core.sampling`, and is sent unchanged. With `logprobs`
+    every output token comes with its natural-log probability. Requests of one `affinity` grow one
+    prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the
+    one of the model's adapters that answers; it is loaded where it has to be. `hints` are for the
+    schedulers. `on_placed` is called with the engines it goes to. Only requests of one `cache_key`
+    share a prefix cache.
     """
 
     rid: str
@@ -107,8 +113,11 @@ class Generation:
     cache_key: str | None = None
 
 
-def asking_for_drafts(sampling: Mapping[str, Any], sources: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """SGLang's `sampling_params` with the field that engines read: further texts to draft from, besides the prompt.
+def asking_for_drafts(
+    sampling: Mapping[str, Any], sources: Sequence[Sequence[int]] = ()
+) -> dict[str, Any]:
+    """SGLang's `sampling_params` with the field that engines read: further texts to draft from,
+    besides the prompt.
 
     An SGLang without the plugin leaves it alone.
     """
@@ -132,8 +141,9 @@ class Tokens:
 
 @value
 class Finish:
-    """The last thing an engine says of a request. Counts are tokens; `cached_tokens` is part of `prompt_tokens`, and
-    `accepted_tokens`, those of the `drafted_tokens` that were right, of `completion_tokens`."""
+    """The last thing an engine says of a request. Counts are tokens; `cached_tokens` is part of
+    `prompt_tokens`, and `accepted_tokens`, those of the `drafted_tokens` that were right, of
+    `completion_tokens`."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -145,7 +155,9 @@ class Finish:
 
 @value
 class Prefilled:
-    """Outcome of a prefill-only request: `cached_tokens` of its `prompt_tokens` needed no computation."""
+    """Outcome of a prefill-only request: `cached_tokens` of its `prompt_tokens` needed no
+    computation.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -154,9 +166,9 @@ class Prefilled:
 class Engine(Protocol):
     """A prefill-decode pair (or several) that serves one model.
 
-    Both calls raise `EngineError`. A request that failed before its first token may have been sent again under another
-    id. When a caller abandons either, by cancelling or by closing the generator, the
-    implementation aborts `rid` on every engine it reached; nothing stays running.
+    Both calls raise `EngineError`. A request that failed before its first token may have been sent
+    again under another id. When a caller abandons either, by cancelling or by closing the
+    generator, the implementation aborts `rid` on every engine it reached; nothing stays running.
     """
 
     def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
@@ -164,17 +176,23 @@ class Engine(Protocol):
         ...
 
     async def prefill(self, request: Generation) -> Prefilled:
-        """Compute the prompt's KV into the prefill engine's prefix cache; decode nothing (Faster-MoA, 4.3)."""
+        """Compute the prompt's KV into the prefill engine's prefix cache; decode nothing
+        (Faster-MoA, 4.3).
+        """
         ...
 
 
 class CallParser(Protocol):
-    """Finds calls of tools in outputs of its model; `tool_parser` is the name of the format, None where it cannot."""
+    """Finds calls of tools in outputs of its model; `tool_parser` is the name of the format, None
+    where it cannot.
+    """
 
     @property
     def tool_parser(self) -> str | None: ...
 
-    async def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Any]]:
+    async def parse_calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[Any]]:
         """The text before the calls, and each call's `name` and `arguments`. Raises EngineError."""
         ...
 
@@ -186,7 +204,9 @@ NativeRoute = Literal["generate", "prefill_only", "v1/chat/completions", "v1/com
 
 @value
 class ChatServing:
-    """What servers say of their own chats: the parser that finds tool calls in their outputs, if they have one."""
+    """What servers say of their own chats: the parser that finds tool calls in their outputs, if
+    they have one.
+    """
 
     tool_parser: str | None = None
 
@@ -204,7 +224,8 @@ class Relayed:
 class Relay(Protocol):
     """Sends a client's native body to a pair, and its answer back.
 
-    `chat` is None where the servers have no OpenAI routes of their own: those take SGLang's own fields.
+    `chat` is None where the servers have no OpenAI routes of their own: those take SGLang's own
+    fields.
     """
 
     @property
@@ -220,12 +241,13 @@ class Relay(Protocol):
         fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`.
+        """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in
+        `Generation`.
 
-        It may have `fields` besides those that every client may send. `admit` is called with the number of a batch's
-        requests, and may raise. Raises InvalidRequest for a body that is no object or has fields or values that are not
-        forwarded, PromptTooLong and EngineError. Leaving the context before the answer ended aborts the request on both
-        engines.
+        It may have `fields` besides those that every client may send. `admit` is called with the
+        number of a batch's requests, and may raise. Raises InvalidRequest for a body that is no
+        object or has fields or values that are not forwarded, PromptTooLong and EngineError.
+        Leaving the context before the answer ended aborts the request on both engines.
         """
         ...
 
@@ -243,20 +265,26 @@ class Tokenizer(Protocol):
         ...
 
     def encode_stable(self, text: str) -> list[int]:
-        """The leading ids of `encode(text)` that no continuation of `text` is expected to change."""
+        """The leading ids of `encode(text)` that no continuation of `text` is expected to
+        change."""
         ...
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """The chat template's text for `messages` (role, content, and what belongs to tools), ending where the
-        assistant speaks. `tools` are offered to the model; `options` are further variables of the template."""
+        """The chat template's text for `messages` (role, content, and what belongs to tools),
+        ending where the assistant speaks. `tools` are offered to the model; `options` are further
+        variables of the template."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds of a prefill-only request: `fixed_s`, whatever it holds, and `token_s` per token that is not cached.
+    """Seconds of a prefill-only request: `fixed_s`, whatever it holds, and `token_s` per token that
+    is not cached.
 
     Both are above 0.
     """
@@ -266,7 +294,9 @@ class PrefillCost:
 
     @classmethod
     def through(cls, few: int, short_s: float, many: int, long_s: float) -> "PrefillCost":
-        """From the times of `few` and of `many` tokens. Noise cannot make a term less than 1 % of `short_s`."""
+        """From the times of `few` and of `many` tokens. Noise cannot make a term less than 1 % of
+        `short_s`.
+        """
         least_s = max(0.01 * short_s, 1e-9)
         token_s = max(long_s - short_s, least_s) / max(1, many - few)
         return cls(max(short_s - few * token_s, least_s), token_s)
@@ -280,11 +310,12 @@ class PrefillCost:
 class ServedModel:
     """A model that requests may name. `context_length` counts prompt and output tokens together.
 
-    An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost` is what was measured
-    of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where known. `drafts` is
-    whether its requests may ask for drafts; with `auto` they do where it pays. `reasoning` are the marks around its
-    thinking, if that is to be separated from its answers; `call_mark` is what begins a call of a tool in its outputs,
-    if that is known; else its servers' `call_parser` may read them.
+    An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost`
+    is what was measured of one of its `prefill_servers` while it was idle. Token ids lie below
+    `vocabulary`, where known. `drafts` is whether its requests may ask for drafts; with `auto` they
+    do where it pays. `reasoning` are the marks around its thinking, if that is to be separated from
+    its answers; `call_mark` is what begins a call of a tool in its outputs, if that is known; else
+    its servers' `call_parser` may read them.
     """
 
     alias: str
@@ -304,7 +335,9 @@ class ServedModel:
     def engines_parser(self) -> CallParser | None:
         """What reads its calls, where its own `call_mark` is not known."""
         parser = self.call_parser
-        return parser if self.call_mark is None and parser is not None and parser.tool_parser is not None else None
+        if self.call_mark is None and parser is not None and parser.tool_parser is not None:
+            return parser
+        return None
 
 
 def error_message(body: bytes) -> str:

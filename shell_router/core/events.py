@@ -11,10 +11,11 @@ from shell_router.core.engine import FinishReason, Placement, value
 
 @value
 class ModelChosen:
-    """One of several models was chosen for `agents`, which share it. `why` is a reason of routing.model_choice.
+    """One of several models was chosen for `agents`, which share it. `why` is a reason of
+    routing.model_choice.
 
-    `scores` are chances of a right answer, empty without a predictor. `waits` are the models' load: seconds, or tokens
-    where `unmeasured` names models whose tokens' cost is not known.
+    `scores` are chances of a right answer, empty without a predictor. `waits` are the models' load:
+    seconds, or tokens where `unmeasured` names models whose tokens' cost is not known.
     """
 
     at_s: float
@@ -30,11 +31,13 @@ class ModelChosen:
 
 @value
 class StepChosen:
-    """A rule of a topology with steps chose what is next: `step`, or "end", after the step that has ended, or "start".
+    """A rule of a topology with steps chose what is next: `step`, or "end", after the step that has
+    ended, or "start".
 
-    `root` is the agent whose output is the step's; at the end the one that has answered. `rule` counts from 1 among the
-    rules of `after`, and `why` says what made it hold. `text` is, at the end, the answer where it was held back, since
-    another step could have followed, and `reasoning` the thinking before it.
+    `root` is the agent whose output is the step's; at the end the one that has answered. `rule`
+    counts from 1 among the rules of `after`, and `why` says what made it hold. `text` is, at the
+    end, the answer where it was held back, since another step could have followed, and `reasoning`
+    the thinking before it.
     """
 
     at_s: float
@@ -59,7 +62,9 @@ class AgentStarted:
 
 @value
 class PrefillIncrement:
-    """One prefill-only update ended. `slot` is the precursor last read from, None for the fixed prefix."""
+    """One prefill-only update ended. `slot` is the precursor last read from, None for the fixed
+    prefix.
+    """
 
     at_s: float
     agent: str
@@ -68,7 +73,9 @@ class PrefillIncrement:
     prompt_tokens: int
     cached_tokens: int
     resident_tokens: int
-    """Tokens of this prompt that earlier increments had prefilled: what `cached_tokens` should reach."""
+    """Tokens of this prompt that earlier increments had prefilled: what `cached_tokens` should
+    reach.
+    """
 
 
 @value
@@ -82,7 +89,9 @@ class PromptReady:
 
 @value
 class AgentPlaced:
-    """The agent's real request was sent: an engine of each role that takes part, and why. Emitted again for a retry."""
+    """The agent's real request was sent: an engine of each role that takes part, and why. Emitted
+    again for a retry.
+    """
 
     at_s: float
     agent: str
@@ -101,7 +110,8 @@ class AgentTokens:
 
 @value
 class AgentThought:
-    """The agent decoded these tokens of its thinking, which those that read its answer do not get."""
+    """The agent decoded these tokens of its thinking, which those that read its answer do not
+    get."""
 
     at_s: float
     agent: str
@@ -111,7 +121,9 @@ class AgentThought:
 
 @value
 class AgentFinished:
-    """The agent's output is complete. `confidence` is the geometric mean token probability, where measured."""
+    """The agent's output is complete. `confidence` is the geometric mean token probability, where
+    measured.
+    """
 
     at_s: float
     agent: str
@@ -143,7 +155,9 @@ class ExitScored:
 
 @value
 class AggregationSkipped:
-    """The agent wrote nothing: those it reads agree, and its output is `text`, that of `source`, and as sure."""
+    """The agent wrote nothing: those it reads agree, and its output is `text`, that of `source`,
+    and as sure.
+    """
 
     at_s: float
     agent: str
@@ -154,7 +168,9 @@ class AggregationSkipped:
 
 @value
 class AgentStopped:
-    """The agent was cut off and its output discarded: by its cluster's exit, or because no agent needs it."""
+    """The agent was cut off and its output discarded: by its cluster's exit, or because no agent
+    needs it.
+    """
 
     at_s: float
     agent: str
@@ -173,7 +189,8 @@ class AgentErred:
 
 @value
 class Degraded:
-    """Something that only makes a run faster, or its choices better, failed; the run goes on without it.
+    """Something that only makes a run faster, or its choices better, failed; the run goes on
+    without it.
 
     `agent` may be a cluster's id, or empty where it concerns the whole run.
     """
@@ -204,10 +221,16 @@ Emit = Callable[[Event], None]
 
 
 def answer_in(event: Event, answering: Collection[str]) -> str:
-    """The part of the answer that comes with the event; the tokens of `answering` agents are the answer.
+    """The part of the answer that comes with the event; the tokens of `answering` agents are the
+    answer.
 
-    What was held back, since another step could have followed, comes in one piece when it is chosen.
+    What was held back, since another step could have followed, comes in one piece when it is
+    chosen.
     """
     if isinstance(event, AgentTokens | AggregationSkipped):
-        return event.text if event.agent in answering else ""
-    return event.text if isinstance(event, StepChosen) else ""
+        if event.agent in answering:
+            return event.text
+        return ""
+    if isinstance(event, StepChosen):
+        return event.text
+    return ""

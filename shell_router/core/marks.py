@@ -1,4 +1,6 @@
-"""Marks in models' outputs: around their thinking, which is separated from their answers, and before calls of tools."""
+"""Marks in models' outputs: around their thinking, which is separated from their answers, and
+before calls of tools.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +9,17 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The texts around a model's thinking. With `always` a model thinks first even where it writes no `start`."""
+    """The texts around a model's thinking. With `always` a model thinks first even where it writes
+    no `start`.
+    """
 
     start: str = "<think>"
     end: str = "</think>"
     always: bool = False
 
 
-_OPTIONAL, _ALWAYS = ReasoningMarks(), ReasoningMarks(always=True)
+_OPTIONAL = ReasoningMarks()
+_ALWAYS = ReasoningMarks(always=True)
 REASONING_PARSERS: Mapping[str, ReasoningMarks] = {
     "deepseek-r1": _ALWAYS,
     "deepseek-v3": _OPTIONAL,
@@ -33,8 +38,14 @@ REASONING_PARSERS: Mapping[str, ReasoningMarks] = {
 """By SGLang's names of `--reasoning-parser`, those whose thinking stands between two texts."""
 
 
-CALL_MARKS: Mapping[str, str] = {"hermes": "<tool_call>", "qwen": "<tool_call>", "qwen25": "<tool_call>"}
-"""What begins a call, by SGLang's names of `--tool-call-parser`: those whose calls are JSON between two such marks."""
+CALL_MARKS: Mapping[str, str] = {
+    "hermes": "<tool_call>",
+    "qwen": "<tool_call>",
+    "qwen25": "<tool_call>",
+}
+"""What begins a call, by SGLang's names of `--tool-call-parser`: those whose calls are JSON between
+two such marks.
+"""
 PARSER_MARKS: Mapping[str, str] = {
     **CALL_MARKS,
     **dict.fromkeys(("deepseekv3", "deepseekv31"), "<｜tool▁calls▁begin｜>"),
@@ -45,10 +56,12 @@ PARSER_MARKS: Mapping[str, str] = {
 
 
 class ReasoningSplit:
-    """Separates one output's thinking from its answer; the same however the output is cut into pieces.
+    """Separates one output's thinking from its answer; the same however the output is cut into
+    pieces.
 
-    `prompt_end` is the end of the prompt's text: templates may write a mark there themselves. White space at the
-    beginning of either is dropped, as are the marks. `thought` is all that was written up to the end mark.
+    `prompt_end` is the end of the prompt's text: templates may write a mark there themselves. White
+    space at the beginning of either is dropped, as are the marks. `thought` is all that was written
+    up to the end mark.
     """
 
     def __init__(self, marks: ReasoningMarks, prompt_end: str) -> None:
@@ -75,30 +88,41 @@ class ReasoningSplit:
 
     def feed(self, text: str) -> tuple[str, str]:
         """What became certain with `text`: thinking, then answer."""
-        text, self._held = self._held + text, ""
+        text = self._held + text
+        self._held = ""
         if self.stage == "start":
             text = self._start(text)
         if self.stage != "thinking":
             return "", self._stripped(text)
         at = text.find(self._marks.end)
         if at >= 0:
-            thinking, self.stage = self._thinking(text[:at]), "answer"
+            thinking = self._thinking(text[:at])
+            self.stage = "answer"
             self._begun = False
             return thinking, self._stripped(text[at + len(self._marks.end) :])
-        kept = next(n for n in range(len(self._marks.end) - 1, -1, -1) if text.endswith(self._marks.end[:n]))
+        kept = next(
+            n for n in range(len(self._marks.end) - 1, -1, -1) if text.endswith(self._marks.end[:n])
+        )
         self._held = text[len(text) - kept :]
         return self._thinking(text[: len(text) - kept]), ""
 
     def finish(self) -> tuple[str, str]:
         """What was held back when the output ends: thinking, then answer."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         if self.stage == "start":
-            self.stage = "thinking" if self._marks.always else "answer"
-        return (self._thinking(held), "") if self.stage == "thinking" else ("", self._stripped(held))
+            if self._marks.always:
+                self.stage = "thinking"
+            else:
+                self.stage = "answer"
+        if self.stage == "thinking":
+            return (self._thinking(held), "")
+        return ("", self._stripped(held))
 
     def _start(self, text: str) -> str:
         """Decide whether thinking comes first; the text behind a start mark."""
-        begun, start = text.lstrip(), self._marks.start
+        begun = text.lstrip()
+        start = self._marks.start
         if begun.startswith(start):
             self.stage = "thinking"
             self._pieces.append(start)
@@ -106,7 +130,10 @@ class ReasoningSplit:
         if start.startswith(begun):
             self._held = text
             return ""
-        self.stage = "thinking" if self._marks.always else "answer"
+        if self._marks.always:
+            self.stage = "thinking"
+        else:
+            self.stage = "answer"
         return text
 
     def _thinking(self, text: str) -> str:

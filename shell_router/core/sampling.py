@@ -1,4 +1,6 @@
-"""What of a request may reach an engine: its sampling parameters, and how long its prompt is. Pure; for every route."""
+"""What of a request may reach an engine: its sampling parameters, and how long its prompt is. Pure;
+for every route.
+"""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -23,33 +25,45 @@ MAX_STOP_CHARACTERS = 256
 MAX_TOKEN_IDS = 1024
 """In `stop_token_ids` and in `logit_bias`."""
 MAX_INTEGER = 2**31 - 1
-"""SGLang's scheduler puts most integers into tensors of 32 bits, and ends where one does not fit."""
+"""SGLang's scheduler puts most integers into tensors of 32 bits, and ends where one does not fit.
+"""
 MAX_NUMBER = 1e30
 """For the same reason: of 32-bit floats."""
 MOST_CHARACTERS_PER_TOKEN = 16
-"""A prompt with more per token of its model's context is refused unread. English has 4; only blanks have more."""
+"""A prompt with more per token of its model's context is refused unread. English has 4; only blanks
+have more.
+"""
 PRIVATE = "__sglang"
-"""SGLang's OpenAI routes hand parameters of their own to its scheduler in `custom_params`, under such names."""
+"""SGLang's OpenAI routes hand parameters of their own to its scheduler in `custom_params`, under
+such names.
+"""
 
 
-def check_sampling(params: Mapping[str, Any], vocabulary: int | None = None, path: str = "") -> None:
+def check_sampling(
+    params: Mapping[str, Any], vocabulary: int | None = None, path: str = ""
+) -> None:
     """Raise InvalidField for what would end an engine, hang it, or hold up the requests of others.
 
-    `params` are SGLang's `sampling_params`, found at `path`. Token ids must lie below `vocabulary`, where it is known.
-    Ranges that SGLang refuses by itself are left to it.
+    `params` are SGLang's `sampling_params`, found at `path`. Token ids must lie below `vocabulary`,
+    where it is known. Ranges that SGLang refuses by itself are left to it.
     """
     below = inf if vocabulary is None else vocabulary
     is_plain = True  # nothing in it can be long: most requests have numbers alone
     for name, found in params.items():
         rule = _RULES.get(name)
         if rule is not None and found is not None and not rule[0](found, below):
-            known = "the size of the vocabulary" if vocabulary is None else f"{vocabulary}, the size of the vocabulary"
+            if vocabulary is None:
+                known = "the size of the vocabulary"
+            else:
+                known = f"{vocabulary}, the size of the vocabulary"
             raise _refusal(path, name, rule[1].replace("{vocabulary}", known), rule[2])
         is_plain = is_plain and isinstance(found, _SHORT)
     if not is_plain:
         check_depth(params, path or "sampling_params")
         if len(orjson.dumps(params, option=orjson.OPT_NON_STR_KEYS)) > MAX_SAMPLING_BYTES:
-            raise _refusal(path, "", f"take more than {MAX_SAMPLING_BYTES} bytes", "Send a smaller schema.")
+            raise _refusal(
+                path, "", f"take more than {MAX_SAMPLING_BYTES} bytes", "Send a smaller schema."
+            )
 
 
 def check_depth(value: object, path: str) -> None:
@@ -64,7 +78,9 @@ def check_depth(value: object, path: str) -> None:
             return
         values += sum(map(len, level))
         if values > MAX_VALUES:
-            raise InvalidField(f"{path} holds more than {MAX_VALUES} values.", field=path, remedy="Send fewer.")
+            raise InvalidField(
+                f"{path} holds more than {MAX_VALUES} values.", field=path, remedy="Send fewer."
+            )
         level = [
             inner
             for one in level
@@ -72,15 +88,19 @@ def check_depth(value: object, path: str) -> None:
             if isinstance(inner, dict | list)
         ]
     raise InvalidField(
-        f"{path} nests deeper than {MAX_DEPTH} levels.", field=path, remedy="Flatten it, or leave parts of it out."
+        f"{path} nests deeper than {MAX_DEPTH} levels.",
+        field=path,
+        remedy="Flatten it, or leave parts of it out.",
     )
 
 
 def require_possible(characters: int, context_length: int) -> None:
-    """Raise PromptTooLong for a text that is too long for any tokenizer to fit it into the context."""
+    """Raise PromptTooLong for a text that is too long for any tokenizer to fit it into the
+    context."""
     if characters > MOST_CHARACTERS_PER_TOKEN * context_length:
         raise PromptTooLong(
-            f"The prompt has {characters} characters; a context of {context_length} tokens takes fewer than"
+            f"The prompt has {characters} characters; a context of {context_length} tokens takes "
+            "fewer than"
             f" {MOST_CHARACTERS_PER_TOKEN} for each.",
             remedy="Shorten it, or choose a model with a longer context.",
         )
@@ -96,13 +116,17 @@ def _is_integer(found: Any, most: int = MAX_INTEGER) -> bool:
 
 
 def _is_number(found: Any) -> bool:
-    return isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) <= MAX_NUMBER
+    return (
+        isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) <= MAX_NUMBER
+    )
 
 
 def _are_ids(found: Any, vocabulary: float, most: float = MAX_TOKEN_IDS) -> bool:
     if not isinstance(found, list | tuple) or len(found) > most:
         return False
-    return all(type(one) is int for one in found) and (not found or (min(found) >= 0 and max(found) < vocabulary))
+    return all(type(one) is int for one in found) and (
+        not found or (min(found) >= 0 and max(found) < vocabulary)
+    )
 
 
 def _are_stops(found: Any) -> bool:
@@ -113,7 +137,11 @@ def _are_stops(found: Any) -> bool:
 
 
 def _is_bias(found: Any, vocabulary: float) -> bool:
-    if not isinstance(found, Mapping) or len(found) > MAX_TOKEN_IDS or not all(map(_is_number, found.values())):
+    if (
+        not isinstance(found, Mapping)
+        or len(found) > MAX_TOKEN_IDS
+        or not all(map(_is_number, found.values()))
+    ):
         return False
     try:
         return _are_ids([int(token) for token in found], vocabulary)
@@ -122,7 +150,9 @@ def _is_bias(found: Any, vocabulary: float) -> bool:
 
 
 def _is_schema(found: Any) -> bool:
-    """A schema as text nests, too. Text that is no JSON has a meaning of its own to SGLang, or is refused there."""
+    """A schema as text nests, too. Text that is no JSON has a meaning of its own to SGLang, or is
+    refused there.
+    """
     if not isinstance(found, str) or len(found) > MAX_SAMPLING_BYTES:
         return False
     try:
@@ -138,7 +168,9 @@ def _is_custom(found: Any, vocabulary: float) -> bool:
     if not isinstance(found, Mapping) or any(str(name).startswith(PRIVATE) for name in found):
         return False
     drafts = found.get("drafts")
-    return all(_are_ids(one, vocabulary, inf) for one in drafts) if isinstance(drafts, list) else True
+    if isinstance(drafts, list):
+        return all(_are_ids(one, vocabulary, inf) for one in drafts)
+    return True
 
 
 _SHORT = (int, float, type(None))
@@ -152,22 +184,34 @@ _INTEGER: Rule = (
     f"must be a whole number of at most {MAX_INTEGER}",
     "Send such a number.",
 )
-_NUMBER: Rule = (lambda found, _: _is_number(found), "must be a number", "Send one of moderate size.")
+_NUMBER: Rule = (
+    lambda found, _: _is_number(found),
+    "must be a number",
+    "Send one of moderate size.",
+)
 _FLAG: Rule = (lambda found, _: isinstance(found, bool), "must be true or false", "Send a boolean.")
 _ONE: Rule = (
-    # of several samples each server makes ids of its own: decode never ends, and no abort reaches it
+    # of several samples each server makes ids of its own: decode never ends, and no abort reaches
+    # it
     lambda found, _: found == 1 and found is not True,
     "must be 1: a prefill-decode pair cannot serve several samples",
     "Send the request n times.",
 )
 _STOPS: Rule = (
     lambda found, _: _are_stops(found),
-    f"must be a string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_CHARACTERS} characters",
+    (
+        f"must be a string or an array of at most {MAX_STOPS}, each of at most "
+        f"{MAX_STOP_CHARACTERS} "
+        "characters"
+    ),
     "Send fewer or shorter ones.",
 )
 _SCHEMA: Rule = (
     lambda found, _: _is_schema(found),
-    f"must be text of at most {MAX_SAMPLING_BYTES} characters that nests no deeper than {MAX_DEPTH} levels",
+    (
+        f"must be text of at most {MAX_SAMPLING_BYTES} characters that nests no deeper than "
+        f"{MAX_DEPTH} levels"
+    ),
     "Send it as text; flatten it, or leave parts of it out.",
 )
 _PATTERN: Rule = (
@@ -179,18 +223,29 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("top_k", "max_new_tokens", "min_new_tokens"), _INTEGER),
     **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
-    **dict.fromkeys(("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"), _FLAG),
+    **dict.fromkeys(
+        ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"),
+        _FLAG,
+    ),
     **dict.fromkeys(("n", "beam_width"), _ONE),
     **dict.fromkeys(("stop", "stop_regex"), _STOPS),
     **dict.fromkeys(("json_schema", "structural_tag"), _SCHEMA),
     **dict.fromkeys(("regex", "ebnf"), _PATTERN),
-    "sampling_seed": (lambda found, _: _is_integer(found, 2**63 - 1), "must be a whole number below 2^63", "Send one."),
+    "sampling_seed": (
+        lambda found, _: _is_integer(found, 2**63 - 1),
+        "must be a whole number below 2^63",
+        "Send one.",
+    ),
     "stream_interval": (
         lambda found, _: _is_integer(found) and found > 0,
         "must be a whole number of at least 1",
         "Leave it out.",
     ),
-    "stop_token_ids": (_are_ids, f"must be an array of {_IDS}", "Tokenize for this model, and send fewer."),
+    "stop_token_ids": (
+        _are_ids,
+        f"must be an array of {_IDS}",
+        "Tokenize for this model, and send fewer.",
+    ),
     "logit_bias": (
         _is_bias,
         f"must be an object of numbers of moderate size, by {_IDS}",
@@ -198,7 +253,10 @@ _RULES: Mapping[str, Rule] = {
     ),
     "custom_params": (
         _is_custom,
-        f"must be an object without SGLang's own {PRIVATE} names, its drafts token ids below {{vocabulary}}",
+        (
+            f"must be an object without SGLang's own {PRIVATE} names, its drafts token ids below "
+            f"{{vocabulary}}"
+        ),
         "Leave it out.",
     ),
 }

@@ -1,4 +1,6 @@
-"""W3C Trace Context: the span that a request belongs to, from its client through the router to the engines."""
+"""W3C Trace Context: the span that a request belongs to, from its client through the router to the
+engines.
+"""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +9,9 @@ from hashlib import blake2b
 
 from shell_router.core.engine import value
 
-_PARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_PARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
+)
 _TRACE_ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 SAMPLED = 1
@@ -17,8 +21,9 @@ SAMPLED = 1
 class SpanContext:
     """A span, as the headers `traceparent` and `tracestate` name it.
 
-    `run` is the id of the router's run that it is a part of, empty for a client's span. Ids of a run's spans follow
-    from `run` and names, so that engines can be sent the id of a span that is made when the run has ended.
+    `run` is the id of the router's run that it is a part of, empty for a client's span. Ids of a
+    run's spans follow from `run` and names, so that engines can be sent the id of a span that is
+    made when the run has ended.
     """
 
     trace_id: str
@@ -29,7 +34,9 @@ class SpanContext:
 
     def child(self, *names: object) -> "SpanContext":
         """The span that `names` have in the same run."""
-        return SpanContext(self.trace_id, _digest(8, self.run, *names), self.flags, self.state, self.run)
+        return SpanContext(
+            self.trace_id, _digest(8, self.run, *names), self.flags, self.state, self.run
+        )
 
     def headers(self) -> bytes:
         """The lines of a request's head."""
@@ -38,28 +45,39 @@ class SpanContext:
 
 
 CURRENT: ContextVar[SpanContext | None] = ContextVar("span", default=None)
-"""The span that engine requests of this task belong to; None where neither client nor router traces."""
+"""The span that engine requests of this task belong to; None where neither client nor router
+traces.
+"""
 
 
 def span_of_client(headers: Mapping[str, str]) -> SpanContext | None:
     """The client's span; None without a valid one, which the standard has ignored."""
     given = headers.get("traceparent")
-    found = None if given is None else _PARENT.fullmatch(given.strip())
+    if given is None:
+        found = None
+    else:
+        found = _PARENT.fullmatch(given.strip())
     if found is None or (found[1] == "00" and len(found[0]) > 55):
         return None
     state = headers.get("tracestate", "")
-    return SpanContext(found[2], found[3], int(found[4], 16), state if _STATE.fullmatch(state) else "")
+    return SpanContext(
+        found[2], found[3], int(found[4], 16), state if _STATE.fullmatch(state) else ""
+    )
 
 
 def span_of_run(run: str, client: SpanContext | None) -> SpanContext:
     """A run's span: in the client's trace, else in one whose id is the run's."""
     if client is not None:
         return SpanContext(client.trace_id, _digest(8, run), client.flags, client.state, run)
-    return SpanContext(run if _TRACE_ID.fullmatch(run) else _digest(16, run), _digest(8, run), run=run)
+    return SpanContext(
+        run if _TRACE_ID.fullmatch(run) else _digest(16, run), _digest(8, run), run=run
+    )
 
 
 def enter_span(*names: object) -> None:
-    """Engine requests that this task sends from now on belong to the span that `names` have in its run."""
+    """Engine requests that this task sends from now on belong to the span that `names` have in its
+    run.
+    """
     span = CURRENT.get()
     if span is not None and span.run:
         CURRENT.set(span.child(*names))

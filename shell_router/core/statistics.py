@@ -1,4 +1,6 @@
-"""Intervals and fits that several wings use: 95 % intervals for shares, and costs fitted to timings."""
+"""Intervals and fits that several wings use: 95 % intervals for shares, and costs fitted to
+timings.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,10 @@ from numpy.typing import NDArray
 from shell_router.errors import require
 
 Z95 = 1.959963984540054
-METHOD_SHARE = "Wilson's score interval; with several seeds for the effective number of answers, clustered by question"
+METHOD_SHARE = (
+    "Wilson's score interval; with several seeds for the effective number of answers, "
+    "clustered by question"
+)
 METHOD_DIFFERENCE = "Agresti and Min's adjusted Wald interval for paired shares, over questions"
 
 
@@ -25,7 +30,9 @@ class Interval:
 
 
 def wilson(share: float, answers: float) -> Interval:
-    """Wilson's score interval of a `share` observed over `answers`, which need not be whole. At least 1 answer."""
+    """Wilson's score interval of a `share` observed over `answers`, which need not be whole. At
+    least 1 answer.
+    """
     spread = Z95**2 / answers
     middle = (share + spread / 2) / (1 + spread)
     reach = Z95 / (1 + spread) * sqrt(share * (1 - share) / answers + spread / (4 * answers))
@@ -33,10 +40,11 @@ def wilson(share: float, answers: float) -> Interval:
 
 
 def clustered_share(rights: Sequence[Sequence[bool]]) -> Interval:
-    """The share of right answers, given per question; a question answered with several seeds counts several times.
+    """The share of right answers, given per question; a question answered with several seeds counts
+    several times.
 
-    Answers to one question resemble each other: the interval is that of as many independent answers as would vary as
-    much, at least one per question and at most all.
+    Answers to one question resemble each other: the interval is that of as many independent answers
+    as would vary as much, at least one per question and at most all.
     """
     answers = sum(map(len, rights))
     share = sum(map(sum, rights)) / answers
@@ -49,13 +57,17 @@ def _effective_answers(rights: Sequence[Sequence[bool]], share: float, answers: 
         return questions
     deviations = sum((sum(one) - share * len(one)) ** 2 for one in rights)
     variance = questions / (questions - 1) * deviations / answers**2
-    return share * (1 - share) / variance if variance > 0 else questions
+    if variance > 0:
+        return share * (1 - share) / variance
+    return questions
 
 
 def paired_difference(differences: Sequence[float]) -> Interval:
-    """The mean of the questions' differences in their share of right answers, each between -1 and 1.
+    """The mean of the questions' differences in their share of right answers, each between -1 and
+    1.
 
-    Agresti and Min (2005): half a question is added to each cell of the paired table (won, lost, and both draws).
+    Agresti and Min (2005): half a question is added to each cell of the paired table (won, lost,
+    and both draws).
     """
     questions = len(differences) + 2
     mean = sum(differences) / questions
@@ -66,7 +78,8 @@ def paired_difference(differences: Sequence[float]) -> Interval:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the `values` lie, interpolated linearly. At least one value."""
+    """The value below which `share` of the `values` lie, interpolated linearly. At least one
+    value."""
     return float(np.quantile(values, share))
 
 
@@ -75,7 +88,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """`seconds` that are `known_s` and the sum of `terms`, each times its cost. A `kind` is held out as a whole."""
+    """`seconds` that are `known_s` and the sum of `terms`, each times its cost. A `kind` is held
+    out as a whole.
+    """
 
     kind: Hashable
     terms: tuple[float, ...]
@@ -83,11 +98,15 @@ class Timing:
     known_s: float = 0.0
 
     def __post_init__(self) -> None:
-        require(0 < self.seconds < inf, f"A timing must be positive and finite, not {self.seconds} s.")
+        require(
+            0 < self.seconds < inf, f"A timing must be positive and finite, not {self.seconds} s."
+        )
 
 
 def fitted_costs(timings: Sequence[Timing]) -> list[float]:
-    """The cost of each term, none negative, with the least squared errors relative to the timings' seconds."""
+    """The cost of each term, none negative, with the least squared errors relative to the timings'
+    seconds.
+    """
     seconds = np.array([one.seconds for one in timings])
     rows: Floats = np.array([one.terms for one in timings], dtype=float) / seconds[:, None]
     # terms differ by many powers of ten: attended pairs are millions where passes are few
@@ -97,7 +116,9 @@ def fitted_costs(timings: Sequence[Timing]) -> list[float]:
 
 
 def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
-    """The mean relative error on each kind, of costs fitted to the others; None for at most `least` kinds."""
+    """The mean relative error on each kind, of costs fitted to the others; None for at most `least`
+    kinds.
+    """
     kinds = {one.kind for one in timings}
     errors = []
     for left_out in kinds if len(kinds) > least else ():
@@ -108,9 +129,11 @@ def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
 
 
 def non_negative(terms: Floats, wanted: Floats) -> Floats:
-    """The factors >= 0 of `terms`, [rows, terms], whose sums come closest to `wanted`, [rows], in squares.
+    """The factors >= 0 of `terms`, [rows, terms], whose sums come closest to `wanted`, [rows], in
+    squares.
 
-    Where two sets of terms explain the rows equally well, the one with fewer terms is taken; the rest are 0.
+    Where two sets of terms explain the rows equally well, the one with fewer terms is taken; the
+    rest are 0.
     """
     count = terms.shape[1]
     fits = [
@@ -125,7 +148,8 @@ def non_negative(terms: Floats, wanted: Floats) -> Floats:
 
 
 def _fitted(terms: Floats, wanted: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
-    """Squared error and factors with all terms but `subset` at 0; None where one would be negative."""
+    """Squared error and factors with all terms but `subset` at 0; None where one would be
+    negative."""
     found, *_ = np.linalg.lstsq(terms[:, subset], wanted, rcond=None)
     if (found < 0).any():
         return None

@@ -1,13 +1,13 @@
 """Early exit judged on complete outputs (Faster-MoA, section 4.2, Algorithm 1).
 
-Lines 5 to 8: the paper compares Corr(T^t T), an [h, h] matrix per output. With Z the columns of T scaled to unit norm,
-Corr(T^t T) = Z^t Z, and
+Lines 5 to 8: the paper compares Corr(T^t T), an [h, h] matrix per output. With Z the columns of T
+scaled to unit norm, Corr(T^t T) = Z^t Z, and
 
     <Z1^t Z1, Z2^t Z2>_F = |Z1 Z2^t|_F^2,
 
-so an output with fewer tokens than features is kept as Z [n, h] and never becomes an [h, h] matrix; one with
-more is kept as its correlation matrix, then the smaller of the two. A pair so costs at most
-min(n1, h) * min(n2, h) * h multiplications, and two correlation matrices only h * h.
+so an output with fewer tokens than features is kept as Z [n, h] and never becomes an [h, h] matrix;
+one with more is kept as its correlation matrix, then the smaller of the two. A pair so costs at
+most min(n1, h) * min(n2, h) * h multiplications, and two correlation matrices only h * h.
 """
 
 import math
@@ -26,8 +26,9 @@ _NO_SIGNAL = float(np.finfo(np.float32).eps)
 class Features:
     """One output, ready to be compared with others of the same embedding model.
 
-    `matrix` is Z [tokens, features] or Z^t Z [features, features], as `correlated` says. `present` [features]
-    marks the columns with signal; the others are zero in `matrix`. `energy` is |Z^t Z|_F^2.
+    `matrix` is Z [tokens, features] or Z^t Z [features, features], as `correlated` says. `present`
+    [features] marks the columns with signal; the others are zero in `matrix`. `energy` is |Z^t
+    Z|_F^2.
     """
 
     matrix: Matrix
@@ -37,11 +38,12 @@ class Features:
 
 
 def features(states: NDArray[np.floating]) -> Features:
-    """Prepare one output's token states T [tokens >= 1, features >= 1], any float type; computed in float64.
+    """Prepare one output's token states T [tokens >= 1, features >= 1], any float type; computed in
+    float64.
 
-    A column whose norm is float32 rounding compared with the strongest one's has no signal: its correlation is 0/0
-    (MiniLM's dimensions 127, 223, 319 hold about 1e-32), and it is left out. ValueError on a wrong shape or
-    on values that are not finite.
+    A column whose norm is float32 rounding compared with the strongest one's has no signal: its
+    correlation is 0/0 (MiniLM's dimensions 127, 223, 319 hold about 1e-32), and it is left out.
+    ValueError on a wrong shape or on values that are not finite.
     """
     unit, present = _unit_columns(states)
     tokens, width = unit.shape
@@ -58,15 +60,20 @@ def similarity(first: Features, second: Features) -> float:
     """
     if first.present.shape != second.present.shape:
         raise ValueError(
-            f"outputs of {first.present.size} and {second.present.size} features come from different models"
+            f"outputs of {first.present.size} and {second.present.size} features come from "
+            "different models"
         )
     norms = math.sqrt(first.energy) * math.sqrt(second.energy)
-    return min(max(_product(first, second) / norms, 0.0), 1.0) if norms > 0 else 0.0
+    if norms > 0:
+        return min(max(_product(first, second) / norms, 0.0), 1.0)
+    return 0.0
 
 
 def _unit_columns(states: NDArray[np.floating]) -> tuple[Matrix, NDArray[np.bool_]]:
     if states.ndim != 2 or 0 in states.shape:
-        raise ValueError(f"token states must have the shape [tokens >= 1, features >= 1], not {states.shape}")
+        raise ValueError(
+            f"token states must have the shape [tokens >= 1, features >= 1], not {states.shape}"
+        )
     wide = states.astype(np.float64)
     norms = np.sqrt(np.einsum("nh,nh->h", wide, wide))
     if not np.isfinite(norms).all():
@@ -98,7 +105,9 @@ class Confidence:
         self._tokens = 0
 
     def add(self, logprobs: Sequence[float]) -> None:
-        """Take in further tokens' natural-log probabilities. `-inf` is allowed; ValueError on a NaN."""
+        """Take in further tokens' natural-log probabilities. `-inf` is allowed; ValueError on a
+        NaN.
+        """
         added = sum(logprobs)
         if math.isnan(added):
             raise ValueError("a log-probability is not a number")
@@ -107,7 +116,9 @@ class Confidence:
 
     @property
     def value(self) -> float | None:
-        """exp(mean log p) in [0, 1]; None while there is no token, for then nothing has been measured."""
+        """exp(mean log p) in [0, 1]; None while there is no token, for then nothing has been
+        measured.
+        """
         if self._tokens == 0:
             return None
         # rounding makes engines report a certain token's log-probability as slightly above 0
@@ -115,7 +126,8 @@ class Confidence:
 
 
 def rms_confidence(confidences: Sequence[float]) -> float:
-    """C-bar = sqrt(1/l * sum(C_i^2)) over the completed outputs (line 3). ValueError without any."""
+    """C-bar = sqrt(1/l * sum(C_i^2)) over the completed outputs (line 3). ValueError without
+    any."""
     if not confidences:
         raise ValueError("no completed output, so no mean confidence")
     return math.sqrt(sum(value * value for value in confidences) / len(confidences))
@@ -131,18 +143,23 @@ class Score:
     probability: float
 
 
-def score(confidences: Sequence[float], similarities: Matrix, tau: float, *, self_similarity: bool = True) -> Score:
+def score(
+    confidences: Sequence[float], similarities: Matrix, tau: float, *, self_similarity: bool = True
+) -> Score:
     """Score the l completed outputs from their confidences C and similarities Sim [l, l].
 
-    P is the mean of Sim[i, j] over i >= j, weighted by C_i C_j, the diagonal of ones included (lines 10, 11), or left
-    out without `self_similarity`; where there is nothing to weigh it is 0. B = 1 - |P - tau| / tau, not below 0 (line
-    12). Q = sqrt(C-bar * B) as in line 13; the prose of section 4.2 writes sqrt(C-bar) * B, and the algorithm was
-    followed.
+    P is the mean of Sim[i, j] over i >= j, weighted by C_i C_j, the diagonal of ones included
+    (lines 10, 11), or left out without `self_similarity`; where there is nothing to weigh it is 0.
+    B = 1 - |P - tau| / tau, not below 0 (line 12). Q = sqrt(C-bar * B) as in line 13; the prose of
+    section 4.2 writes sqrt(C-bar) * B, and the algorithm was followed.
     """
     confidence = rms_confidence(confidences)
     weights = np.tril(np.outer(confidences, confidences), 0 if self_similarity else -1)
     total = float(weights.sum())
-    agreement = float(np.vdot(weights, similarities)) / total if total > 0 else 0.0
+    if total > 0:
+        agreement = float(np.vdot(weights, similarities)) / total
+    else:
+        agreement = 0.0
     balance = max(1.0 - abs(agreement - tau) / tau, 0.0)
     return Score(confidence, agreement, balance, math.sqrt(confidence * balance))
 
@@ -151,8 +168,9 @@ def score(confidences: Sequence[float], similarities: Matrix, tau: float, *, sel
 class Judgement:
     """What a gate decides: whether the cluster's unfinished agents are cut off now.
 
-    `compared_with` is the draw, or what else the score had to reach. `sources` are the agents whose complete outputs
-    may stand for the whole cluster, the most confident first, for policies that know some.
+    `compared_with` is the draw, or what else the score had to reach. `sources` are the agents whose
+    complete outputs may stand for the whole cluster, the most confident first, for policies that
+    know some.
     """
 
     score: Score
@@ -162,7 +180,8 @@ class Judgement:
 
 
 class ClusterGate:
-    """Scores one cluster's outputs as they complete; each completion computes only its own row of Sim.
+    """Scores one cluster's outputs as they complete; each completion computes only its own row of
+    Sim.
 
     Exits when Q reaches `threshold`; without one, with probability Q.
     """
@@ -189,7 +208,9 @@ class ClusterGate:
         """Nothing: only complete outputs are judged here."""
 
     def completed(self, agent: str, confidence: float, output: Features | None) -> None:
-        """Take in one completed output (lines 4 to 9). ValueError if it is of another embedding model."""
+        """Take in one completed output (lines 4 to 9). ValueError if it is of another embedding
+        model.
+        """
         assert output is not None, "this policy judges embedded outputs"
         row = [similarity(earlier, output) for earlier in self._features]
         self._rows.append([*row, 1.0])
@@ -205,7 +226,9 @@ class ClusterGate:
         return score(self._confidences, lower, self._tau, self_similarity=self._self_similarity)
 
     def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement | None:
-        """The decision after a completion (line 14); `draw` is uniform on [0, 1). None without a score."""
+        """The decision after a completion (line 14); `draw` is uniform on [0, 1). None without a
+        score.
+        """
         scored = self.score()
         if scored is None:
             return None

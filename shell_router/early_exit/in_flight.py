@@ -1,7 +1,8 @@
-"""Early exit judged on tokens in flight: an answer that enough of a cluster supports need not be waited for.
+"""Early exit judged on tokens in flight: an answer that enough of a cluster supports need not be
+waited for.
 
-The paper's gate sees completed outputs only. This one also reads what the unfinished agents have written so far. It
-needs no embedding model and costs a few operations per word.
+The paper's gate sees completed outputs only. This one also reads what the unfinished agents have
+written so far. It needs no embedding model and costs a few operations per word.
 """
 
 import re
@@ -17,7 +18,9 @@ NO_QUORUM = Score(confidence=0.0, agreement=0.0, balance=0.0, probability=0.0)
 
 
 class Overlap:
-    """How much of a complete text an unfinished one has already said, as words, whatever their order."""
+    """How much of a complete text an unfinished one has already said, as words, whatever their
+    order.
+    """
 
     __slots__ = ("_left", "_matched", "_seen", "_size")
 
@@ -36,7 +39,9 @@ class Overlap:
 
     @property
     def value(self) -> float:
-        """Words that both have, by the words of the longer: 1 where the same was said to the end, 0 without words."""
+        """Words that both have, by the words of the longer: 1 where the same was said to the end, 0
+        without words.
+        """
         return self._matched / max(self._seen, self._size, 1)
 
 
@@ -54,7 +59,9 @@ class _Member:
         self._word: list[str] = []
 
     def write(self, text: str) -> None:
-        """Take in more text; its last word may still grow, and an answer counts once its line has ended."""
+        """Take in more text; its last word may still grow, and an answer counts once its line has
+        ended.
+        """
         self._reader.add(text)
         self._state(self._reader.stated)
         first, *others = _BLANKS.split(text)
@@ -72,14 +79,19 @@ class _Member:
         self.overlaps.clear()
 
     def compare(self, answer: str, complete: "_Member") -> None:
-        """Keep up from now on how much of what `complete` said on the way to `answer` this one has said too."""
+        """Keep up from now on how much of what `complete` said on the way to `answer` this one has
+        said too.
+        """
         overlap = self.overlaps[answer] = Overlap(complete.words)
         overlap.add(self.words)
 
     def _state(self, stated: Stated | None) -> None:
         if stated is not self._stated:
             self._stated = stated
-            self.answer = None if stated is None else comparable(stated.value)
+            if stated is None:
+                self.answer = None
+            else:
+                self.answer = comparable(stated.value)
 
     def _take(self, words: list[str]) -> None:
         self.words += words
@@ -88,7 +100,9 @@ class _Member:
 
 
 class InFlightGate:
-    """Follows one cluster's outputs while they are written, and says how well the leading answer is supported."""
+    """Follows one cluster's outputs while they are written, and says how well the leading answer is
+    supported.
+    """
 
     embeds = False
 
@@ -105,7 +119,9 @@ class InFlightGate:
         member.write(text)
 
     def completed(self, name: str, confidence: float = 0.0, output: Features | None = None) -> None:
-        """Member `name` has ended. If it is the first with its answer, the others are compared with it from now on."""
+        """Member `name` has ended. If it is the first with its answer, the others are compared with
+        it from now on.
+        """
         ended = self._members[name]
         ended.end()
         if ended.answer is None or ended.answer in self._ended:
@@ -116,13 +132,15 @@ class InFlightGate:
                 other.compare(ended.answer, ended)
 
     def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement:
-        """Exits when the leading answer's support reaches the threshold. Its sources are the completed members that
-        state the leading answer; there is one with a quorum."""
+        """Exits when the leading answer's support reaches the threshold. Its sources are the
+        completed members that state the leading answer; there is one with a quorum."""
         scored = self.score(running)
         if scored is NO_QUORUM or scored.probability < self._threshold:
             return Judgement(scored, self._threshold, exits=False)
         answer = _leading(self._counted(running))
-        stating = [name for name, one in self._members.items() if one.complete and one.answer == answer]
+        stating = [
+            name for name, one in self._members.items() if one.complete and one.answer == answer
+        ]
         stating.sort(key=lambda name: self._members[name].confidence, reverse=True)
         return Judgement(scored, self._threshold, exits=True, sources=tuple(stating))
 
@@ -132,13 +150,14 @@ class InFlightGate:
     def score(self, running: Collection[str]) -> Score:
         """The support of the leading answer among the completed members and those in `running`.
 
-        Member i supports it by s_i: 1 where it states the answer; 0 where it states another, or ended without one; else
-        its overlap with the first completed output that states the answer. C_i is its confidence so far.
-        The score's `probability` is the mean of C_i s_i over these members, `agreement` the mean of s_i, `confidence`
-        the root mean square of the C_i of those that state the answer, and `balance` 1.
+        Member i supports it by s_i: 1 where it states the answer; 0 where it states another, or
+        ended without one; else its overlap with the first completed output that states the answer.
+        C_i is its confidence so far. The score's `probability` is the mean of C_i s_i over these
+        members, `agreement` the mean of s_i, `confidence` the root mean square of the C_i of those
+        that state the answer, and `balance` 1.
 
-        All are 0 while fewer than the quorum state the answer, and while none of those has ended: one output has to be
-        there for the successor to read.
+        All are 0 while fewer than the quorum state the answer, and while none of those has ended:
+        one output has to be there for the successor to read.
         """
         members = self._counted(running)
         answer = _leading(members)

@@ -13,14 +13,19 @@ class Gate(Protocol):
     POLICIES."""
 
     embeds: bool
-    """Whether it judges embeddings of complete outputs; if not, it also reads what is written, as it is written."""
+    """Whether it judges embeddings of complete outputs; if not, it also reads what is written, as
+    it is written.
+    """
 
     def wrote(self, agent: str, text: str, confidence: float) -> None:
-        """The agent wrote more; `confidence` is that of all it has written. Not called for gates that embed."""
+        """The agent wrote more; `confidence` is that of all it has written. Not called for gates
+        that embed.
+        """
         ...
 
     def completed(self, agent: str, confidence: float, output: Features | None) -> None:
-        """The agent has ended; `output` is its embedded output, for gates that embed. Called on a worker thread then.
+        """The agent has ended; `output` is its embedded output, for gates that embed. Called on a
+        worker thread then.
 
         ValueError if it cannot be judged.
         """
@@ -35,14 +40,16 @@ class Gate(Protocol):
 class EarlyExit:
     """When a cluster's unfinished agents are cut off.
 
-    `stochastic` exits with probability Q (Algorithm 1, line 14); `threshold` exits when Q >= `threshold`; `in_flight`
-    reads unfinished outputs too, and exits when the leading answer's support (`InFlightGate`) reaches `threshold`;
-    `quorum` reads no output, and exits `grace_s` after `min_completed` agents have ended.
-    `tau` is the preferred similarity. The gate is silent until `min_completed` outputs are there (the paper's
-    is 1), or, with `in_flight`, that many state the leading answer and one of them is there. P counts each output as
-    similar to itself, as the paper's does, unless `self_similarity` is off. `scope` says which agents are judged
-    together: those with the same successors, or all of a layer, as in the paper. With `skip_aggregation`, which needs
-    `in_flight`, an agent that reads just this cluster is skipped where the leading answer's support reaches
+    `stochastic` exits with probability Q (Algorithm 1, line 14); `threshold` exits when Q >=
+    `threshold`; `in_flight` reads unfinished outputs too, and exits when the leading answer's
+    support (`InFlightGate`) reaches `threshold`; `quorum` reads no output, and exits `grace_s`
+    after `min_completed` agents have ended. `tau` is the preferred similarity. The gate is silent
+    until `min_completed` outputs are there (the paper's is 1), or, with `in_flight`, that many
+    state the leading answer and one of them is there. P counts each output as similar to itself, as
+    the paper's does, unless `self_similarity` is off. `scope` says which agents are judged
+    together: those with the same successors, or all of a layer, as in the paper. With
+    `skip_aggregation`, which needs `in_flight`, an agent that reads just this cluster is skipped
+    where the leading answer's support reaches
     `threshold`: its output is the surest complete one of the cluster that it could have written.
     """
 
@@ -68,24 +75,43 @@ class EarlyExit:
     def gate(self, members: Sequence[str]) -> Gate | None:
         """A new gate for one cluster of one run; None where outputs are only counted."""
         gate = POLICIES[self.policy].gate
-        return None if gate is None else gate(self, members)
+        if gate is None:
+            return None
+        return gate(self, members)
 
     def __post_init__(self) -> None:
-        skips, policy = self.skip_aggregation, self.policy
+        skips = self.skip_aggregation
+        policy = self.policy
         checks = (
             (policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {policy!r}"),
-            (self.scope in ("cluster", "layer"), f"scope must be 'cluster' or 'layer', not {self.scope!r}"),
+            (
+                self.scope in ("cluster", "layer"),
+                f"scope must be 'cluster' or 'layer', not {self.scope!r}",
+            ),
             (0 < self.tau <= 1, f"tau must be above 0 and at most 1, not {self.tau}"),
             (0 <= self.threshold <= 1, f"threshold must be between 0 and 1, not {self.threshold}"),
-            (self.min_completed >= 1, f"min_completed must be at least 1, not {self.min_completed}"),
-            (not self.grace_s or policy == "quorum", f"grace_s goes with policy quorum, not {policy!r}"),
+            (
+                self.min_completed >= 1,
+                f"min_completed must be at least 1, not {self.min_completed}",
+            ),
+            (
+                not self.grace_s or policy == "quorum",
+                f"grace_s goes with policy quorum, not {policy!r}",
+            ),
             (
                 not skips or self.scope != "layer",
-                "skip_aggregation goes with scope cluster: no agent reads just a layer of several clusters",
+                (
+                    "skip_aggregation goes with scope cluster: no agent reads just a layer of "
+                    "several clusters"
+                ),
             ),
             (
                 not skips or policy == "in_flight",
-                f"skip_aggregation goes with policy in_flight, which reads what outputs say, not {policy!r}",
+                (
+                    "skip_aggregation goes with policy in_flight, which reads what outputs say, "
+                    "not "
+                    f"{policy!r}"
+                ),
             ),
         )
         for holds, message in checks:
@@ -94,7 +120,9 @@ class EarlyExit:
 
 
 class Policy(NamedTuple):
-    """Whether outputs have to be embedded for it, and how its gate is made; None where outputs are only counted."""
+    """Whether outputs have to be embedded for it, and how its gate is made; None where outputs are
+    only counted.
+    """
 
     embeds: bool
     gate: Callable[[EarlyExit, Sequence[str]], Gate] | None

@@ -1,4 +1,6 @@
-"""LoRA adapters on a model's servers: leases for requests, and the loads that they need; likewise whole models."""
+"""LoRA adapters on a model's servers: leases for requests, and the loads that they need; likewise
+whole models.
+"""
 
 import asyncio
 import logging
@@ -37,7 +39,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The adapter stays on its server from now until `close`, which must be called; calling it again changes nothing.
+    """The adapter stays on its server from now until `close`, which must be called; calling it
+    again changes nothing.
 
     It was waited for `waited_s`.
     """
@@ -60,8 +63,8 @@ class Lease:
 
 @dataclass(slots=True)
 class AdapterCounts:
-    """What has happened on one server: loads of adapters, waits of requests for theirs, loads that failed, and adapters
-    that were missing although they had been loaded."""
+    """What has happened on one server: loads of adapters, waits of requests for theirs, loads that
+    failed, and adapters that were missing although they had been loaded."""
 
     loads: Durations = field(default_factory=Durations)
     waits: Durations = field(default_factory=Durations)
@@ -90,9 +93,9 @@ class _Waiter:
 class AdapterLeases:
     """Gives leases on the adapters of one server, and has them loaded so that all get theirs.
 
-    Any number of requests may hold the same adapter. It stays while one of them does. `server` names it in words, and
-    `kind` what is loaded; `clock` gives monotonic seconds. `failing` says that the server itself failed at its last
-    load.
+    Any number of requests may hold the same adapter. It stays while one of them does. `server`
+    names it in words, and `kind` what is loaded; `clock` gives monotonic seconds. `failing` says
+    that the server itself failed at its last load.
     """
 
     def __init__(
@@ -130,7 +133,9 @@ class AdapterLeases:
 
     def will_have(self, adapter: str) -> bool:
         """Whether it is loaded, being loaded, or awaited here."""
-        return self._cache.is_coming(adapter) or any(group.adapter == adapter for group in self._cache.groups)
+        return self._cache.is_coming(adapter) or any(
+            group.adapter == adapter for group in self._cache.groups
+        )
 
     def serves(self, adapter: str) -> bool:
         """Whether a request would get it without waiting."""
@@ -139,8 +144,9 @@ class AdapterLeases:
     async def lease(self, adapter: str) -> Lease:
         """The adapter, loaded, until the lease is closed.
 
-        Raises AdapterFailed where it does not load, EngineError where the server fails, EngineUnavailable where no
-        place for it comes free within `wait_s`, or it is still being loaded then.
+        Raises AdapterFailed where it does not load, EngineError where the server fails,
+        EngineUnavailable where no place for it comes free within `wait_s`, or it is still being
+        loaded then.
         """
         self._cache.drain(self._clock())
         if self._cache.serves(adapter):
@@ -154,7 +160,11 @@ class AdapterLeases:
         except BaseException as error:
             if self._cache.leave(waiter):
                 self._advance()
-            elif waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
+            elif (
+                waiter.lease.done()
+                and not waiter.lease.cancelled()
+                and waiter.lease.exception() is None
+            ):
                 waiter.lease.result().close()  # it came in this very moment
             if not isinstance(error, TimeoutError):
                 raise
@@ -163,7 +173,8 @@ class AdapterLeases:
     def load_ahead(self, adapter: str, *, evicting: bool = False) -> None:
         """A request is about to want it: load it now if a place is free.
 
-        With `evicting` also in the place of one that none awaits, unless others wait, who may need that place.
+        With `evicting` also in the place of one that none awaits, unless others wait, who may need
+        that place.
         """
         if not self.will_have(adapter) and not (evicting and self.waiting):
             self._cache.load_ahead(adapter, evicting=evicting)
@@ -181,7 +192,12 @@ class AdapterLeases:
         async with self._lock:
             if self._cache.loaded.get(at.name) is at:
                 self.counts.missing += 1
-                log.warning("the %s has lost the %s %r: it is loaded again", self._server, self._kind, at.name)
+                log.warning(
+                    "the %s has lost the %s %r: it is loaded again",
+                    self._server,
+                    self._kind,
+                    at.name,
+                )
                 await self._unload(at.name)
         self._advance()
 
@@ -195,7 +211,8 @@ class AdapterLeases:
             self._tasks.start(self._load_all())
 
     def _grant(self) -> None:
-        """Group by group, since an adapter may be drained once those before the others have got it."""
+        """Group by group, since an adapter may be drained once those before the others have got
+        it."""
         cache = self._cache
         if not cache.groups:
             return
@@ -209,7 +226,9 @@ class AdapterLeases:
             cache.drain(self._clock())
 
     def _taken_out(self, groups: Collection[Group[_Waiter]]) -> list[_Waiter]:
-        """The requests of these groups, which wait no longer, but for those that were given up in this very moment."""
+        """The requests of these groups, which wait no longer, but for those that were given up in
+        this very moment.
+        """
         self._cache.groups = [one for one in self._cache.groups if one not in groups]
         return [waiter for group in groups for waiter in group.waiters if not waiter.lease.done()]
 
@@ -219,20 +238,27 @@ class AdapterLeases:
                 f"The {self._kind} {adapter!r} was still being loaded after {self._wait_s:g} s.",
                 remedy="Look at the engines' load and logs, or raise wait_s.",
             )
-        more = "max_loaded_adapters or more engines" if self._kind == "adapter" else "max_loaded_models or pairs"
+        if self._kind == "adapter":
+            more = "max_loaded_adapters or more engines"
+        else:
+            more = "max_loaded_models or pairs"
         return EngineUnavailable(
             f"No place for the {self._kind} {adapter!r} came free within {self._wait_s:g} s.",
-            remedy=f"Ask again later, raise wait_s, or allow more {self._kind}s at a time: by {more}.",
+            remedy=(
+                f"Ask again later, raise wait_s, or allow more {self._kind}s at a time: by {more}."
+            ),
         )
 
     # --- loading
 
     async def _load_all(self) -> None:
-        """Load what is awaited, one after the other, until there is nothing more to load or no place for it.
+        """Load what is awaited, one after the other, until there is nothing more to load or no
+        place for it.
 
         Where there is no place, the next lease that closes starts this again.
         """
-        cache, has_place = self._cache, True
+        cache = self._cache
+        has_place = True
         try:
             while has_place and (found := cache.next_to_load()) is not None:
                 adapter, turn = found
@@ -240,14 +266,18 @@ class AdapterLeases:
                 try:
                     has_place = await self._load(adapter, turn)
                 except AdapterFailed as error:
-                    self._give_up(error, [group for group in cache.groups if group.adapter == adapter])
+                    self._give_up(
+                        error, [group for group in cache.groups if group.adapter == adapter]
+                    )
                 except EngineError as error:  # the server's fault: every request here fails
                     self.failing = True
                     cache.ahead.clear()
                     self._give_up(error, cache.groups)
                 except Exception as error:
                     log.exception("%ss of the %s", self._kind, self._server)
-                    self._give_up(AdapterFailed(f"{error!r}", remedy="Please report it."), cache.groups)
+                    self._give_up(
+                        AdapterFailed(f"{error!r}", remedy="Please report it."), cache.groups
+                    )
                 finally:
                     cache.loading = None
                     cache.ahead.pop(adapter, None)
@@ -271,7 +301,9 @@ class AdapterLeases:
         took_s = self._clock() - begun_s
         self.failing = False
         self.counts.loads.add(took_s)
-        log.info("the %s has the %s %r after %.0f ms", self._server, self._kind, adapter, 1e3 * took_s)
+        log.info(
+            "the %s has the %s %r after %.0f ms", self._server, self._kind, adapter, 1e3 * took_s
+        )
         return True
 
     async def _make_room(self, turn: int) -> bool:
@@ -283,12 +315,18 @@ class AdapterLeases:
         return False
 
     async def _unload(self, adapter: str) -> None:
-        """Unload it, needed or not. One that cannot be unloaded counts as gone, with a line in the log."""
+        """Unload it, needed or not. One that cannot be unloaded counts as gone, with a line in the
+        log.
+        """
         del self._cache.loaded[adapter]
         try:
             await self._loader.unload(adapter)
         except Exception:
-            log.exception("%s could not be unloaded from the %s: its memory may not be free.", adapter, self._server)
+            log.exception(
+                "%s could not be unloaded from the %s: its memory may not be free.",
+                adapter,
+                self._server,
+            )
         finally:
             self._cache.taken -= 1
 
@@ -310,21 +348,26 @@ class Adapters:
         tasks: TaskOwner,
         clock: Callable[[], float],
     ) -> None:
-        self._loaders = {one: ServerLoader(one, settings.folders, settings.load_s) for one in servers}
+        self._loaders = {
+            one: ServerLoader(one, settings.folders, settings.load_s) for one in servers
+        }
         self.leases = {
-            one: AdapterLeases(str(one), loader, settings, tasks, clock) for one, loader in self._loaders.items()
+            one: AdapterLeases(str(one), loader, settings, tasks, clock)
+            for one, loader in self._loaders.items()
         }
 
     async def begin(self) -> None:
         """Begin with no adapter on any server. Raises EngineError."""
         await asyncio.gather(*(loader.clear() for loader in self._loaders.values()))
 
-    async def of_pair(self, prefill: ServerClient, decode: ServerClient, adapter: str) -> tuple[Lease, Lease]:
+    async def of_pair(
+        self, prefill: ServerClient, decode: ServerClient, adapter: str
+    ) -> tuple[Lease, Lease]:
         """Leases on both servers of an attempt, prefill's first in what is returned.
 
-        All take decode's first and keep it while they wait for prefill's, as they do with slots: a request that holds a
-        lease on prefill waits for nothing more, so that no two requests wait for each other. Where prefill has a free
-        place, the adapter is loaded there meanwhile.
+        All take decode's first and keep it while they wait for prefill's, as they do with slots: a
+        request that holds a lease on prefill waits for nothing more, so that no two requests wait
+        for each other. Where prefill has a free place, the adapter is loaded there meanwhile.
         """
         self.leases[prefill].load_ahead(adapter)
         decode_lease = await self.leases[decode].lease(adapter)
@@ -357,7 +400,9 @@ _NOT_THERE = "does not exist"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerLoader:
-    """The adapters of `folders` on `server`, each load and each unload within `limit_s`. Meets `Loader`."""
+    """The adapters of `folders` on `server`, each load and each unload within `limit_s`. Meets
+    `Loader`.
+    """
 
     server: ServerClient
     folders: Mapping[str, Path]
@@ -367,27 +412,44 @@ class ServerLoader:
     async def load(self, adapter: str) -> None:
         """Raises AdapterFailed where the server refuses it, and EngineError where the server fails.
 
-        One that the server has already, which it should not have, is taken as it is, with a warning.
+        One that the server has already, which it should not have, is taken as it is, with a
+        warning.
         """
-        for left in tuple(self.unsettled):  # it takes up memory, and SGLang refuses to load it again before
+        for left in tuple(
+            self.unsettled
+        ):  # it takes up memory, and SGLang refuses to load it again before
             await self.unload(left)
         self.unsettled.add(adapter)  # without an answer it may still be loaded, later
         try:
-            await self._post("load_lora_adapter", {"lora_name": adapter, "lora_path": str(self.folders[adapter])})
+            await self._post(
+                "load_lora_adapter", {"lora_name": adapter, "lora_path": str(self.folders[adapter])}
+            )
         except EngineRejected as refusal:
             if refusal.status >= INTERNAL_ERROR:
                 raise
             self.unsettled.discard(adapter)
             if not _LOADED_ALREADY.search(str(refusal)):
                 raise AdapterFailed(
-                    f"The adapter {adapter!r} could not be loaded: {str(refusal).removesuffix('.')}.",
-                    remedy=f"Check {self.folders[adapter]}, and what the server was started with for adapters.",
+                    (
+                        f"The adapter {adapter!r} could not be loaded: "
+                        f"{str(refusal).removesuffix('.')}."
+                    ),
+                    remedy=(
+                        f"Check {self.folders[adapter]}, and what the server was started with "
+                        "for adapters."
+                    ),
                 ) from refusal
-            log.warning("the %s had the adapter %r before this router loaded it: used as it is", self.server, adapter)
+            log.warning(
+                "the %s had the adapter %r before this router loaded it: used as it is",
+                self.server,
+                adapter,
+            )
         self.unsettled.discard(adapter)
 
     async def unload(self, adapter: str) -> None:
-        """One that is not there is gone already. Raises EngineError; then it is tried again before the next load."""
+        """One that is not there is gone already. Raises EngineError; then it is tried again before
+        the next load.
+        """
         self.unsettled.add(adapter)
         try:
             await self._post("unload_lora_adapter", {"lora_name": adapter})
@@ -401,7 +463,9 @@ class ServerLoader:
 
         Raises EngineRejected where the server takes no adapters, and EngineError.
         """
-        if not (await self.server.info()).get("enable_lora", True):  # one that says nothing of it may
+        if not (await self.server.info()).get(
+            "enable_lora", True
+        ):  # one that says nothing of it may
             raise EngineRejected(
                 f"The {self.server.name} takes no adapters.",
                 status=501,
@@ -412,7 +476,9 @@ class ServerLoader:
             if name in self.folders:
                 await self._post("unload_lora_adapter", {"lora_name": name})
         if others := sorted(set(held) - self.folders.keys()):
-            log.warning("the %s holds adapters of others, which take up places: %s", self.server, others)
+            log.warning(
+                "the %s holds adapters of others, which take up places: %s", self.server, others
+            )
 
     async def _held(self) -> Collection[str]:
         """The adapters that the server lists with its model: those that name it as their parent."""

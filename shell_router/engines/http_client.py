@@ -1,7 +1,9 @@
-"""An HTTP/1.1 client for the legs of a pair: no task, no copy and no parsing in Python on the way of a chunk.
+"""An HTTP/1.1 client for the legs of a pair: no task, no copy and no parsing in Python on the way
+of a chunk.
 
-A general client costs more per request than all else the router does for it (docs/benchmarks/index.md). This one knows
-POST and GET with bytes for a body, kept-alive connections, TLS, and limits; parsing is llhttp's, by `httptools`.
+A general client costs more per request than all else the router does for it
+(docs/benchmarks/index.md). This one knows POST and GET with bytes for a body, kept-alive
+connections, TLS, and limits; parsing is llhttp's, by `httptools`.
 """
 
 import asyncio
@@ -19,7 +21,9 @@ MAX_BUFFERED_BYTES = 2**20
 """A reader that is this far behind stops the connection."""
 
 IDLE_S = 2.0
-"""Below uvicorn's and SGLang's 5 s: a connection that the server closes while it is used again fails the request."""
+"""Below uvicorn's and SGLang's 5 s: a connection that the server closes while it is used again
+fails the request.
+"""
 
 _LENGTHS = (b"content-length", b"transfer-encoding")
 _NO_BODY = (204, 304)
@@ -44,7 +48,8 @@ class Endpoint:
 
 
 def endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
-    """Read `url` once. A `key` is sent as a bearer; else a user and a password in the URL as basic authentication.
+    """Read `url` once. A `key` is sent as a bearer; else a user and a password in the URL as basic
+    authentication.
 
     Raises ValueError without a host.
     """
@@ -62,10 +67,10 @@ def endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
 class Exchange:
     """One request and its answer as it comes, for one reader at a time.
 
-    `status` is 0 until the answer's head has come, `began` False until the first byte of its body. `pieces` of the body
-    have not been read yet. `ended` is called once: the answer is complete, or it failed, as it also does when its
-    reader leaves before. Without a byte for `read_timeout_s` it fails with TimeoutError. With `max_buffered_bytes` None
-    everything is kept until it is read.
+    `status` is 0 until the answer's head has come, `began` False until the first byte of its body.
+    `pieces` of the body have not been read yet. `ended` is called once: the answer is complete, or
+    it failed, as it also does when its reader leaves before. Without a byte for `read_timeout_s` it
+    fails with TimeoutError. With `max_buffered_bytes` None everything is kept until it is read.
     `explain` turns an OSError (a TimeoutError is one) into the `failure` that readers raise.
     """
 
@@ -103,18 +108,24 @@ class Exchange:
             await self._arrival()
 
     async def read(self) -> bytes:
-        """What has come since the last read, or what comes next; empty at the end. Raises what failed."""
+        """What has come since the last read, or what comes next; empty at the end. Raises what
+        failed.
+        """
         while not self.pieces:
             if self.complete:
                 return b""
             await self._arrival()
-        pieces, self.pieces, self._buffered = self.pieces, [], 0
+        pieces = self.pieces
+        self.pieces = []
+        self._buffered = 0
         if self._paused:
             self._paused = False
             self._last_byte_s = self._loop.time()
             if self._carrier is not None:
                 self._carrier.resume()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return b"".join(pieces)
 
     async def read_all(self) -> bytes:
         """All of the body that has not been read."""
@@ -128,7 +139,9 @@ class Exchange:
         return b"".join(self.pieces)
 
     def close(self) -> None:
-        """The reader leaves: unless the answer was complete, its connection is closed. Harmless when repeated."""
+        """The reader leaves: unless the answer was complete, its connection is closed. Harmless
+        when repeated.
+        """
         if not self.over:
             self.fail(ConnectionAbortedError("its reader has left"))
 
@@ -152,13 +165,18 @@ class Exchange:
         return (self._loop.time() if self._paused else self._last_byte_s) + self._read_timeout_s
 
     def bytes_came(self, count: int) -> None:
-        """`count` bytes of head or body came: wake the reader, or pause the server if the reader is far behind."""
+        """`count` bytes of head or body came: wake the reader, or pause the server if the reader is
+        far behind.
+        """
         self._last_byte_s = self._loop.time()
         self._buffered += count
-        limit, reader = self._max_buffered_bytes, self._reader
+        limit = self._max_buffered_bytes
+        reader = self._reader
         if limit is not None and self._buffered > limit and not self._paused and self._carrier:
             if not self.pieces:  # no reader takes those, so a pause would never end
-                self.fail(ConnectionError("the answer's head, or the frame of its body, is too long"))
+                self.fail(
+                    ConnectionError("the answer's head, or the frame of its body, is too long")
+                )
                 return
             self._paused = True
             self._carrier.pause()
@@ -175,26 +193,33 @@ class Exchange:
         """End it with `error`, unless it has ended; what came before can still be read."""
         if self.over:
             return
-        self.failure = error if self._explain is None or not isinstance(error, OSError) else self._explain(error)
+        if self._explain is None or not isinstance(error, OSError):
+            self.failure = error
+        else:
+            self.failure = self._explain(error)
         carrier = self._carrier
         self._end()
         if carrier is not None:
             carrier.drop()
 
     def _end(self) -> None:
-        self.over, self._carrier = True, None
+        self.over = True
+        self._carrier = None
         reader = self._reader
         if reader is not None and not reader.done():
             reader.set_result(None)
-        ended, self._ended = self._ended, None
+        ended = self._ended
+        self._ended = None
         if ended is not None:
             ended(self)
 
 
 class Connection(asyncio.Protocol):
-    """Carries one exchange at a time; `released` is called when it can carry the next, `lost` when it is gone.
+    """Carries one exchange at a time; `released` is called when it can carry the next, `lost` when
+    it is gone.
 
-    One timer watches over all its exchanges: setting one for each would cost as much as parsing the answer.
+    One timer watches over all its exchanges: setting one for each would cost as much as parsing the
+    answer.
     """
 
     def __init__(
@@ -223,7 +248,8 @@ class Connection(asyncio.Protocol):
     def send(self, exchange: Exchange, request: bytes) -> None:
         """Begin `exchange` by writing its request."""
         self._exchange = exchange
-        self._ended, self._reusable = False, True
+        self._ended = False
+        self._reusable = True
         self.transport.write(request)
         due_s = exchange.carried_by(self)
         if self._watch is None or due_s < self._watch_s:
@@ -255,13 +281,16 @@ class Connection(asyncio.Protocol):
         self._lost(self)
         if self._watch is not None:
             self._watch.cancel()
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._exchange = None
         if exchange is None:
             return
         if exc is None and exchange.status and not self._sized:
             exchange.finished()  # such a body ends with its connection
         else:
-            exchange.fail(ConnectionError(f"the connection broke before the answer's end ({exc or 'closed'})"))
+            exchange.fail(
+                ConnectionError(f"the connection broke before the answer's end ({exc or 'closed'})")
+            )
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
@@ -282,10 +311,12 @@ class Connection(asyncio.Protocol):
     def _watch_until(self, due_s: float) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self._watch, self._watch_s = self._loop.call_at(due_s, self._check_timeout), due_s
+        self._watch = self._loop.call_at(due_s, self._check_timeout)
+        self._watch_s = due_s
 
     def _check_timeout(self) -> None:
-        self._watch, exchange = None, self._exchange
+        self._watch = None
+        exchange = self._exchange
         if exchange is None:
             return
         due_s = exchange.due_s()
@@ -295,7 +326,9 @@ class Connection(asyncio.Protocol):
             self._watch_until(due_s)
 
     def _end(self) -> None:
-        exchange, self._exchange, self._ended = self._exchange, None, False
+        exchange = self._exchange
+        self._exchange = None
+        self._ended = False
         if self._reusable:
             if self._paused:
                 self.resume()
@@ -309,7 +342,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._reusable = not self._ended  # an answer behind the answer was not asked for
-        self._content_type, self._sized = "", False
+        self._content_type = ""
+        self._sized = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         lower = name.lower()
@@ -340,7 +374,9 @@ class Connection(asyncio.Protocol):
 
 
 class TaskOwner:
-    """Starts tasks and keeps each until it has ended. Tasks must not raise: what they meet they log."""
+    """Starts tasks and keeps each until it has ended. Tasks must not raise: what they meet they
+    log.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -363,20 +399,24 @@ class TaskOwner:
 
 
 class HttpClient:
-    """Begins exchanges over pooled connections, which are not used again once they were idle for `idle_s`.
+    """Begins exchanges over pooled connections, which are not used again once they were idle for
+    `idle_s`.
 
-    `tls` is for https; without it certificates are checked by the system's. Make it where its loop runs: asking asyncio
-    for the loop again and again costs a system call each on Python 3.11.
+    `tls` is for https; without it certificates are checked by the system's. Make it where its loop
+    runs: asking asyncio for the loop again and again costs a system call each on Python 3.11.
     """
 
-    def __init__(self, *, connect_s: float, idle_s: float = IDLE_S, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, *, connect_s: float, idle_s: float = IDLE_S, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._connect_s = connect_s
         self._idle_s = idle_s
         self._tls: ssl.SSLContext | Literal[True] = tls or True
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connecting = TaskOwner()
-        self._closed, self._swept_s = False, 0.0
+        self._closed = False
+        self._swept_s = 0.0
 
     def begin(
         self,
@@ -395,7 +435,10 @@ class HttpClient:
         idle = self._idle.get(endpoint.origin)
         while idle:  # the one used last is the least likely to be closed by the server
             connection = idle.pop()
-            if self._loop.time() - connection.idle_since_s < self._idle_s and not connection.transport.is_closing():
+            if (
+                self._loop.time() - connection.idle_since_s < self._idle_s
+                and not connection.transport.is_closing()
+            ):
                 connection.send(exchange, request)
                 return exchange
             connection.drop()
@@ -408,7 +451,9 @@ class HttpClient:
         return sum(map(len, self._idle.values()))
 
     async def aclose(self, limit_s: float) -> None:
-        """Close idle connections, after `limit_s` also those still being opened; the rest close as they end."""
+        """Close idle connections, after `limit_s` also those still being opened; the rest close as
+        they end.
+        """
         self._closed = True
         await self._connecting.aclose(limit_s)
         for idle in self._idle.values():
@@ -422,7 +467,10 @@ class HttpClient:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop, origin, self._keep, self._forget), host, port, ssl=tls
+                    lambda: Connection(self._loop, origin, self._keep, self._forget),
+                    host,
+                    port,
+                    ssl=tls,
                 )
         except TimeoutError:
             exchange.fail(ConnectionError(f"no connection within {self._connect_s:g} s"))
@@ -438,7 +486,9 @@ class HttpClient:
                 connection.send(exchange, request)
 
     def _keep(self, connection: Connection) -> None:
-        """Keep a connection that carries nothing, and close those, to any server, that were idle for too long."""
+        """Keep a connection that carries nothing, and close those, to any server, that were idle
+        for too long.
+        """
         if self._closed:
             connection.drop()
             return

@@ -5,7 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from shell_router.core.durations import Durations
@@ -22,12 +27,28 @@ ROLE = ("model", "role")
 SERVER = ("model", "role", "url")
 Server = TrackedEngine[ServerClient]
 Family = type[CounterMetricFamily | GaugeMetricFamily]
-GAUGE, COUNT = GaugeMetricFamily, CounterMetricFamily
+GAUGE = GaugeMetricFamily
+COUNT = CounterMetricFamily
 SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float | None]], ...] = (
     (GAUGE, "engine_requests", "Running requests of this router", lambda at, _: at.load.running),
-    (COUNT, "engine_failures", "Failures of the server: unreachable, silent, or 5xx", lambda at, _: at.engine.failures),
-    (GAUGE, "engine_breaker_open", "1 while the circuit breaker is open", lambda at, _: at.breaker.open),
-    (GAUGE, "engine_tokens", "Prompt and expected output tokens on the server", lambda at, _: at.load.tokens),
+    (
+        COUNT,
+        "engine_failures",
+        "Failures of the server: unreachable, silent, or 5xx",
+        lambda at, _: at.engine.failures,
+    ),
+    (
+        GAUGE,
+        "engine_breaker_open",
+        "1 while the circuit breaker is open",
+        lambda at, _: at.breaker.open,
+    ),
+    (
+        GAUGE,
+        "engine_tokens",
+        "Prompt and expected output tokens on the server",
+        lambda at, _: at.load.tokens,
+    ),
     (
         GAUGE,
         "engine_kv_usage",
@@ -40,14 +61,24 @@ SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float |
         "Share of prompt tokens found cached, as reported",
         lambda at, _: None if at.reported is None else at.reported.hit_rate,
     ),
-    (GAUGE, "engine_report_age_seconds", "Age of the server's last report", lambda at, now_s: at.age_s(now_s)),
+    (
+        GAUGE,
+        "engine_report_age_seconds",
+        "Age of the server's last report",
+        lambda at, now_s: at.age_s(now_s),
+    ),
     (COUNT, "engine_reports_missed", "Polls without a report", lambda at, _: at.failed_polls),
 )
 LEASE_FAMILIES: tuple[tuple[Family, str, str, Callable[["AdapterLeases"], float]], ...] = (
     (GAUGE, "{}s_loaded", "Loaded {}s", lambda of: len(of.loaded)),
     (GAUGE, "{}_requests_waiting", "Requests that wait for their {}", lambda of: of.waiting),
     (COUNT, "{}_load_failures", "Failed {} loads", lambda of: of.counts.failures),
-    (COUNT, "{}s_missing", "Loaded {}s that were gone after a restart", lambda of: of.counts.missing),
+    (
+        COUNT,
+        "{}s_missing",
+        "Loaded {}s that were gone after a restart",
+        lambda of: of.counts.missing,
+    ),
 )
 LEASE_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]], ...] = (
     ("{}_load_seconds", "Time of one {} load", lambda of: of.counts.loads),
@@ -57,10 +88,11 @@ LEASE_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]],
 
 @dataclass(frozen=True, eq=False)
 class EngineMetrics(Collector):
-    """The families of `pools`, which are named by their models, or by number where models are swapped.
+    """The families of `pools`, which are named by their models, or by number where models are
+    swapped.
 
-    `restarts` counts them by engine, `comparisons` says what optimizations save. `swapping` has what models take turns
-    by, if any do.
+    `restarts` counts them by engine, `comparisons` says what optimizations save. `swapping` has
+    what models take turns by, if any do.
     """
 
     pools: Mapping[str, SglangPair]
@@ -96,8 +128,12 @@ class EngineMetrics(Collector):
     def _queues(self) -> Iterator[Metric]:
         """How servers were chosen, and the requests that wait for one."""
         by = (*ROLE, "policy", "why")
-        choices = CounterMetricFamily(PREFIX + "engine_choices", "Requests that got a server, by reason", labels=by)
-        waiting = GaugeMetricFamily(PREFIX + "queue_requests", "Requests waiting in the router", labels=ROLE)
+        choices = CounterMetricFamily(
+            PREFIX + "engine_choices", "Requests that got a server, by reason", labels=by
+        )
+        waiting = GaugeMetricFamily(
+            PREFIX + "queue_requests", "Requests waiting in the router", labels=ROLE
+        )
         meaning = "Waits in the router, of requests that waited"
         waited = HistogramMetricFamily(PREFIX + "queue_wait_seconds", meaning, labels=ROLE)
         for alias, pool in self.pools.items():
@@ -114,8 +150,12 @@ class EngineMetrics(Collector):
             ("drafts", "an agent's decode time", ("role",)),
         ):
             labels = "topology", "models", *roles
-            on = GaugeMetricFamily(f"{PREFIX}{name}_on", "0 where it was switched off", labels=labels)
-            saved = GaugeMetricFamily(f"{PREFIX}{name}_saved", f"Share of {share} that it saves", labels=labels)
+            on = GaugeMetricFamily(
+                f"{PREFIX}{name}_on", "0 where it was switched off", labels=labels
+            )
+            saved = GaugeMetricFamily(
+                f"{PREFIX}{name}_saved", f"Share of {share} that it saves", labels=labels
+            )
             for one in self.comparisons():
                 if one.compared.optimization == name:
                     values = one.compared[1 : 1 + len(labels)]
@@ -134,7 +174,9 @@ def _of_leases(
             family.add_metric(values, count(one))
         yield family
     for name, meaning, durations in LEASE_HISTOGRAMS:
-        histogram = HistogramMetricFamily(PREFIX + name.format(what), meaning.format(what), labels=labels)
+        histogram = HistogramMetricFamily(
+            PREFIX + name.format(what), meaning.format(what), labels=labels
+        )
         for values, one in leases:
             histogram.add_metric(values, durations(one).buckets(), durations(one).sum_s)
         yield histogram

@@ -1,4 +1,5 @@
-"""One attempt of a request: the prefill and the decode server that take it, and its legs there, supervised as one.
+"""One attempt of a request: the prefill and the decode server that take it, and its legs there,
+supervised as one.
 
 Any two servers of one model may work together.
 """
@@ -38,16 +39,20 @@ log = logging.getLogger(__name__)
 E = TypeVar("E")
 
 
-async def engine_slot(dispatcher: Dispatcher[E], request: PlacementRequest, avoid: Collection[E] = ()) -> EngineSlot[E]:
-    """A slot on an engine, where the request is sent at once; not on one of `avoid` if another serves.
+async def engine_slot(
+    dispatcher: Dispatcher[E], request: PlacementRequest, avoid: Collection[E] = ()
+) -> EngineSlot[E]:
+    """A slot on an engine, where the request is sent at once; not on one of `avoid` if another
+    serves.
 
-    Raises EngineUnavailable while the breakers of all are open, or where no slot comes free in time. However it ends
-    without a slot, the queue has forgotten the request.
+    Raises EngineUnavailable while the breakers of all are open, or where no slot comes free in
+    time. However it ends without a slot, the queue has forgotten the request.
     """
     entry = dispatcher.submit(request, avoid)
     if isinstance(entry, EngineSlot):
         return entry
-    decided, wait_s = asyncio.get_running_loop().create_future(), dispatcher.settings.queue.wait_s
+    decided = asyncio.get_running_loop().create_future()
+    wait_s = dispatcher.settings.queue.wait_s
     entry.decided = lambda: None if decided.done() else decided.set_result(None)
     try:
         async with asyncio.timeout(wait_s):
@@ -72,12 +77,13 @@ _TRANSFER_FAILED = "transfer failed"  # in SGLang's own words, on either server
 class Legs:
     """One request running on both servers. The first failure on either ends and aborts both.
 
-    Make it, then call `next` for the answer; or read `decode` until it is empty and call `settle_later`. Always end
-    with `close`, which aborts on both servers unless the answer had ended. The prefill leg is not awaited before
-    decode's end, and no leg is a task: its exchange reports what happens to it. A failure counts on the breaker of the
-    server that caused it, and on no other, or is given to `blame`; `blamed_servers` then holds that server. `prefilled`
-    is called when the prefill leg is over. The engines are sent `bodies`, prefill's first, to `route`, and abort by
-    `rids`.
+    Make it, then call `next` for the answer; or read `decode` until it is empty and call
+    `settle_later`. Always end with `close`, which aborts on both servers unless the answer had
+    ended. The prefill leg is not awaited before decode's end, and no leg is a task: its exchange
+    reports what happens to it. A failure counts on the breaker of the server that caused it, and on
+    no other, or is given to `blame`; `blamed_servers` then holds that server. `prefilled` is called
+    when the prefill leg is over. The engines are sent `bodies`, prefill's first, to `route`, and
+    abort by `rids`.
     """
 
     def __init__(
@@ -103,7 +109,9 @@ class Legs:
         self._prefill_over: asyncio.Event | None = None
         self._output: OutputReader | None = None
         self._begun = False
-        self.decode = decode.begin(route, bodies[1], read_timeout_s=read_timeout_s, ended=self._decode_ended)
+        self.decode = decode.begin(
+            route, bodies[1], read_timeout_s=read_timeout_s, ended=self._decode_ended
+        )
         """Decode's answer. Its reader raises the first failure of either leg."""
         self._prefill = prefill.begin(
             route,
@@ -114,8 +122,11 @@ class Legs:
         )
 
     async def next(self, *, logprobs: bool) -> Tokens | Finish:
-        """The tokens that decode streams next, and in the end one Finish. Raises the first failure of either leg."""
-        decode, reader = self.decode, self._output
+        """The tokens that decode streams next, and in the end one Finish. Raises the first failure
+        of either leg.
+        """
+        decode = self.decode
+        reader = self._output
         try:
             if reader is None:
                 reader = self._output = OutputReader(self.decode_server.name, logprobs=logprobs)
@@ -131,7 +142,9 @@ class Legs:
             if reader.error is not None:
                 raise reader.error
             if reader.finish is None:
-                raise EngineUnreachable(f"The {self.decode_server.name} closed its stream before the answer ended.")
+                raise EngineUnreachable(
+                    f"The {self.decode_server.name} closed its stream before the answer ended."
+                )
             return self._with_cached_tokens(reader.finish, await self.settled())
         except (EngineError, PromptTooLong) as error:
             self.failed(error)
@@ -139,19 +152,24 @@ class Legs:
 
     async def refused(self) -> NoReturn:
         """Read decode's error answer, and raise EngineRejected or PromptTooLong with its words."""
-        error = rejected(self.decode_server.name, self.decode.status, error_message(await self.decode.read_all()))
+        error = rejected(
+            self.decode_server.name, self.decode.status, error_message(await self.decode.read_all())
+        )
         self.failed(error)
         raise error
 
     async def prefilled(self) -> bytes:
-        """The prefill leg's answer, awaited before decode's. Raises the first failure of either leg."""
+        """The prefill leg's answer, awaited before decode's. Raises the first failure of either
+        leg.
+        """
         await self._wait_for_prefill(self.prefill_server.limits.answer_s)
         if self._prefill_answer is None:
             raise self._failure or self.prefill_server.failure(TimeoutError())
         return self._prefill_answer
 
     async def settled(self) -> bytes | None:
-        """Call once decode has ended well: the prefill leg's answer, or None where it does not come in time.
+        """Call once decode has ended well: the prefill leg's answer, or None where it does not come
+        in time.
 
         Decode cannot start without the prefill's KV, so the answer is normally here already.
         """
@@ -161,7 +179,9 @@ class Legs:
                 await self._wait_for_prefill(self.prefill_server.limits.settle_s)
         finally:
             if self._prefill_answer is None:
-                log.warning("decode of %s ended without the %s's answer", self._rids, self.prefill_server)
+                log.warning(
+                    "decode of %s ended without the %s's answer", self._rids, self.prefill_server
+                )
                 self._prefill.close()
                 self._abort()
         return self._prefill_answer
@@ -173,7 +193,9 @@ class Legs:
             self.prefill_server.tasks.start(self.settled())
 
     def failed(self, error: ServerFailure) -> None:
-        """Call where what was read is no answer but `error`. It counts on decode unless a leg had failed before."""
+        """Call where what was read is no answer but `error`. It counts on decode unless a leg had
+        failed before.
+        """
         self._fail(self.decode_server, error)
 
     def close(self) -> None:
@@ -194,11 +216,15 @@ class Legs:
                 await self._prefill_over.wait()
 
     def _with_cached_tokens(self, finish: Finish, prefill_answer: bytes | None) -> Finish:
-        """Decode repeats the prefill's `cached_tokens`, but adds its own hits where it has a prefix cache too."""
+        """Decode repeats the prefill's `cached_tokens`, but adds its own hits where it has a prefix
+        cache too.
+        """
         if prefill_answer is None:
             return finish
         cached_tokens = read_prefilled(self.prefill_server.name, prefill_answer).cached_tokens
-        return finish if cached_tokens == finish.cached_tokens else replace(finish, cached_tokens=cached_tokens)
+        if cached_tokens == finish.cached_tokens:
+            return finish
+        return replace(finish, cached_tokens=cached_tokens)
 
     def _abort(self) -> None:
         for server in (self.prefill_server, self.decode_server):
@@ -236,18 +262,30 @@ class Legs:
             self.close()
 
     def _blamed(self, server: ServerClient, error: ServerFailure) -> tuple[ServerClient, ...]:
-        """The server that failed; both where either may be at fault. The next request that one serves clears it.
+        """The server that failed; both where either may be at fault. The next request that one
+        serves clears it.
 
-        Before the first token a stalled server stalls its partner as well, and a failed transfer is reported by both.
+        Before the first token a stalled server stalls its partner as well, and a failed transfer is
+        reported by both.
         """
-        silent = isinstance(error, EngineStalled) and not self.decode.began and self._prefill_answer is None
-        transfer = isinstance(error, EngineRejected | AdapterMissing) and _TRANSFER_FAILED in str(error).lower()
-        return (self.prefill_server, self.decode_server) if silent or transfer else (server,)
+        silent = (
+            isinstance(error, EngineStalled)
+            and not self.decode.began
+            and self._prefill_answer is None
+        )
+        transfer = (
+            isinstance(error, EngineRejected | AdapterMissing)
+            and _TRANSFER_FAILED in str(error).lower()
+        )
+        if silent or transfer:
+            return (self.prefill_server, self.decode_server)
+        return (server,)
 
 
 @dataclass(slots=True)
 class Pair:
-    """The slots of one attempt, its adapter's leases on both servers, and its legs there; `close` it in the end.
+    """The slots of one attempt, its adapter's leases on both servers, and its legs there; `close`
+    it in the end.
 
     `bootstrap` has the body's fields by which decode finds prefill.
     """
@@ -284,7 +322,9 @@ class Pair:
 
 
 class Pairing:
-    """All servers of a model. One that several addresses name is one server. `draw` is uniform in [0, 1)."""
+    """All servers of a model. One that several addresses name is one server. `draw` is uniform in
+    [0, 1).
+    """
 
     def __init__(
         self,
@@ -297,12 +337,14 @@ class Pairing:
         draw: Callable[[], float],
     ) -> None:
         self.limits = transport.limits
-        self.retries, self.draw = retries, draw
+        self.retries = retries
+        self.draw = draw
         self.retried = 0
         self._bootstraps: dict[ServerClient, tuple[str, int]] = {}
         self.adapter_settings = adapters
         self.room = room
-        self._transport, clock = transport, transport.clock
+        self._transport = transport
+        clock = transport.clock
 
         def has_adapter(server: ServerClient, adapter: str) -> bool:
             return self.adapters.leases[server].will_have(adapter)
@@ -318,16 +360,21 @@ class Pairing:
         return (*self.prefills.engines, *self.decodes.engines)
 
     def clients_of(self, address: PairAddress) -> tuple[ServerClient, ServerClient]:
-        """The clients of its servers; new ones of servers that are not among these get no requests before `add`."""
+        """The clients of its servers; new ones of servers that are not among these get no requests
+        before `add`.
+        """
         known = {client.server: client for client in self.servers}
         prefill, decode = (
-            known.get(server) or ServerClient(server, self._transport) for server in (address.prefill, address.decode)
+            known.get(server) or ServerClient(server, self._transport)
+            for server in (address.prefill, address.decode)
         )
         self._bootstraps.setdefault(prefill, (address.bootstrap_host, address.bootstrap_port))
         return prefill, decode
 
     def bootstrap(self, prefill: ServerClient) -> Mapping[str, Any]:
-        """The body's fields of one attempt by which decode finds this prefill server, with a fresh room."""
+        """The body's fields of one attempt by which decode finds this prefill server, with a fresh
+        room.
+        """
         host, port = self._bootstraps[prefill]
         return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": self.room()}
 
@@ -346,7 +393,9 @@ class Pairing:
         """Those on each server, for requests that name one."""
         from shell_router.engines.adapter_leases import Adapters  # noqa: PLC0415 - most models have no adapters
 
-        return Adapters(self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock)
+        return Adapters(
+            self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock
+        )
 
 
 async def load_again(
@@ -362,9 +411,9 @@ async def load_again(
 class Attempts:
     """The attempts of one request, each on other servers than those before where there are others.
 
-    An error status that every one of several attempts gets is the request's fault, and counts on no circuit breaker: it
-    would take the servers from all others. So the statuses of early attempts count once another attempt is `answered`,
-    or fails otherwise.
+    An error status that every one of several attempts gets is the request's fault, and counts on no
+    circuit breaker: it would take the servers from all others. So the statuses of early attempts
+    count once another attempt is `answered`, or fails otherwise.
     """
 
     pairing: Pairing
@@ -375,27 +424,37 @@ class Attempts:
     _statuses: list[tuple[ServerClient, EngineRejected]] | None = field(default_factory=list)
 
     def blame(self, server: ServerClient, error: ServerFailure) -> None:
-        """Count `error` on the server's breaker, unless it may turn out to be the request's fault."""
-        if isinstance(error, EngineRejected) and self._statuses is not None and self.pairing.retries.attempts > 1:
+        """Count `error` on the server's breaker, unless it may turn out to be the request's
+        fault."""
+        if (
+            isinstance(error, EngineRejected)
+            and self._statuses is not None
+            and self.pairing.retries.attempts > 1
+        ):
             self._statuses.append((server, error))
         else:
             self.answered()
             server.failed(error)
 
     def answered(self) -> None:
-        """An attempt was answered, so that the statuses of those before it, and what follows, are servers' faults."""
+        """An attempt was answered, so that the statuses of those before it, and what follows, are
+        servers' faults.
+        """
         for server, error in self._statuses or ():
             server.failed(error)
         self._statuses = None
 
     async def pick(self) -> Pair:
-        """Slots for the next attempt, and its adapter there; an attempt that does not get its adapter is one, too.
+        """Slots for the next attempt, and its adapter there; an attempt that does not get its
+        adapter is one, too.
 
-        The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one on prefill keeps no
-        decode server from its work, and one that has that waits for nothing more but an adapter (`Adapters.of_pair`).
-        Raises EngineUnavailable, the error of the attempt before, or AdapterFailed.
+        The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one
+        on prefill keeps no decode server from its work, and one that has that waits for nothing
+        more but an adapter (`Adapters.of_pair`). Raises EngineUnavailable, the error of the attempt
+        before, or AdapterFailed.
         """
-        pairing, request = self.pairing, self.request
+        pairing = self.pairing
+        request = self.request
         while True:
             try:
                 pairing.prefills.serving()
@@ -411,7 +470,9 @@ class Attempts:
             pairing.retried += self.made > 0
             if request.adapter is None:
                 return pair
-            prefill, decode, adapters = pair.prefill.engine, pair.decode.engine, pairing.adapters
+            prefill = pair.prefill.engine
+            decode = pair.decode.engine
+            adapters = pairing.adapters
             try:
                 pair.leases = await adapters.of_pair(prefill, decode, request.adapter)
                 return pair
@@ -420,14 +481,17 @@ class Attempts:
                 if not isinstance(error, EngineError):
                     raise
                 failure = error
-            await self._next_due(failure, [one for one in (prefill, decode) if adapters.leases[one].failing])
+            await self._next_due(
+                failure, [one for one in (prefill, decode) if adapters.leases[one].failing]
+            )
 
     async def failed(self, pair: Pair, error: EngineError) -> None:
-        """The attempt on `pair` failed: return when the next is due, or raise `error` if it was the last.
+        """The attempt on `pair` failed: return when the next is due, or raise `error` if it was the
+        last.
 
         An adapter that a server of the pair lost is loaded again.
         """
-        blamed_servers = () if pair.legs is None else pair.legs.blamed_servers
+        blamed_servers = (()) if (pair.legs is None) else (pair.legs.blamed_servers)
         if isinstance(error, AdapterMissing) and pair.leases is not None:
             await load_again(blamed_servers, (pair.prefill.engine, pair.decode.engine), pair.leases)
         await self._next_due(error, blamed_servers)
@@ -436,11 +500,20 @@ class Attempts:
         self.made += 1
         wait_s = self.pairing.retries.wait_s(error, self.made, self.pairing.draw())
         if wait_s is None:
-            if self.made < self.pairing.retries.attempts or len({one.status for _, one in self._statuses or ()}) > 1:
+            if (
+                self.made < self.pairing.retries.attempts
+                or len({one.status for _, one in self._statuses or ()}) > 1
+            ):
                 self.answered()  # not each of the attempts failed in this way
             raise error
         self._last = error
         self._avoid.update(blamed_servers)
         at = " and the ".join(map(str, blamed_servers)) or "servers"
-        log.warning("attempt %d failed at the %s; another is due in %.0f ms: %s", self.made, at, 1e3 * wait_s, error)
+        log.warning(
+            "attempt %d failed at the %s; another is due in %.0f ms: %s",
+            self.made,
+            at,
+            1e3 * wait_s,
+            error,
+        )
         await asyncio.sleep(wait_s)

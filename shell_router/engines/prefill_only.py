@@ -1,4 +1,5 @@
-"""Prefill without decode: by the plugin's route, or by a pair that decodes one token; which of them warms the cache.
+"""Prefill without decode: by the plugin's route, or by a pair that decodes one token; which of them
+warms the cache.
 
 Stock SGLang keeps the KV of requests without a decode partner out of its prefix cache.
 """
@@ -33,7 +34,9 @@ MEASURED_ROUNDS = 3
 
 @dataclass(slots=True, eq=False)
 class PrefillOnly:
-    """Prefill-only requests to one prefill server, by the way in `way`; `cost` is theirs on an idle server."""
+    """Prefill-only requests to one prefill server, by the way in `way`; `cost` is theirs on an idle
+    server.
+    """
 
     server: ServerClient
     pairing: Pairing
@@ -44,7 +47,9 @@ class PrefillOnly:
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`. The caller holds a slot on this server."""
-        request = replace(request, sampling={**request.sampling, "max_new_tokens": 1}, logprobs=False)
+        request = replace(
+            request, sampling={**request.sampling, "max_new_tokens": 1}, logprobs=False
+        )
         if self.way == "pair":
             return await self._by_pair(request)
         if request.adapter is None:
@@ -78,9 +83,11 @@ class PrefillOnly:
 
     async def _by_pair(self, request: Generation) -> Prefilled:
         """One token by this server and a decode server."""
-        # an update is not limited on decode: requests that wait for this prefill server may hold its last slots
+        # an update is not limited on decode: requests that wait for this prefill server may hold
+        # its last slots
         slot = await engine_slot(self.pairing.decodes, PlacementRequest.of(request, update=True))
-        pair, leases = (self.server, slot.engine), tuple["Lease", ...]()
+        pair = (self.server, slot.engine)
+        leases = tuple["Lease", ...]()
         try:
             if request.adapter is not None:
                 leases = await self.pairing.adapters.of_pair(*pair, request.adapter)
@@ -102,7 +109,8 @@ class PrefillOnly:
             slot.close()
 
     async def probe(self, *, route: bool) -> None:
-        """Find the first way that warms the prefix cache, use it from now on and measure it; see `SglangPair.probe`.
+        """Find the first way that warms the prefix cache, use it from now on and measure it; see
+        `SglangPair.probe`.
 
         Without `route` the server's own route is not tried.
         """
@@ -110,14 +118,23 @@ class PrefillOnly:
         for way in PREFILL_WAYS if route else PREFILL_WAYS[1:]:
             self.way = way
             outcome = await self._try(self._fresh())
-            said = str(outcome) if isinstance(outcome, Exception) else f"{outcome} of {PROBE_TOKENS} tokens cached"
+            if isinstance(outcome, Exception):
+                said = str(outcome)
+            else:
+                said = f"{outcome} of {PROBE_TOKENS} tokens cached"
             found.append(f"{self.way}: {said}")
             if isinstance(outcome, int) and outcome >= PROBE_TOKENS // 2:
                 self.cost = await self._measured()
-                logger.info("prefill-only requests to the %s go by %s (%s)", self.server, self.way, "; ".join(found))
+                logger.info(
+                    "prefill-only requests to the %s go by %s (%s)",
+                    self.server,
+                    self.way,
+                    "; ".join(found),
+                )
                 return
         raise EngineRejected(
-            f"No prefill-only request of {PROBE_TOKENS} tokens warms the prefix cache of the {self.server} "
+            f"No prefill-only request of {PROBE_TOKENS} tokens warms the prefix cache of the "
+            f"{self.server} "
             f"({'; '.join(found)}).",
             status=501,
             remedy="Start it with its prefix cache on (without --disable-radix-cache).",
@@ -128,7 +145,9 @@ class PrefillOnly:
         return [self.pairing.room() % 256 for _ in range(PROBE_TOKENS)]
 
     async def _measured(self) -> PrefillCost:
-        """A line through the shortest times of fresh prompts and of the same prompts once they are cached."""
+        """A line through the shortest times of fresh prompts and of the same prompts once they are
+        cached.
+        """
         shortest: dict[bool, tuple[float, int]] = {}
         for _ in range(MEASURED_ROUNDS):
             ids = self._fresh()
@@ -144,7 +163,9 @@ class PrefillOnly:
         return await self.prefill(Generation(rid=self.rid(), input_ids=input_ids))
 
     async def _try(self, input_ids: Sequence[int]) -> int | EngineRejected:
-        """Tokens found cached on the second sending, or the refusal where the server knows no such way."""
+        """Tokens found cached on the second sending, or the refusal where the server knows no such
+        way.
+        """
         try:
             await self._once(input_ids)
             return (await self._once(input_ids)).cached_tokens

@@ -9,7 +9,14 @@ import orjson
 
 from shell_router.core.engine import NO_HINTS, Hints, NativeRoute, Relayed
 from shell_router.engines.http_client import Exchange
-from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
+from shell_router.engines.native_body import (
+    ADAPTER,
+    CACHE_KEY,
+    NativeBody,
+    NativeRules,
+    as_list,
+    read_native,
+)
 from shell_router.engines.pairing import Attempts, Legs, Pair, Pairing, engine_slot
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
@@ -26,10 +33,12 @@ _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
 class InputLogprobs:
-    """What a prefill server's answer says of its prompts' tokens: the `input_*logprobs*` fields of each output.
+    """What a prefill server's answer says of its prompts' tokens: the `input_*logprobs*` fields of
+    each output.
 
-    Outputs are identified by their place in the body, not by `id`: for parallel samples each server makes ids of its
-    own. `where` names the decode server in errors, which are EngineRejected for what is not its format.
+    Outputs are identified by their place in the body, not by `id`: for parallel samples each server
+    makes ids of its own. `where` names the decode server in errors, which are EngineRejected for
+    what is not its format.
     """
 
     def __init__(self, prefill: str, answer: bytes) -> None:
@@ -37,7 +46,11 @@ class InputLogprobs:
         self._events = EventSplitter()
         try:
             if answer.startswith(b"data:"):  # only a batch's events have an `index`
-                events = [orjson.loads(payload) for payload in EventSplitter().feed(answer) if payload != _DONE]
+                events = [
+                    orjson.loads(payload)
+                    for payload in EventSplitter().feed(answer)
+                    if payload != _DONE
+                ]
                 outputs = [(event.get("index", 0), event) for event in events]
             else:
                 outputs = list(enumerate(as_list(orjson.loads(answer))))
@@ -53,10 +66,15 @@ class InputLogprobs:
             raise broken_wire(prefill, f"{answer[:200]!r}") from error
 
     def in_whole(self, where: str, answer: bytes) -> bytes:
-        """Decode's answer of one request or of a batch, with these fields; all others keep their values."""
+        """Decode's answer of one request or of a batch, with these fields; all others keep their
+        values.
+        """
         try:
             found = orjson.loads(answer)
-            outputs = found if isinstance(found, list) else [found]
+            if isinstance(found, list):
+                outputs = found
+            else:
+                outputs = [found]
             if len(outputs) != len(self._fields):
                 raise broken_wire(where, f"{len(outputs)} outputs of {len(self._fields)} prefilled")
             for index, output in enumerate(outputs):
@@ -66,7 +84,9 @@ class InputLogprobs:
         return orjson.dumps(found)
 
     def in_event(self, where: str, payload: bytes) -> bytes:
-        """The payload of one event of decode's stream, with these fields. Error events and the end are as they were."""
+        """The payload of one event of decode's stream, with these fields. Error events and the end
+        are as they were.
+        """
         if payload == _DONE:
             return payload
         try:
@@ -80,13 +100,19 @@ class InputLogprobs:
 
     def in_chunk(self, where: str, chunk: bytes) -> bytes:
         """The events that the stream's next `chunk` completes, with these fields."""
-        return b"".join([b"data: %b\n\n" % self.in_event(where, payload) for payload in self._events.feed(chunk)])
+        return b"".join(
+            [
+                b"data: %b\n\n" % self.in_event(where, payload)
+                for payload in self._events.feed(chunk)
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairRelay:
-    """Forwards bodies to a model's servers. `rid` gives fresh request ids. If it `isolates`, each tenant has a prefix
-    cache of its own there. No client may set the fields that are `chosen` here."""
+    """Forwards bodies to a model's servers. `rid` gives fresh request ids. If it `isolates`, each
+    tenant has a prefix cache of its own there. No client may set the fields that are `chosen`
+    here."""
 
     pairing: Pairing
     prefill_only: Mapping[ServerClient, PrefillOnly]
@@ -106,46 +132,70 @@ class PairRelay:
         admit: Callable[[int], None] = lambda requests: None,
         adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's.
+        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill
+        server's.
 
         With `adapter` that one answers.
         """
-        own = {} if adapter is None else {ADAPTER: adapter}
+        if adapter is None:
+            own = {}
+        else:
+            own = {ADAPTER: adapter}
         if self.isolates and hints.user is not None:
             own[CACHE_KEY] = hints.user
         more = frozenset(fields) - self.chosen
-        rules = replace(self.rules, fields=self.rules.fields | more) if more else self.rules
+        if more:
+            rules = replace(self.rules, fields=self.rules.fields | more)
+        else:
+            rules = self.rules
         native = read_native(body, self.rid(), rules, own, route)
         if native.batch is not None:
             admit(native.batch)
-        update, requests = route == "prefill_only", native.batch or 1
+        update = route == "prefill_only"
+        requests = native.batch or 1
         # about: it is not tokenized here, and an image has many more bytes than a context
         tokens = max(1, min(len(body) // 4, (rules.context_length or len(body)) * requests))
         most = 0 if update else native.max_output_tokens
-        wanted = PlacementRequest(tokens, None, most, hints, affinity, update, adapter, requests=requests)
+        wanted = PlacementRequest(
+            tokens, None, most, hints, affinity, update, adapter, requests=requests
+        )
         if update and all(only.way != "pair" for only in self.prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
 
     @asynccontextmanager
-    async def _prefilled_alone(self, native: NativeBody, wanted: PlacementRequest) -> AsyncIterator[Relayed]:
+    async def _prefilled_alone(
+        self, native: NativeBody, wanted: PlacementRequest
+    ) -> AsyncIterator[Relayed]:
         slot = await engine_slot(self.pairing.prefills, wanted)
-        server, body = slot.engine, native.with_fields({})
+        server = slot.engine
+        body = native.with_fields({})
         try:
             async with AsyncExitStack() as stack:
                 waited_s = 0.0
                 if wanted.adapter is not None:
-                    waited_s = await stack.enter_async_context(self.pairing.adapters.leased(server, wanted.adapter))
+                    waited_s = await stack.enter_async_context(
+                        self.pairing.adapters.leased(server, wanted.adapter)
+                    )
                 forwarded = self.prefill_only[server].forward(body, native.rids)
                 response = await stack.enter_async_context(forwarded)
                 if wanted.adapter is not None and response.status != HTTP_OK:
                     await server.read_all(response)  # raises
-                yield Relayed(response.status, response.content_type, _body(response), (slot.placement(waited_s),))
+                yield Relayed(
+                    response.status,
+                    response.content_type,
+                    _body(response),
+                    (slot.placement(waited_s),),
+                )
         finally:
             slot.close()
 
-    async def begun(self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest) -> tuple[Pair, Relayed]:
-        """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
+    async def begun(
+        self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
+    ) -> tuple[Pair, Relayed]:
+        """The first attempt whose answer began, its legs running on. Raises EngineError and
+        PromptTooLong.
+        """
         attempts = Attempts(self.pairing, wanted)
         while True:
             pair = await attempts.pick()
@@ -161,16 +211,32 @@ class PairRelay:
             native = replace(native, rid=self.rid())  # the engines may still hold the id before
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
-        at = "generate" if route == "prefill_only" else route
+        if route == "prefill_only":
+            at = "generate"
+        else:
+            at = route
         if route == "prefill_only":
             fields = {**pair.bootstrap, "stream": False, "sampling_params": {"max_new_tokens": 1}}
             sent = native.replaced(fields)
         else:
             sent = native.with_fields(pair.bootstrap)
         limits = self.pairing.limits
-        read_timeout_s = limits.stall_s if native.stream else limits.answer_s
-        prefill, decode = pair.prefill.engine, pair.decode.engine
-        legs = Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)
+        if native.stream:
+            read_timeout_s = limits.stall_s
+        else:
+            read_timeout_s = limits.answer_s
+        prefill = pair.prefill.engine
+        decode = pair.decode.engine
+        legs = Legs(
+            prefill,
+            decode,
+            native.rids,
+            (sent, sent),
+            read_timeout_s,
+            pair.prefilled,
+            attempts.blame,
+            at,
+        )
         pair.legs = legs
         return legs
 
@@ -178,7 +244,9 @@ class PairRelay:
 class _ByPair(AbstractAsyncContextManager[Relayed]):
     """A native request on a pair while the context is open."""
 
-    def __init__(self, relay: PairRelay, route: NativeRoute, native: NativeBody, wanted: PlacementRequest) -> None:
+    def __init__(
+        self, relay: PairRelay, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
+    ) -> None:
         self._relay = relay
         self._request = (route, native, wanted)
         self._pair: Pair
@@ -204,7 +272,9 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     if pair.leases is not None and (fails or not good):
         message = first.decode("utf-8", "replace")
         error = rejected(legs.decode_server.name, decode.status, message)
-        if isinstance(error, AdapterMissing):  # what the engine lost is loaded again, so that it is no answer yet
+        if isinstance(
+            error, AdapterMissing
+        ):  # what the engine lost is loaded again, so that it is no answer yet
             legs.failed(error)
             raise error
     if good and not fails:
@@ -220,8 +290,9 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
 class _DecodeBody(AsyncIterator[bytes]):
     """Decode's answer from `first` on. Its end does not wait for the prefill leg's.
 
-    What decode reports to have written counts on its `slot`; of a stream without a report, so do its events.
-    No generator: the loop keeps a weak reference to each, which costs more than a chunk.
+    What decode reports to have written counts on its `slot`; of a stream without a report, so do
+    its events. No generator: the loop keeps a weak reference to each, which costs more than a
+    chunk.
     """
 
     def __init__(self, legs: Legs, first: bytes, slot: EngineSlot[ServerClient]) -> None:
@@ -234,7 +305,8 @@ class _DecodeBody(AsyncIterator[bytes]):
         self._events = self._counted = 0
 
     async def __anext__(self) -> bytes:
-        chunk, self._first = self._first, None
+        chunk = self._first
+        self._first = None
         if chunk := await self._legs.decode.read() if chunk is None else chunk:
             self._uncounted.append(chunk)
             if self._streamed and chunk.endswith(b"\n"):
@@ -248,9 +320,12 @@ class _DecodeBody(AsyncIterator[bytes]):
         raise StopAsyncIteration
 
     def _count(self) -> None:
-        answer, self._uncounted = b"".join(self._uncounted), []
+        answer = b"".join(self._uncounted)
+        self._uncounted = []
         if self._streamed:
-            for event in answer.split(b"\n\n"):  # they count on, and may repeat the whole output each
+            for event in answer.split(
+                b"\n\n"
+            ):  # they count on, and may repeat the whole output each
                 at = event.rfind(b'"completion_tokens"')
                 if at >= 0 and (found := _REPORTED.match(event, at)):
                     self._reported[index_of(event)] = int(found[1])

@@ -1,4 +1,6 @@
-"""Requests to one engine server, with the router's limits, errors, aborts and its circuit breaker; polls of several."""
+"""Requests to one engine server, with the router's limits, errors, aborts and its circuit breaker;
+polls of several.
+"""
 
 import asyncio
 import logging
@@ -12,9 +14,22 @@ import orjson
 from shell_router.core.engine import error_message
 from shell_router.core.spans import CURRENT
 from shell_router.engines.address import PairLimits, Server
-from shell_router.engines.http_client import MAX_BUFFERED_BYTES, Endpoint, Exchange, HttpClient, TaskOwner, endpoint
+from shell_router.engines.http_client import (
+    MAX_BUFFERED_BYTES,
+    Endpoint,
+    Exchange,
+    HttpClient,
+    TaskOwner,
+    endpoint,
+)
 from shell_router.engines.wire import broken_wire, rejected
-from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable, PromptTooLong
+from shell_router.errors import (
+    EngineError,
+    EngineRejected,
+    EngineStalled,
+    EngineUnreachable,
+    PromptTooLong,
+)
 from shell_router.routing.dispatcher import Dispatcher, TrackedEngine
 from shell_router.routing.failures import Breaker, BreakerSettings
 from shell_router.routing.placement import EngineReport
@@ -23,21 +38,26 @@ logger = logging.getLogger(__name__)
 
 E = TypeVar("E")
 
-HTTP_OK, NOT_FOUND = 200, 404
+HTTP_OK = 200
+NOT_FOUND = 404
 CONTRACT = 1
 """The SGLang plugin's contract that this router knows (`sglang_plugin.routes.CONTRACT`)."""
 
 ServerFailure = EngineError | PromptTooLong
 _SERVERS_FAULTS = (EngineUnreachable, EngineStalled)
 MAX_ABORTS = 16
-"""At a time, of one batch on one server: one of 1,024 prompts, a connection each, would take all files of a process."""
+"""At a time, of one batch on one server: one of 1,024 prompts, a connection each, would take all
+files of a process.
+"""
 LONGEST_WAIT_S = 30.0
 """Between two polls of a server that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What the clients of all servers of a model share; `clock` gives monotonic seconds, servers ask for `key`."""
+    """What the clients of all servers of a model share; `clock` gives monotonic seconds, servers
+    ask for `key`.
+    """
 
     http: HttpClient
     tasks: TaskOwner
@@ -50,8 +70,8 @@ class Transport:
 class ServerClient:
     """Posts to one server, turns what goes wrong into the router's errors, and aborts.
 
-    `failures` counts requests that failed by the server's fault. `answers` is whether it answered when it was last
-    asked for something about itself.
+    `failures` counts requests that failed by the server's fault. `answers` is whether it answered
+    when it was last asked for something about itself.
     """
 
     def __init__(self, server: Server, transport: Transport) -> None:
@@ -66,7 +86,9 @@ class ServerClient:
         self._http = transport.http
         self._clock = transport.clock
         self._key = transport.key
-        self._endpoints: dict[str, Endpoint] = {}  # reading a URL costs as much as a tenth of a small request
+        self._endpoints: dict[
+            str, Endpoint
+        ] = {}  # reading a URL costs as much as a tenth of a small request
 
     def __str__(self) -> str:
         return str(self.server)
@@ -93,19 +115,26 @@ class ServerClient:
         )
 
     def _endpoint(self, method: str, route: str) -> Endpoint:
-        known = route if method == "POST" else f"{method} {route}"
+        if method == "POST":
+            known = route
+        else:
+            known = f"{method} {route}"
         found = self._endpoints.get(known)
         if found is None:
             found = self._endpoints[known] = endpoint(method, self.server.url / route, self._key)
         return found
 
     async def read_all(self, exchange: Exchange) -> bytes:
-        """The whole body of a good answer; raises EngineRejected or PromptTooLong for an error status."""
+        """The whole body of a good answer; raises EngineRejected or PromptTooLong for an error
+        status.
+        """
         await exchange.head()
         return self.checked(exchange, await exchange.read_all())
 
     def checked(self, exchange: Exchange, body: bytes) -> bytes:
-        """The body of a good answer; raises EngineRejected or PromptTooLong for another, or the exchange's failure."""
+        """The body of a good answer; raises EngineRejected or PromptTooLong for another, or the
+        exchange's failure.
+        """
         if exchange.failure is not None:
             raise exchange.failure
         if exchange.status != HTTP_OK:
@@ -143,9 +172,11 @@ class ServerClient:
         return self._object(await self.get(route, limit_s=self.limits.connect_s))
 
     async def knows_contract(self) -> bool:
-        """Whether what the SGLang plugin adds, if it is there, means what this router takes it to mean.
+        """Whether what the SGLang plugin adds, if it is there, means what this router takes it to
+        mean.
 
-        Raises EngineRejected where the server's role is another than it is named for, and EngineError.
+        Raises EngineRejected where the server's role is another than it is named for, and
+        EngineError.
         """
         limit_s = self.limits.connect_s
         try:
@@ -155,7 +186,8 @@ class ServerClient:
                 raise
             answer = await self.get("model_info", limit_s=limit_s)
         found = self._object(answer)
-        mode, contract = found.get("disaggregation_mode"), found.get("contract")
+        mode = found.get("disaggregation_mode")
+        contract = found.get("contract")
         if mode not in (None, self.server.role):
             raise EngineRejected(
                 f"The {self} says that its disaggregation mode is {mode}.",
@@ -164,15 +196,20 @@ class ServerClient:
             )
         logger.info("%s: contract of the SGLang plugin: %s", self, contract)
         if contract not in (None, CONTRACT):
-            logger.warning("%s: this router knows contract %d, so the plugin's route is left alone", self, CONTRACT)
+            logger.warning(
+                "%s: this router knows contract %d, so the plugin's route is left alone",
+                self,
+                CONTRACT,
+            )
             return False
         return True
 
     async def report(self) -> EngineReport:
-        """Its load by `/v1/loads`, over its data-parallel ranks: it is as full as its fullest. Raises EngineError.
+        """Its load by `/v1/loads`, over its data-parallel ranks: it is as full as its fullest.
+        Raises EngineError.
 
-        SGLang has `num_total_tokens` (KV in use, and tokens that wait) from 0.5.19 on; where it is missing, the tokens
-        in use stand for it.
+        SGLang has `num_total_tokens` (KV in use, and tokens that wait) from 0.5.19 on; where it is
+        missing, the tokens in use stand for it.
         """
         body = await self.get("v1/loads", limit_s=self.limits.connect_s)
         try:
@@ -200,14 +237,18 @@ class ServerClient:
     # --- failures
 
     def failure(self, error: Exception) -> EngineError:
-        """The router's error for an OSError or TimeoutError of the HTTP client; a note of it, for logs, has the URL."""
+        """The router's error for an OSError or TimeoutError of the HTTP client; a note of it, for
+        logs, has the URL.
+        """
         if isinstance(error, TimeoutError):
             found: EngineError = EngineStalled(
-                f"The {self.name} sent nothing within its limit.", remedy="Look at its load and its log."
+                f"The {self.name} sent nothing within its limit.",
+                remedy="Look at its load and its log.",
             )
         else:
             found = EngineUnreachable(
-                f"The {self.name} cannot be reached: {_without_address(error)}.", remedy="Check that it runs."
+                f"The {self.name} cannot be reached: {_without_address(error)}.",
+                remedy="Check that it runs.",
             )
         found.__cause__ = error
         found.add_note(f"{self}: {error or type(error).__name__}")
@@ -215,7 +256,10 @@ class ServerClient:
 
     def failed(self, error: ServerFailure) -> None:
         """Count `error` against the server if it is the server's fault, not the request's."""
-        fault = error.status >= 500 if isinstance(error, EngineRejected) else isinstance(error, _SERVERS_FAULTS)
+        if isinstance(error, EngineRejected):
+            fault = error.status >= 500
+        else:
+            fault = isinstance(error, _SERVERS_FAULTS)
         if not fault:
             return
         self.failures += 1
@@ -233,7 +277,8 @@ class ServerClient:
             logger.info("circuit breaker of the %s is closed: it serves again", self)
 
     def abort(self, rids: Sequence[str]) -> None:
-        """Abort `rids`, in the background, over few connections, until one is not answered in time."""
+        """Abort `rids`, in the background, over few connections, until one is not answered in
+        time."""
         for first in range(min(len(rids), MAX_ABORTS)):
             self.tasks.start(self._abort(rids[first::MAX_ABORTS]))
 
@@ -244,7 +289,10 @@ class ServerClient:
                 async with asyncio.timeout(self.limits.abort_s):
                     await self.read_all(exchange)
             except (EngineError, PromptTooLong, TimeoutError) as error:
-                given_up = rids[place:] if isinstance(error, TimeoutError) else [rid]
+                if isinstance(error, TimeoutError):
+                    given_up = rids[place:]
+                else:
+                    given_up = [rid]
                 logger.warning("could not abort %s on the %s: %r", ", ".join(given_up), self, error)
                 if isinstance(error, TimeoutError):
                     return
@@ -254,16 +302,22 @@ class ServerClient:
 
 def _without_address(error: Exception) -> str:
     """What asyncio says of a connection that cannot be made names the address."""
-    number = error.errno if isinstance(error, OSError) else None
-    return os.strerror(number) if number else str(error).partition(": ")[0] or type(error).__name__
+    if isinstance(error, OSError):
+        number = error.errno
+    else:
+        number = None
+    if number:
+        return os.strerror(number)
+    return str(error).partition(": ")[0] or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Monitor(Generic[E]):
-    """Polls every engine of a dispatcher, each in a task of its own, so that a slow one delays no other's report.
+    """Polls every engine of a dispatcher, each in a task of its own, so that a slow one delays no
+    other's report.
 
-    `ask` gives an engine's state within a limit of its own, or raises EngineError. One that fails is asked again after
-    the double time, up to 30 s, and its last report ages meanwhile.
+    `ask` gives an engine's state within a limit of its own, or raises EngineError. One that fails
+    is asked again after the double time, up to 30 s, and its last report ages meanwhile.
     """
 
     dispatcher: Dispatcher[E]
@@ -297,6 +351,10 @@ class Monitor(Generic[E]):
             except EngineError as error:
                 at.failed_polls += 1
                 if wait_s <= poll_s:
-                    logger.warning("%s does not report its state, and is chosen without it: %s", at.engine, error)
+                    logger.warning(
+                        "%s does not report its state, and is chosen without it: %s",
+                        at.engine,
+                        error,
+                    )
                 wait_s = min(2 * max(wait_s, poll_s), max(LONGEST_WAIT_S, poll_s))
             await asyncio.sleep(wait_s)

@@ -1,4 +1,6 @@
-"""A model's prefill and decode servers as an engine: SGLang's, or servers that speak its wire format."""
+"""A model's prefill and decode servers as an engine: SGLang's, or servers that speak its wire
+format.
+"""
 
 import asyncio
 import logging
@@ -25,7 +27,12 @@ from shell_router.engines.wire import broken_wire, leg_bodies
 from shell_router.errors import EngineError, EngineRejected
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import SchedulingSettings, TrackedEngine
-from shell_router.routing.failures import DEFAULT_BREAKER, DEFAULT_RETRIES, BreakerSettings, RetrySettings
+from shell_router.routing.failures import (
+    DEFAULT_BREAKER,
+    DEFAULT_RETRIES,
+    BreakerSettings,
+    RetrySettings,
+)
 from shell_router.routing.placement import PlacementRequest
 
 if TYPE_CHECKING:
@@ -51,17 +58,18 @@ def random_rid() -> str:
 class SglangPair:
     """The prefill-decode pairs of one model as an `Engine` and a `Relay`.
 
-    Any prefill server works with any decode server. Requests of one affinity keep their prefill server; else
-    `scheduling` says which takes the next, and when. A request that fails before its first token is sent again,
-    on other servers if there are others. It opens as many connections as requests run at a time, and keeps them for the
-    next ones.
+    Any prefill server works with any decode server. Requests of one affinity keep their prefill
+    server; else `scheduling` says which takes the next, and when. A request that fails before its
+    first token is sent again, on other servers if there are others. It opens as many connections as
+    requests run at a time, and keeps them for the next ones.
 
     `servers` are prefill servers first, `dispatchers` theirs and those of decode.
-    `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
-    uniform in [0, 1), `clock` monotonic seconds. Relayed bodies are checked by `rules`, but none may
-    name one of its adapters or another's cache. A request that names one of the `adapters` is sent once that is loaded
-    on both its servers. If it `isolates`, each user has a prefix cache of its own there. `key` is sent as a bearer;
-    `tls` is for https. `ready_route` answers well once a server is ready.
+    `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins
+    with another; `draw` is uniform in [0, 1), `clock` monotonic seconds. Relayed bodies are checked
+    by `rules`, but none may name one of its adapters or another's cache. A request that names one
+    of the `adapters` is sent once that is loaded on both its servers. If it `isolates`, each user
+    has a prefix cache of its own there. `key` is sent as a bearer; `tls` is for https.
+    `ready_route` answers well once a server is ready.
     """
 
     ready_route = "health"
@@ -96,13 +104,18 @@ class SglangPair:
         self.adapter_settings = adapters
         self.chat: ChatServing | None = None
         """See `Relay.chat`; known after `probe`."""
-        self._rid, self._clock = rid, clock
-        self._prefill_only = {server: self._prefill_only_of(server) for server in self._pairing.prefills.engines}
+        self._rid = rid
+        self._clock = clock
+        self._prefill_only = {
+            server: self._prefill_only_of(server) for server in self._pairing.prefills.engines
+        }
         self._monitors: list[Monitor[ServerClient]] = []
         self._isolates = isolates
         chosen = frozenset([ADAPTER] * bool(adapters.folders) + [CACHE_KEY] * isolates)
         rules = replace(rules, fields=rules.fields - chosen)
-        self.forward = PairRelay(self._pairing, self._prefill_only, rid, rules, isolates, chosen).forward
+        self.forward = PairRelay(
+            self._pairing, self._prefill_only, rid, rules, isolates, chosen
+        ).forward
         """See `Relay.forward`, and `PairRelay.forward`."""
 
     @property
@@ -117,26 +130,35 @@ class SglangPair:
 
     @property
     def prefill_ways(self) -> tuple[PrefillWay, ...]:
-        """How each prefill server makes prefill-only requests: `route` until `probe` has found out."""
+        """How each prefill server makes prefill-only requests: `route` until `probe` has found
+        out."""
         return tuple(only.way for only in self._prefill_only.values())
 
     @property
     def prefill_cost(self) -> PrefillCost | None:
-        """What `probe` measured of prefill-only requests to an idle server, the dearest where there are several."""
+        """What `probe` measured of prefill-only requests to an idle server, the dearest where there
+        are several.
+        """
         costs = [only.cost for only in self._prefill_only.values() if only.cost is not None]
         return max(costs, key=lambda cost: cost.fixed_s / cost.token_s, default=None)
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises PromptTooLong where the engine says so."""
         request = self._isolated(request)
-        attempts, sent = Attempts(self._pairing, PlacementRequest.of(request)), request
+        attempts = Attempts(self._pairing, PlacementRequest.of(request))
+        sent = request
         while True:
-            pair, begun = await attempts.pick(), False
+            pair = await attempts.pick()
+            begun = False
             try:
                 request.on_placed(*pair.placed)
                 bodies = leg_bodies(sent, pair.bootstrap)
-                prefill, decode, stall_s = pair.prefill.engine, pair.decode.engine, self._limits.stall_s
-                legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled, attempts.blame)
+                prefill = pair.prefill.engine
+                decode = pair.decode.engine
+                stall_s = self._limits.stall_s
+                legs = Legs(
+                    prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled, attempts.blame
+                )
                 pair.legs = legs
                 while True:
                     event = await legs.next(logprobs=request.logprobs)
@@ -160,10 +182,14 @@ class SglangPair:
             sent = replace(request, rid=f"{attempts.made}.{request.rid}")
 
     def _isolated(self, request: Generation) -> Generation:
-        return replace(request, cache_key=request.hints.user) if self._isolates else request
+        if self._isolates:
+            return replace(request, cache_key=request.hints.user)
+        return request
 
     async def prefill(self, request: Generation) -> Prefilled:
-        """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
+        """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than
+        the overlap.
+        """
         request = self._isolated(request)
         slot = await engine_slot(self._pairing.prefills, PlacementRequest.of(request, update=True))
         try:
@@ -175,10 +201,11 @@ class SglangPair:
         return PrefillOnly(server, self._pairing, self._rid, self._clock)
 
     async def probe(self) -> tuple[PrefillWay, ...]:
-        """Ask every server what it is, and find each prefill server's first way of prefill-only that warms its cache.
+        """Ask every server what it is, and find each prefill server's first way of prefill-only
+        that warms its cache.
 
-        Raises EngineRejected when no way warms anything or a server has another role, EngineUnreachable or
-        EngineStalled when one does not serve.
+        Raises EngineRejected when no way warms anything or a server has another role,
+        EngineUnreachable or EngineStalled when one does not serve.
         """
         await self._probe(self.servers)
         self.chat = await chat_of(self.servers)
@@ -193,7 +220,9 @@ class SglangPair:
                 await self._prefill_only[server].probe(route=route)
 
     async def add(self, address: PairAddress) -> None:
-        """Send requests to this pair, too, once its servers are healthy and probed. Raises EngineError."""
+        """Send requests to this pair, too, once its servers are healthy and probed. Raises
+        EngineError.
+        """
         clients = self._pairing.clients_of(address)
         new = [one for one in clients if one not in self.servers]
         try:
@@ -202,10 +231,16 @@ class SglangPair:
                 self._prefill_only[clients[0]] = self._prefill_only_of(clients[0])
             await self._probe(new)
             if self.chat is not None and new:
-                chat = await chat_of(new)  # those that serve already may be down, and this pair their replacement
+                chat = await chat_of(
+                    new
+                )  # those that serve already may be down, and this pair their replacement
                 if chat is None or self.chat.tool_parser not in (None, chat.tool_parser):
                     remedy = "Start its engines with the --tool-call-parser of the model's others."
-                    raise EngineRejected("The pair has no chats, or others than the model.", status=400, remedy=remedy)
+                    raise EngineRejected(
+                        "The pair has no chats, or others than the model.",
+                        status=400,
+                        remedy=remedy,
+                    )
         except BaseException:
             self.forget(new)
             raise
@@ -213,10 +248,14 @@ class SglangPair:
         self._serve((*self.addresses, address))
 
     def drain(self, address: PairAddress) -> list[TrackedEngine[ServerClient]]:
-        """Send requests to this pair no more, but to those of its servers that others name; gives its other ones."""
+        """Send requests to this pair no more, but to those of its servers that others name; gives
+        its other ones.
+        """
         left = tuple(one for one in self.addresses if one != address)
         keep = {server for one in left for server in (one.prefill, one.decode)}
-        drained = [of.drain(one) for of in self.dispatchers for one in of.engines if one.server not in keep]
+        drained = [
+            of.drain(one) for of in self.dispatchers for one in of.engines if one.server not in keep
+        ]
         self._serve(left)
         return drained
 
@@ -227,7 +266,8 @@ class SglangPair:
             self._pairing.forget(one)
 
     def _serve(self, addresses: tuple[PairAddress, ...]) -> None:
-        self.addresses, self.servers = addresses, self._pairing.servers
+        self.addresses = addresses
+        self.servers = self._pairing.servers
         for monitor in self._monitors:
             monitor.follow()
 
@@ -241,16 +281,24 @@ class SglangPair:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """While the context is open, every server is asked for its state: often where choices depend on it."""
+        """While the context is open, every server is asked for its state: often where choices
+        depend on it.
+        """
         async with AsyncExitStack() as stack:
             for one in self.dispatchers:
-                self._monitors.append(await stack.enter_async_context(Monitor(one, ServerClient.report)))
+                self._monitors.append(
+                    await stack.enter_async_context(Monitor(one, ServerClient.report))
+                )
             yield
             self._monitors.clear()
 
     async def ready(self) -> None:
-        """Return when every server says that it is healthy; raises EngineError for the first that does not."""
-        await asyncio.gather(*(server.get(self.ready_route, limit_s=HEALTH_LIMIT_S) for server in self.servers))
+        """Return when every server says that it is healthy; raises EngineError for the first that
+        does not.
+        """
+        await asyncio.gather(
+            *(server.get(self.ready_route, limit_s=HEALTH_LIMIT_S) for server in self.servers)
+        )
 
     async def serves(self) -> bool:
         """Whether at least one server of each role says that it is healthy."""
@@ -261,7 +309,9 @@ class SglangPair:
                 return True
             return False
 
-        healthy = dict(zip(self.servers, await asyncio.gather(*map(is_healthy, self.servers)), strict=True))
+        healthy = dict(
+            zip(self.servers, await asyncio.gather(*map(is_healthy, self.servers)), strict=True)
+        )
         return all(any(healthy[server] for server in of.engines) for of in self.dispatchers)
 
     @property
@@ -269,39 +319,56 @@ class SglangPair:
         """See `CallParser`."""
         return self.chat.tool_parser if self.chat else None
 
-    async def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Any]]:
+    async def parse_calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[Any]]:
         """See `CallParser`: by the `/parse_function_call` of a decode server."""
-        body = orjson.dumps({"text": text, "tools": list(tools), "tool_call_parser": self.tool_parser})
+        body = orjson.dumps(
+            {"text": text, "tools": list(tools), "tool_call_parser": self.tool_parser}
+        )
         servers = self._pairing.decodes.engines
         server = next((one for one in servers if one.answers), servers[0])
         answer = await server.post("parse_function_call", body, limit_s=self._limits.stall_s)
         try:
             found = orjson.loads(answer)
-            calls = [{"name": one["name"], "arguments": orjson.loads(one["parameters"])} for one in found["calls"]]
+            calls = [
+                {"name": one["name"], "arguments": orjson.loads(one["parameters"])}
+                for one in found["calls"]
+            ]
             return str(found["normal_text"]), calls
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise broken_wire(server.name, f"{answer[:200]!r}") from error
 
     @property
     def seems_up(self) -> bool:
-        """Whether at least one server of each role answered when it was last asked, and its breaker is closed."""
-        return all(any(one.answers and not one.breaker.open for one in of.engines) for of in self.dispatchers)
+        """Whether at least one server of each role answered when it was last asked, and its breaker
+        is closed.
+        """
+        return all(
+            any(one.answers and not one.breaker.open for one in of.engines)
+            for of in self.dispatchers
+        )
 
     async def aclose(self) -> None:
-        """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
+        """Wait, within the abort limit, for the aborts and legs that still end, and close idle
+        connections.
+        """
         await self._tasks.aclose(self._limits.abort_s)
         await self._http.aclose(self._limits.abort_s)
 
 
 async def chat_of(servers: Sequence[ServerClient]) -> ChatServing | None:
-    """What all of `servers` have of SGLang's OpenAI routes; None where one has none, or does not answer.
+    """What all of `servers` have of SGLang's OpenAI routes; None where one has none, or does not
+    answer.
 
     SGLang's servers name their parser of tool calls, set or not; other servers do not.
     """
     try:
         found = await asyncio.gather(*(one.info() for one in servers))
     except EngineError as error:
-        log.warning("chats are not forwarded, as a server does not say whether it has them: %s", error)
+        log.warning(
+            "chats are not forwarded, as a server does not say whether it has them: %s", error
+        )
         return None
     if not all("tool_call_parser" in one for one in found):
         return None

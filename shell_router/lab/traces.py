@@ -1,4 +1,6 @@
-"""Requests of a running router: listed, drawn in the terminal, or written for Perfetto and chrome://tracing."""
+"""Requests of a running router: listed, drawn in the terminal, or written for Perfetto and
+chrome://tracing.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,9 +16,12 @@ from shell_router.lab.evaluation.report import CUT_OFF
 Trace = Mapping[str, Any]
 Entry = dict[str, Any]
 LIMIT_S = 30.0
-PROCESS, RUN_TRACK = 1, 0
+PROCESS = 1
+RUN_TRACK = 0
 INSIDE_S = 1e-6
-"""Before a slice's end: an arrow begins and ends in the slice that holds its time, and at its end a slice is over."""
+"""Before a slice's end: an arrow begins and ends in the slice that holds its time, and at its end a
+slice is over.
+"""
 
 
 async def fetch_trace(url: str, api_key: str | None, trace_id: str) -> Trace:
@@ -25,7 +30,9 @@ async def fetch_trace(url: str, api_key: str | None, trace_id: str) -> Trace:
         return await Client(session, url, api_key=api_key, limit_s=LIMIT_S).trace(trace_id)
 
 
-async def list_rows(url: str, api_key: str | None, filters: Mapping[str, str]) -> list[Mapping[str, str]]:
+async def list_rows(
+    url: str, api_key: str | None, filters: Mapping[str, str]
+) -> list[Mapping[str, str]]:
     """The latest requests, the last first, as rows of a table. Raises ShellRouterError."""
     async with aiohttp.ClientSession() as session:
         listed = await Client(session, url, api_key=api_key, limit_s=LIMIT_S).traces(filters)
@@ -43,7 +50,9 @@ async def list_rows(url: str, api_key: str | None, filters: Mapping[str, str]) -
 
 
 def as_perfetto(trace: Trace) -> Entry:
-    """The trace as Chrome's JSON: tracks of the run and of each agent, and an arrow from each output to its reader."""
+    """The trace as Chrome's JSON: tracks of the run and of each agent, and an arrow from each
+    output to its reader.
+    """
     return {"traceEvents": list(_Tracks(trace).entries()), "displayTimeUnit": "ms"}
 
 
@@ -54,8 +63,14 @@ class _Tracks:
         self._trace = trace
         self._agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
         self._numbers = {agent: number for number, agent in enumerate(self._agents, RUN_TRACK + 1)}
-        ends = [span["end_s"] or span["start_s"] for record in self._agents.values() for span in record["spans"]]
-        self._end_s: float = max(ends, default=0.0) if trace["duration_s"] is None else trace["duration_s"]
+        ends = [
+            span["end_s"] or span["start_s"]
+            for record in self._agents.values()
+            for span in record["spans"]
+        ]
+        self._end_s: float = (
+            max(ends, default=0.0) if trace["duration_s"] is None else trace["duration_s"]
+        )
 
     def entries(self) -> Iterator[Entry]:
         trace = self._trace
@@ -63,13 +78,28 @@ class _Tracks:
         yield self._name("thread_name", RUN_TRACK, "run")
         yield self._slice(RUN_TRACK, trace["target"], 0.0, None, {"state": trace["state"]})
         for scored in trace["exits"]:
-            facts = {name: scored[name] for name in ("confidence", "agreement", "probability", "exited", "aborted")}
-            yield self._slice(RUN_TRACK, f"early exit {scored['cluster']}", scored["start_s"], scored["end_s"], facts)
+            facts = {
+                name: scored[name]
+                for name in ("confidence", "agreement", "probability", "exited", "aborted")
+            }
+            yield self._slice(
+                RUN_TRACK,
+                f"early exit {scored['cluster']}",
+                scored["start_s"],
+                scored["end_s"],
+                facts,
+            )
         for agent, record in self._agents.items():
             number = self._numbers[agent]
-            yield self._name("thread_name", number, f"{agent} ({record['model']}, {record['state']})")
+            yield self._name(
+                "thread_name", number, f"{agent} ({record['model']}, {record['state']})"
+            )
             for span in record["spans"]:
-                facts = {key: fact for key, fact in span.items() if key not in ("name", "start_s", "end_s")}
+                facts = {
+                    key: fact
+                    for key, fact in span.items()
+                    if key not in ("name", "start_s", "end_s")
+                }
                 yield self._slice(number, span["name"], span["start_s"], span["end_s"], facts)
         yield from self._arrows()
 
@@ -77,17 +107,31 @@ class _Tracks:
         ids = count(1)
         for agent, record in self._agents.items():
             for precursor, read_s in _inputs(record):
-                written = [one for one in self._agents.get(precursor, {}).get("spans", ()) if one["name"] == "decode"]
+                written = [
+                    one
+                    for one in self._agents.get(precursor, {}).get("spans", ())
+                    if one["name"] == "decode"
+                ]
                 if written and written[-1]["end_s"] is not None:
                     leaves_s = max(written[-1]["start_s"], written[-1]["end_s"] - INSIDE_S)
                     facts = {"cat": "output", "name": f"output of {precursor}", "id": next(ids)}
                     yield {"ph": "s", **facts, **self._at(self._numbers[precursor], leaves_s)}
                     yield {"ph": "f", "bp": "e", **facts, **self._at(self._numbers[agent], read_s)}
 
-    def _slice(self, track: int, name: str, start_s: float, end_s: float | None, facts: Mapping[str, Any]) -> Entry:
+    def _slice(
+        self, track: int, name: str, start_s: float, end_s: float | None, facts: Mapping[str, Any]
+    ) -> Entry:
         """One that has not ended is drawn to the trace's end."""
-        begins, ends = self._at(track, start_s), self._at(track, self._end_s if end_s is None else end_s)
-        return {"ph": "X", "cat": "run", "name": name, "dur": ends["ts"] - begins["ts"], "args": facts, **begins}
+        begins = self._at(track, start_s)
+        ends = self._at(track, self._end_s if end_s is None else end_s)
+        return {
+            "ph": "X",
+            "cat": "run",
+            "name": name,
+            "dur": ends["ts"] - begins["ts"],
+            "args": facts,
+            **begins,
+        }
 
     def _at(self, track: int, at_s: float) -> Entry:
         return {"pid": PROCESS, "tid": track, "ts": round(1e6 * (self._trace["started_at"] + at_s))}
@@ -120,7 +164,9 @@ LEGEND = (
 
 
 def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterator[Text]:
-    """A line per agent, precursors first, then the axis, which ends at `until_s` seconds or later, and the legend."""
+    """A line per agent, precursors first, then the axis, which ends at `until_s` seconds or later,
+    and the legend.
+    """
     agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
     ends = [span["end_s"] or 0.0 for record in agents.values() for span in record["spans"]]
     duration_s = max([until_s, trace["duration_s"] or 0.0, *ends])
@@ -140,7 +186,9 @@ def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterat
 
 
 def bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Text:
-    """The spans painted on `width` cells that stand for `duration_s`; each known span gets at least one cell."""
+    """The spans painted on `width` cells that stand for `duration_s`; each known span gets at least
+    one cell.
+    """
     cells = [(" ", "")] * width
     for kind, paint in PAINT.items():
         for span in spans:
@@ -164,4 +212,6 @@ def axis(duration_s: float, width: int) -> str:
 
 
 def _cell(at_s: float, duration_s: float, width: int) -> int:
-    return min(width - 1, max(0, int(at_s / duration_s * width))) if duration_s > 0 else 0
+    if duration_s > 0:
+        return min(width - 1, max(0, int(at_s / duration_s * width)))
+    return 0

@@ -1,4 +1,6 @@
-"""Which engines of a deployment are started on this machine, and with which commands. Pure: nothing is started here."""
+"""Which engines of a deployment are started on this machine, and with which commands. Pure: nothing
+is started here.
+"""
 
 import shlex
 from collections import Counter
@@ -9,7 +11,14 @@ from typing import Literal
 
 from yarl import URL
 
-from shell_router.config import AdaptersSection, Config, LaunchSettings, ModelSettings, PairLaunch, PairSettings
+from shell_router.config import (
+    AdaptersSection,
+    Config,
+    LaunchSettings,
+    ModelSettings,
+    PairLaunch,
+    PairSettings,
+)
 from shell_router.config.models import flags_of
 from shell_router.errors import ConfigError
 
@@ -20,18 +29,29 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 DRAFT_VARIABLES: Mapping[str, str] = {"SHELL_ROUTER_DRAFTS": "1"}
 DRAFT_OPTIONS = (
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
-    *("--speculative-ngram-capacity", "1024"),  # SGLang's own trie, 1.8 GB by default, in which nothing is looked up
+    *(
+        "--speculative-ngram-capacity",
+        "1024",
+    ),  # SGLang's own trie, 1.8 GB by default, in which nothing is looked up
     *("--speculative-num-draft-tokens", "16", "--disable-overlap-schedule"),
     *("--max-running-requests", "256"),  # by default speculation allows 48
 )
 PLACEMENT = "SHELL_ROUTER_EXPERT_PLACEMENT"
-EPLB_OPTIONS = ("--enable-eplb", "--eplb-rebalance-num-iterations", "3000")  # Gimbal's tau: each placement stalls it
-# decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
-# later transfer hangs. 2 s is the shortest that SGLang takes.
+EPLB_OPTIONS = (
+    "--enable-eplb",
+    "--eplb-rebalance-num-iterations",
+    "3000",
+)  # Gimbal's tau: each placement stalls it
+# decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for
+# the old one, and every later transfer hangs. 2 s is the shortest that SGLang takes.
 HEARTBEAT_S = 2
 DECODE_VARIABLES: Mapping[str, str] = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_S)}
-# over TCP, a transfer in more pieces fails, and with it all that follow for 30 s or more: docs/reference/sglang.md
-TCP_QUEUES = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
+# over TCP, a transfer in more pieces fails, and with it all that follow for 30 s or more:
+# docs/reference/sglang.md
+TCP_QUEUES = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+}
 TRANSFER_VARIABLES: Mapping[str, str] = {**TCP_QUEUES, "MC_TCP_ADMISSION_TIMEOUT_MS": "60000"}
 # of an idle server /health generates, and one that sleeps has no memory for that and ends
 SLEEPER_VARIABLES: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
@@ -41,8 +61,8 @@ SLEEPER_VARIABLES: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATIO
 class EngineCommand:
     """What to run for one engine, and the URL that answers 200 when it serves.
 
-    `env` is added to the inherited variables; `host` is the machine's name in the deployment's URLs, `ports` are
-    taken there. `sleeper` is the model, if it takes turns in memory by sleeping.
+    `env` is added to the inherited variables; `host` is the machine's name in the deployment's
+    URLs, `ports` are taken there. `sleeper` is the model, if it takes turns in memory by sleeping.
     """
 
     name: str
@@ -57,11 +77,17 @@ class EngineCommand:
     @property
     def shell(self) -> str:
         """The command as a line for a shell, its variables in front."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+        return " ".join(
+            [
+                *(f"{name}={shlex.quote(value)}" for name, value in self.env.items()),
+                shlex.join(self.argv),
+            ]
+        )
 
 
 def commands(config: Config, *, python: str) -> list[EngineCommand]:
-    """Prefill and decode of every pair that has `launch`; aliases of equal settings share their engines.
+    """Prefill and decode of every pair that has `launch`; aliases of equal settings share their
+    engines.
 
     `python` is the interpreter where the deployment names none. Raises ConfigError
     where two engines of one host would share a port.
@@ -78,24 +104,35 @@ def commands(config: Config, *, python: str) -> list[EngineCommand]:
     return engines
 
 
-def _of_model(settings: LaunchSettings, alias: str, model: ModelSettings, python: str) -> Iterator[EngineCommand]:
-    """An engine that several pairs name is started once, as its first pair says and the others must agree."""
+def _of_model(
+    settings: LaunchSettings, alias: str, model: ModelSettings, python: str
+) -> Iterator[EngineCommand]:
+    """An engine that several pairs name is started once, as its first pair says and the others must
+    agree.
+    """
     launched: dict[tuple[Role, str], PairLaunch] = {}
     for number, pair in enumerate(model.pairs):
         for role in ROLES if pair.launch else ():
-            url, launch = getattr(pair, role), pair.launch
+            url = getattr(pair, role)
+            launch = pair.launch
             assert launch is not None
             if (role, url) in launched:
-                _require_agreement(f"models.{alias}.pairs[{number}]", role, launched[role, url], launch)
+                _require_agreement(
+                    f"models.{alias}.pairs[{number}]", role, launched[role, url], launch
+                )
                 continue
             launched[role, url] = launch
-            name = alias if len(model.pairs) == 1 else f"{alias}-{number + 1}"
+            if len(model.pairs) == 1:
+                name = alias
+            else:
+                name = f"{alias}-{number + 1}"
             yield _engine(f"{name}/{role}", role, model, pair, launch, settings, python)
 
 
 def _sleeper(engine: EngineCommand, alias: str) -> EngineCommand:
     """The engine of a model that takes turns by sleeping."""
-    argv, env = (*engine.argv, "--enable-memory-saver"), {**SLEEPER_VARIABLES, **engine.env}
+    argv = (*engine.argv, "--enable-memory-saver")
+    env = {**SLEEPER_VARIABLES, **engine.env}
     return replace(engine, argv=argv, env=env, sleeper=alias)
 
 
@@ -103,23 +140,40 @@ def _require_agreement(where: str, role: Role, first: PairLaunch, launch: PairLa
     for setting in ("flags", f"{role}_flags", f"{role}_gpus", "expert_placement"):
         if getattr(first, setting) != getattr(launch, setting):
             raise ConfigError(
-                f"{where} launches a {role} engine that an earlier pair launches with other {setting}.",
+                (
+                    f"{where} launches a {role} engine that an earlier pair launches with other "
+                    f"{setting}."
+                ),
                 remedy="Give both the same, or the engine another URL.",
             )
 
 
 def _engine(
-    name: str, role: Role, model: ModelSettings, pair: PairSettings, launch: PairLaunch, settings: LaunchSettings,
+    name: str,
+    role: Role,
+    model: ModelSettings,
+    pair: PairSettings,
+    launch: PairLaunch,
+    settings: LaunchSettings,
     python: str,
-) -> EngineCommand:  # fmt: skip
+) -> EngineCommand:
     url = URL(getattr(pair, role))
-    host, port = url.host or "", url.port or 0
+    host = url.host or ""
+    port = url.port or 0
     gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
     drafts = settings.drafts and role == "decode" and model.drafts is not False
-    placement = launch.expert_placement if len(gpus) > 1 else None
+    if len(gpus) > 1:
+        placement = launch.expert_placement
+    else:
+        placement = None
     options = (
         *("--model-path", str(model.path), "--host", host, "--port", str(port)),
-        *("--disaggregation-mode", role, "--disaggregation-transfer-backend", settings.transfer_backend),
+        *(
+            "--disaggregation-mode",
+            role,
+            "--disaggregation-transfer-backend",
+            settings.transfer_backend,
+        ),
         *("--disaggregation-bootstrap-port", str(pair.bootstrap_port)),
         # by default every streamed event repeats all earlier tokens
         *("--incremental-streaming-output", "--enable-metrics"),
@@ -131,25 +185,48 @@ def _engine(
         *flags_of(role, settings, launch),
     )
     placing = {PLACEMENT: placement} if placement else {}
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-    sends = TRANSFER_VARIABLES if settings.transfer_backend.startswith("mooncake") else {}
-    transfer = DECODE_VARIABLES if role == "decode" else sends
+    if gpus:
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    else:
+        visible = {}
+    if settings.transfer_backend.startswith("mooncake"):
+        sends = TRANSFER_VARIABLES
+    else:
+        sends = {}
+    if role == "decode":
+        transfer = DECODE_VARIABLES
+    else:
+        transfer = sends
     return EngineCommand(
         name=name,
         role=role,
         host=host,
         ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
         argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
-        env={**visible, **transfer, **(DRAFT_VARIABLES if drafts else {}), **placing, **settings.environment},
+        env={
+            **visible,
+            **transfer,
+            **(DRAFT_VARIABLES if drafts else {}),
+            **placing,
+            **settings.environment,
+        },
         ready_url=str(url / "health"),
     )
 
 
 def _adapter_options(adapters: AdaptersSection) -> tuple[str, ...]:
-    """Room in memory and in a batch; SGLang counts requests without an adapter as one more of a batch."""
+    """Room in memory and in a batch; SGLang counts requests without an adapter as one more of a
+    batch.
+    """
     loaded = str(adapters.max_loaded_adapters + 1)
     return (
-        *("--enable-lora", "--max-lora-rank", str(adapters.max_rank), "--lora-target-modules", *ADAPTED),
+        *(
+            "--enable-lora",
+            "--max-lora-rank",
+            str(adapters.max_rank),
+            "--lora-target-modules",
+            *ADAPTED,
+        ),
         *("--max-loras-per-batch", loaded, "--max-loaded-loras", loaded),
     )
 
@@ -167,7 +244,8 @@ def _require_distinct_ports(engines: Sequence[EngineCommand]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Of a deployment the `engines` that are started here; those `elsewhere` are only waited for."""
+    """Of a deployment the `engines` that are started here; those `elsewhere` are only waited
+    for."""
 
     config: Config
     folder: Path
@@ -182,7 +260,9 @@ def plan(config: Config, *, folder: Path, python: str, machine: str | None = Non
     """
     engines = commands(config, python=python)
     here = _machine(engines, machine)
-    local, elsewhere = ([one for one in engines if (one.host == here) is wanted] for wanted in (True, False))
+    local, elsewhere = (
+        [one for one in engines if (one.host == here) is wanted] for wanted in (True, False)
+    )
     return LaunchPlan(config, folder, tuple(local), tuple(elsewhere))
 
 
@@ -196,7 +276,10 @@ def _machine(engines: list[EngineCommand], machine: str | None) -> str:
     if machine is None and len(hosts) == 1:
         return hosts[0]
     if machine not in hosts:
-        known = "which of them is this machine is not known" if machine is None else f"{machine!r} is not among them"
+        if machine is None:
+            known = "which of them is this machine is not known"
+        else:
+            known = f"{machine!r} is not among them"
         raise ConfigError(
             f"the engines are on {', '.join(hosts)}; {known}.",
             remedy=f"Name this machine, as in --machine {hosts[0]}.",

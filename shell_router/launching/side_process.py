@@ -1,13 +1,15 @@
-"""Work that would hold up the event loop, or needs libraries that the router never loads, in a process of its own.
+"""Work that would hold up the event loop, or needs libraries that the router never loads, in a
+process of its own.
 
-This is the router's side; `side_work.serve` is the other. Requests go to its standard input, answers come from its
-standard output:
+This is the router's side; `side_work.serve` is the other. Requests go to its standard input,
+answers come from its standard output:
 
     request   kind: u8, call: u64, bytes: u32, then the body
     answer    kind: u8, call: u64, bytes: u64, then the body (DONE), or a message in UTF-8 (FAILED)
 
-Answers come in any order. Call 0 is never asked: its answer says that the process is ready (DONE, empty) or why it
-could not be (FAILED). The process ends when its input does, so it never outlives the router.
+Answers come in any order. Call 0 is never asked: its answer says that the process is ready (DONE,
+empty) or why it could not be (FAILED). The process ends when its input does, so it never outlives
+the router.
 """
 
 import asyncio
@@ -25,9 +27,12 @@ from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
 
 log = logging.getLogger(__name__)
 
-REQUEST, ANSWER = struct.Struct("<BQI"), struct.Struct("<BQQ")
-DO, FORGET = 0, 1
-DONE, FAILED = 0, 1
+REQUEST = struct.Struct("<BQI")
+ANSWER = struct.Struct("<BQQ")
+DO = 0
+FORGET = 1
+DONE = 0
+FAILED = 1
 READY = 0
 
 _READ_BYTES = 1 << 20
@@ -35,12 +40,14 @@ _GRACE_S = 2.0
 
 
 class Child:
-    """A child process and the calls that wait for its answers. `name` says in messages what it is."""
+    """A child process and the calls that wait for its answers. `name` says in messages what it
+    is."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
+        self._stdin = process.stdin
+        self._stdout = process.stdout
         self._name = name
         self._calls = itertools.count(READY + 1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -49,8 +56,11 @@ class Child:
         self._reader = asyncio.create_task(self._read_until_end(), name=f"{name}-answers")
 
     @classmethod
-    async def launch(cls, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Self:
-        """Start `command` and wait until it is ready. EngineError with the reason if it never is."""
+    async def launch(
+        cls, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float
+    ) -> Self:
+        """Start `command` and wait until it is ready. EngineError with the reason if it never
+        is."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -70,7 +80,9 @@ class Child:
         except BaseException as error:
             await child.close()
             if isinstance(error, TimeoutError):
-                raise EngineStalled(f"the {name} process was not ready within {timeout_s:g} s.") from None
+                raise EngineStalled(
+                    f"the {name} process was not ready within {timeout_s:g} s."
+                ) from None
             raise
         return child
 
@@ -82,14 +94,17 @@ class Child:
     @property
     def silent_s(self) -> float:
         """How long it has owed an answer, and given none."""
-        return 0.0 if self._silent_since_s is None else _now_s() - self._silent_since_s
+        if self._silent_since_s is None:
+            return 0.0
+        return _now_s() - self._silent_since_s
 
     async def ask(self, body: bytes) -> bytes:
         """Ask and wait. Giving up the wait gives up the call; a late answer is dropped."""
         call = next(self._calls)
         if not self._writable:
             raise EngineUnreachable(f"the {self._name} process has ended.")
-        # no drain: the body is in memory already, and the pipe's buffer holds what the process has not read
+        # no drain: the body is in memory already, and the pipe's buffer holds what the process has
+        # not read
         self._stdin.write(REQUEST.pack(DO, call, len(body)) + body)
         if self._silent_since_s is None:
             self._silent_since_s = _now_s()
@@ -125,7 +140,10 @@ class Child:
             while True:
                 kind, call, size = ANSWER.unpack(await self._stdout.readexactly(ANSWER.size))
                 body = await self._stdout.readexactly(size)
-                failed = EngineError(f"the {self._name} process failed. {body.decode()}") if kind == FAILED else None
+                if kind == FAILED:
+                    failed = EngineError(f"the {self._name} process failed. {body.decode()}")
+                else:
+                    failed = None
                 self._settle(call, failed or body)
         except (asyncio.IncompleteReadError, ConnectionError):
             log.info("%s process %d closed its pipe", self._name, self.pid)
@@ -154,7 +172,9 @@ class Child:
             status = await self._process.wait()
         for call in list(self._waiting):
             ended = f"the {self._name} process ended (status {status}) before it answered."
-            self._settle(call, EngineUnreachable(ended, remedy="It is started again by the next call."))
+            self._settle(
+                call, EngineUnreachable(ended, remedy="It is started again by the next call.")
+            )
 
 
 def _now_s() -> float:
@@ -165,7 +185,8 @@ def _now_s() -> float:
 class ProcessLimits:
     """Seconds: for one answer, for the start, before a failed start is tried again.
 
-    A process that has owed answers for `hang_s`, and for one call's limit, and gave none, is killed.
+    A process that has owed answers for `hang_s`, and for one call's limit, and gave none, is
+    killed.
     """
 
     answer_s: float = 30.0
@@ -175,27 +196,44 @@ class ProcessLimits:
 
 
 def side_command(entry: str, arguments: Mapping[str, Any], max_batch: int) -> list[str]:
-    """What runs the work that `entry`, a `package.module:function`, makes of `arguments`; see `side_work.serve`."""
+    """What runs the work that `entry`, a `package.module:function`, makes of `arguments`; see
+    `side_work.serve`.
+    """
     settings = (json.dumps(arguments), str(max_batch))
     return [sys.executable, "-m", "shell_router.launching.side_work", entry, *settings]
 
 
 def side_environment(threads: int) -> dict[str, str]:
     """For a process that loads models from the disk alone, and computes on `threads`."""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **offline, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {
+        **os.environ,
+        **offline,
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+    }
 
 
 class SideProcess:
-    """Asks a child process that runs `side_work.serve`; when it has died, the next call starts it again.
+    """Asks a child process that runs `side_work.serve`; when it has died, the next call starts it
+    again.
 
-    A call waits for the start at most `start_s`, then for its answer at most `answer_s`. A process that has owed
-    answers for longer than the limits allow counts as hung and is killed. After a failed start, calls fail with its
-    reason for `retry_s` before it is tried again. `restarts` counts the starts after the first.
+    A call waits for the start at most `start_s`, then for its answer at most `answer_s`. A process
+    that has owed answers for longer than the limits allow counts as hung and is killed. After a
+    failed start, calls fail with its reason for `retry_s` before it is tried again. `restarts`
+    counts the starts after the first.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], limits: ProcessLimits | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        limits: ProcessLimits | None = None,
     ) -> None:
         self.name = name
         self._command = tuple(command)
@@ -208,11 +246,15 @@ class SideProcess:
         self.restarts = 0
 
     async def start(self) -> None:
-        """Start the process, unless it runs, and wait until it is ready. EngineError if it cannot be."""
+        """Start the process, unless it runs, and wait until it is ready. EngineError if it cannot
+        be.
+        """
         await self._running()
 
     async def ask(self, body: bytes) -> bytes:
-        """The answer to `body`. EngineStalled after `answer_s`, EngineUnreachable if the process dies."""
+        """The answer to `body`. EngineStalled after `answer_s`, EngineUnreachable if the process
+        dies.
+        """
         child = await self._running()
         try:
             async with asyncio.timeout(self._limits.answer_s):
@@ -224,7 +266,12 @@ class SideProcess:
             ) from None
         finally:  # a caller's own limit may end the wait first
             if child.silent_s >= max(self._limits.hang_s, self._limits.answer_s) and child.alive:
-                log.warning("%s process %d answered nothing for %g s: killed", self.name, child.pid, child.silent_s)
+                log.warning(
+                    "%s process %d answered nothing for %g s: killed",
+                    self.name,
+                    child.pid,
+                    child.silent_s,
+                )
                 child.kill()
 
     async def aclose(self) -> None:
@@ -251,7 +298,9 @@ class SideProcess:
     @property
     def pid(self) -> int | None:
         """The running process's id; None while there is none that is ready."""
-        return self._child.pid if self._child is not None and self._child.alive else None
+        if self._child is not None and self._child.alive:
+            return self._child.pid
+        return None
 
     async def _running(self) -> Child:
         if self._closed:
@@ -259,7 +308,9 @@ class SideProcess:
         if self._launch is None or self._spent(self._launch):
             if self._launch is not None:
                 self.restarts += 1
-                log.warning("%s process has ended; starting it again (restart %d)", self.name, self.restarts)
+                log.warning(
+                    "%s process has ended; starting it again (restart %d)", self.name, self.restarts
+                )
             self._launch = asyncio.create_task(self._start_child(), name=f"{self.name}-start")
         launch = self._launch
         try:
@@ -275,7 +326,9 @@ class SideProcess:
             await self._child.close()
             self._child = None
         try:
-            self._child = await Child.launch(self.name, self._command, self._env, self._limits.start_s)
+            self._child = await Child.launch(
+                self.name, self._command, self._env, self._limits.start_s
+            )
         except EngineError as error:
             self._failed_s = _now_s()
             log.error("%s process could not be started: %s", self.name, error)

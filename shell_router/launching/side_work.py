@@ -1,4 +1,5 @@
-"""The work of a side process, on its side of the pipe: see `side_process`. The router never loads it.
+"""The work of a side process, on its side of the pipe: see `side_process`. The router never loads
+it.
 
 python -m shell_router.launching.side_work PACKAGE.MODULE:FUNCTION ARGUMENTS MAX_BATCH
 """
@@ -50,7 +51,8 @@ def serve(load: Callable[[], Work], max_batch: int) -> None:
     try:
         work = load()
     except Exception as error:
-        # whatever is wrong with a model's files, the router gets the reason instead of a trace on the terminal
+        # whatever is wrong with a model's files, the router gets the reason instead of a trace on
+        # the terminal
         _write_failure(answers, READY, error)
         # a plain exit would wait for the reading thread
         os._exit(1)
@@ -59,7 +61,9 @@ def serve(load: Callable[[], Work], max_batch: int) -> None:
         taken = inbox.take(max_batch)
         batch = {call: body for call, body in taken.items() if body is not None}
         for call in taken.keys() - batch.keys():
-            write_done(answers, call)  # read by no caller, but the router sees that the process answers
+            write_done(
+                answers, call
+            )  # read by no caller, but the router sees that the process answers
         try:
             done = work(list(batch.values())) if batch else []
         except Exception as error:
@@ -72,7 +76,9 @@ def serve(load: Callable[[], Work], max_batch: int) -> None:
 
 
 def write_done(answers: BinaryIO, call: int, *body: bytes) -> None:
-    """Answer `call` with a body, given in pieces; READY with none says that requests can be answered."""
+    """Answer `call` with a body, given in pieces; READY with none says that requests can be
+    answered.
+    """
     answers.write(ANSWER.pack(DONE, call, sum(map(len, body))))
     for piece in body:
         answers.write(piece)

@@ -23,14 +23,16 @@ HTTP_OK = 200
 
 
 class EngineProcess:
-    """One run after the other of one command. It ends with this process, however that ends (Linux)."""
+    """One run after the other of one command. It ends with this process, however that ends
+    (Linux)."""
 
     def __init__(self, command: EngineCommand, folder: Path) -> None:
         self.command = command
         self.log = folder / f"{command.name.replace('/', '-')}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._leads = False
-        """Whether something of its group may be left: once that is killed, its number may be another's."""
+        """Whether something of its group may be left: once that is killed, its number may be
+        another's."""
 
     @property
     def running(self) -> bool:
@@ -48,17 +50,23 @@ class EngineProcess:
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **self.command.env},
-                    start_new_session=True,  # Ctrl-C in the terminal is for the router: it stops its engines in order
+                    # Ctrl-C in the terminal is for the router: it stops its engines in order
+                    start_new_session=True,
                 )
                 self._leads = True
         except OSError as error:
             raise EngineUnreachable(
                 f"{self.command.name} cannot be started: {error}.",
-                remedy=f"Free memory or processes where there are too few; its log has to be writable: {self.log}.",
+                remedy=(
+                    "Free memory or processes where there are too few; its log has to be "
+                    f"writable: {self.log}."
+                ),
             ) from error
 
     async def ended(self) -> int:
-        """Wait for its end, kill what is left of its group, which may hold ports and GPUs, and give its exit code."""
+        """Wait for its end, kill what is left of its group, which may hold ports and GPUs, and give
+        its exit code.
+        """
         assert self._process is not None
         code = await self._process.wait()
         self._signal(signal.SIGKILL)
@@ -73,7 +81,9 @@ class EngineProcess:
         return "its log cannot be read"
 
     async def stop(self, limit_s: float) -> None:
-        """SIGTERM to the group, SIGKILL to what is left of it after `limit_s`; returns when the engine is gone."""
+        """SIGTERM to the group, SIGKILL to what is left of it after `limit_s`; returns when the
+        engine is gone.
+        """
         if self._process is None or not self._leads:
             return
         self._signal(signal.SIGTERM)
@@ -87,7 +97,9 @@ class EngineProcess:
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         if self._leads:
-            with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
+            with suppress(
+                ProcessLookupError, PermissionError
+            ):  # macOS: a group of zombies is EPERM
                 os.killpg(self._process.pid, number)
 
 
@@ -96,7 +108,8 @@ LONGEST_DELAY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """At most `limit` restarts of one engine within `window_s`; each waits twice as long as the one before.
+    """At most `limit` restarts of one engine within `window_s`; each waits twice as long as the one
+    before.
 
     None waits less than `least_delay_s`.
     """
@@ -128,20 +141,26 @@ async def keep_running(
 ) -> None:
     """Start an engine again whenever it ends; return when it is to be left down.
 
-    `ended` waits for its end and tells how it ended in a sentence. `start` returns when it serves, and raises
-    EngineUnreachable where it does not; what is left of it ends then. Times of restarts are added to `restarted_s`.
+    `ended` waits for its end and tells how it ended in a sentence. `start` returns when it serves,
+    and raises EngineUnreachable where it does not; what is left of it ends then. Times of restarts
+    are added to `restarted_s`.
     """
     while True:
         how = await ended()
         delay_s = policy.next_delay_s(restarted_s, clock())
         if delay_s is None:
             log.error(
-                "%s It ended too often and is left down; requests that need it fail. Its log says why "
+                "%s It ended too often and is left down; requests that need it fail. Its log "
+                "says why "
                 "(SIGKILL: is there too little memory?); then start this command again.",
                 how,
             )
             return
-        log.warning("%s It is started again in %g s; until it is ready, requests that need it fail.", how, delay_s)
+        log.warning(
+            "%s It is started again in %g s; until it is ready, requests that need it fail.",
+            how,
+            delay_s,
+        )
         await sleep(delay_s)
         restarted_s.append(clock())
         try:
@@ -152,9 +171,11 @@ async def keep_running(
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds: for engines to be ready, for one to stop, between looks at those that start, and lines about them.
+    """Seconds: for engines to be ready, for one to stop, between looks at those that start, and
+    lines about them.
 
-    A prefill stays away for `prefill_away_s` at least: its decode has then missed two heartbeats and forgotten it.
+    A prefill stays away for `prefill_away_s` at least: its decode has then missed two heartbeats
+    and forgotten it.
     """
 
     start_s: float = 300.0
@@ -167,7 +188,9 @@ class Patience:
 
 def policy_of(role: Role, policy: RestartPolicy, patience: Patience) -> RestartPolicy:
     """The policy for an engine of this role."""
-    return replace(policy, least_delay_s=patience.prefill_away_s) if role == "prefill" else policy
+    if role == "prefill":
+        return replace(policy, least_delay_s=patience.prefill_away_s)
+    return policy
 
 
 Sleep = Callable[[Sequence[EngineCommand]], Awaitable[None]]
@@ -183,12 +206,16 @@ async def running_engines(
     sleep: Sleep,
     tell: Callable[[str], None] = log.info,
 ) -> AsyncIterator["Engines"]:
-    """Engines that serve, those elsewhere included; on leaving, and on any error, those of the plan are stopped.
+    """Engines that serve, those elsewhere included; on leaving, and on any error, those of the plan
+    are stopped.
 
-    `tell` gets a line per step; `sleep` is for models that take turns by sleeping. Raises EngineUnreachable where one
-    ends before it serves, or does not serve in time, and what `sleep` raises.
+    `tell` gets a line per step; `sleep` is for models that take turns by sleeping. Raises
+    EngineUnreachable where one ends before it serves, or does not serve in time, and what `sleep`
+    raises.
     """
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience.health_s)) as http:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=patience.health_s)
+    ) as http:
         engines = Engines(launched, policy, patience, tell, http)
         try:
             await engines.start(sleep)
@@ -220,14 +247,18 @@ class Engines:
         self._patience = patience
         self._tell = tell
         self._http = http
-        self._restarted_s: dict[str, list[float]] = {command.name: [] for command in launched.engines}
+        self._restarted_s: dict[str, list[float]] = {
+            command.name: [] for command in launched.engines
+        }
 
     def restarts(self) -> Mapping[str, int]:
         """How often each engine was started again."""
         return {name: len(times_s) for name, times_s in self._restarted_s.items()}
 
     async def start(self, sleep: Sleep) -> None:
-        """Start all, and return when all serve; models that sleep one after the other. Raises EngineError."""
+        """Start all, and return when all serve; models that sleep one after the other. Raises
+        EngineError.
+        """
         turns: dict[str | None, list[EngineProcess]] = {None: []}
         for process in self.processes:
             turns.setdefault(process.command.sleeper, []).append(process)
@@ -246,10 +277,15 @@ class Engines:
         await asyncio.gather(*(process.stop(self._patience.stop_s) for process in self.processes))
 
     async def keep(self, process: EngineProcess) -> None:
-        """Start the engine again whenever it ends, as the policy says; return when it is to be left down."""
+        """Start the engine again whenever it ends, as the policy says; return when it is to be left
+        down.
+        """
 
         async def ended() -> str:
-            return f"{process.command.name} ended with code {await process.ended()}; its output is in {process.log}."
+            return (
+                f"{process.command.name} ended with code {await process.ended()}; its output "
+                f"is in {process.log}."
+            )
 
         async def start() -> None:
             await process.start()
@@ -260,7 +296,9 @@ class Engines:
                 raise
 
         policy = policy_of(process.command.role, self._policy, self._patience)
-        await keep_running(ended, start, restarted_s=self._restarted_s[process.command.name], policy=policy)
+        await keep_running(
+            ended, start, restarted_s=self._restarted_s[process.command.name], policy=policy
+        )
 
     async def _until_ready(self, waiting: Sequence[EngineCommand]) -> None:
         """Return when all of them serve, telling of each."""
@@ -268,18 +306,27 @@ class Engines:
         while True:
             serving = await asyncio.gather(*map(self._serves, waiting))
             now_s = monotonic()
-            for command in (command for command, ready in zip(waiting, serving, strict=True) if ready):
+            for command in (
+                command for command, ready in zip(waiting, serving, strict=True) if ready
+            ):
                 self._tell(f"{command.name}: ready after {now_s - began_s:.0f} s")
-            waiting = [command for command, ready in zip(waiting, serving, strict=True) if not ready]
+            waiting = [
+                command for command, ready in zip(waiting, serving, strict=True) if not ready
+            ]
             if not waiting:
                 return
             names = ", ".join(command.name for command in waiting)
             self._require_alive(waiting)
             if now_s - began_s > self._patience.start_s:
-                logs = " and ".join(str(process.log) for process in self.processes if process.command in waiting)
+                logs = " and ".join(
+                    str(process.log) for process in self.processes if process.command in waiting
+                )
                 raise EngineUnreachable(
                     f"{names}: not ready within {self._patience.start_s:g} s.",
-                    remedy=f"Raise limits.engine_start_s, or read {logs or 'the log where it was started'}.",
+                    remedy=(
+                        "Raise limits.engine_start_s, or read "
+                        f"{logs or 'the log where it was started'}."
+                    ),
                 )
             if now_s - reported_s > self._patience.report_s:
                 reported_s = now_s

@@ -1,4 +1,5 @@
-"""Run the rest of the command line as this process, which ends with its parent, however that ends (Linux).
+"""Run the rest of the command line as this process, which ends with its parent, however that ends
+(Linux).
 
 python with_parent.py PARENT_PID PROGRAM ARGUMENT...
 """
@@ -13,7 +14,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def with_parent(argv: Sequence[str]) -> tuple[str, ...]:
-    """The command line that runs `argv` as a process which ends with this one; where that cannot be, `argv` itself."""
+    """The command line that runs `argv` as a process which ends with this one; where that cannot
+    be, `argv` itself.
+    """
     if sys.platform != "linux":
         return tuple(argv)
     return (sys.executable, __file__, str(os.getpid()), *argv)

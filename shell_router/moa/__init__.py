@@ -1,1 +1,2 @@
-"""The online path: walks the agent graph, grows prompts while precursors decode, and exits early."""
+"""The online path: walks the agent graph, grows prompts while precursors decode, and exits
+early."""

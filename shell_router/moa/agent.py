@@ -36,7 +36,13 @@ from shell_router.core.sampling import check_sampling, require_possible
 from shell_router.core.spans import CURRENT, enter_span
 from shell_router.early_exit.algorithm1 import Confidence
 from shell_router.early_exit.answers import forms_in
-from shell_router.errors import AgentFailed, EngineError, EngineStalled, InvalidRequest, PromptTooLong
+from shell_router.errors import (
+    AgentFailed,
+    EngineError,
+    EngineStalled,
+    InvalidRequest,
+    PromptTooLong,
+)
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.choosing import LatencyEstimates
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
@@ -51,7 +57,9 @@ FORMS = (*GRAMMARS, "stop", "stop_token_ids", "stop_regex", "min_new_tokens")
 
 @value
 class Source:
-    """Where a slot's output comes from. `shares_ids`: the writer's ids are this model's too, and all of its output."""
+    """Where a slot's output comes from. `shares_ids`: the writer's ids are this model's too, and
+    all of its output.
+    """
 
     key: LogKey
     shares_ids: Callable[[], bool]
@@ -61,12 +69,14 @@ class Source:
 class AgentTask:
     """What one agent is to do: a prompt, its slots filled from `sources`, decoded with `sampling`.
 
-    `sampling` always holds `max_new_tokens`. `timeout_s` counts from the moment the prompt is complete. A slot whose
-    precursor was aborted or failed is left out with the text around it, or, with `all_needed`, fails the agent.
-    `begin_s` limits the wait for a precursor's first sign, `silence_s` any later one, which may be noticed up to twice
-    as late. `hints` go with every request. With `drafts` the engine may draft the output from the prompt, and from
-    `prediction`, a text that it is expected to repeat. With `marks` its thinking, of at most `max_thinking_tokens`, is
-    no part of its output; where it `is_read`, it must come to its answer. It may call the tools of `offer`.
+    `sampling` always holds `max_new_tokens`. `timeout_s` counts from the moment the prompt is
+    complete. A slot whose precursor was aborted or failed is left out with the text around it, or,
+    with `all_needed`, fails the agent. `begin_s` limits the wait for a precursor's first sign,
+    `silence_s` any later one, which may be noticed up to twice as late. `hints` go with every
+    request. With `drafts` the engine may draft the output from the prompt, and from `prediction`, a
+    text that it is expected to repeat. With `marks` its thinking, of at most `max_thinking_tokens`,
+    is no part of its output; where it `is_read`, it must come to its answer. It may call the tools
+    of `offer`.
     """
 
     agent: str
@@ -92,10 +102,12 @@ class AgentTask:
 
 @value
 class Output:
-    """What an agent wrote, what the engine said at its end, and the geometric mean token probability if measured.
+    """What an agent wrote, what the engine said at its end, and the geometric mean token
+    probability if measured.
 
     `token_s` are seconds per token after the first ones, None where no more came.
-    `reasoning` is the thinking before it, of `reasoning_tokens`, `calls` those of tools that it ends with.
+    `reasoning` is the thinking before it, of `reasoning_tokens`, `calls` those of tools that it
+    ends with.
     """
 
     text: str
@@ -120,7 +132,9 @@ class _Enough(Exception):
 
 
 Wrote = Callable[[str, float], bool]
-"""Called with each text an agent writes and its confidence so far; returns whether the agent has been cut off."""
+"""Called with each text an agent writes and its confidence so far; returns whether the agent has
+been cut off.
+"""
 
 
 class AgentRun:
@@ -149,7 +163,10 @@ class AgentRun:
         self._thoughts: list[str] = []
         self._thought_tokens = 0
         self._calls: tuple[ToolCall, ...] = ()
-        self._reader = None if task.offer is None else CallReader(task.offer, task.model)
+        if task.offer is None:
+            self._reader = None
+        else:
+            self._reader = CallReader(task.offer, task.model)
         self._undecided = NOTHING
         self._split: ReasoningSplit | None = None
         if task.marks is not None:
@@ -168,13 +185,18 @@ class AgentRun:
 
     @property
     def remaining(self) -> tuple[float, float | None]:
-        """Tokens that it is expected to write yet, and seconds from one to the next, where they are measured.
+        """Tokens that it is expected to write yet, and seconds from one to the next, where they are
+        measured.
 
-        One that is past its mean is expected to write an eighth of it more; one without a mean, half of its limit but
-        no more than 512 tokens.
+        One that is past its mean is expected to write an eighth of it more; one without a mean,
+        half of its limit but no more than 512 tokens.
         """
-        limit, expected = int(self.task.sampling["max_new_tokens"]), self.task.hints.output_tokens
-        mean = min(limit / 2, 512.0) if expected is None else expected
+        limit = int(self.task.sampling["max_new_tokens"])
+        expected = self.task.hints.output_tokens
+        if expected is None:
+            mean = min(limit / 2, 512.0)
+        else:
+            mean = expected
         tokens = max(1.0, min(limit - self.decoded, max(mean - self.decoded, mean / 8)))
         return tokens, self._estimates.token_s(self.task.model.alias)
 
@@ -183,10 +205,11 @@ class AgentRun:
         self._emit(AgentStarted(self._clock(), self.task.agent, self.task.model.alias))
 
     async def decode(self, ids: list[int], sent: int = 0) -> Output:
-        """Send the complete prompt `ids`, of which updates held the first `sent`, and gather what is decoded.
+        """Send the complete prompt `ids`, of which updates held the first `sent`, and gather what
+        is decoded.
 
-        The log is left open: its end mark is the caller's, which knows why the run ended. Raises PromptTooLong,
-        EngineStalled after `timeout_s`, and EngineError.
+        The log is left open: its end mark is the caller's, which knows why the run ended. Raises
+        PromptTooLong, EngineStalled after `timeout_s`, and EngineError.
         """
         task = self.task
         check_length(task, len(ids))
@@ -198,10 +221,18 @@ class AgentRun:
         self._emit(PromptReady(ready_s, task.agent, len(ids)))
         confidence = Confidence() if task.logprobs else None
         request = Generation(
-            task.rid, ids, sampling, task.logprobs, affinity=task.rid, hints=task.hints, on_placed=self._placed
+            task.rid,
+            ids,
+            sampling,
+            task.logprobs,
+            affinity=task.rid,
+            hints=task.hints,
+            on_placed=self._placed,
         )
         self._prefilling = self._load.begin(ready_s, len(ids) - sent, update=False)
-        late = f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on {task.model.alias!r}."
+        late = (
+            f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on {task.model.alias!r}."
+        )
         remedy = "Raise the agent's timeout_s or lower its max_new_tokens."
         try:
             with Deadline(task.timeout_s, late=partial(EngineStalled, late, remedy=remedy)):
@@ -214,7 +245,8 @@ class AgentRun:
         if self._split is not None:
             self._end_split(self._split, confidence)
         if self._reader is not None:
-            reader, self._reader = self._reader, None
+            reader = self._reader
+            self._reader = None
             text, self._calls = await reader.finish()
             if text:
                 self._take(Tokens((), text), None)
@@ -245,8 +277,12 @@ class AgentRun:
                     if not item.ids and not item.text:
                         continue
                 self._take(item, confidence)
-                if self._wrote is not None and self._wrote(item.text, confidence.value or 0.0 if confidence else 0.0):
-                    await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
+                if self._wrote is not None and self._wrote(
+                    item.text, confidence.value or 0.0 if confidence else 0.0
+                ):
+                    await asyncio.sleep(
+                        0
+                    )  # the cancellation that has just been asked for arrives here
         finally:
             await stream.aclose()
         raise EngineError(f"The stream of agent {self.task.agent!r} ended without its last event.")
@@ -256,28 +292,43 @@ class AgentRun:
     async def _think_and_answer(
         self, request: Generation, split: ReasoningSplit, confidence: Confidence | None
     ) -> Finish:
-        """Generate both by one request, or by two where the thinking has a limit or the answer is constrained.
+        """Generate both by one request, or by two where the thinking has a limit or the answer is
+        constrained.
 
-        The first may decode no more tokens than the limit, and no constraint, which would hold for the thinking too.
-        The second one's prompt ends with what was decoded, and with the end mark where that is missing.
+        The first may decode no more tokens than the limit, and no constraint, which would hold for
+        the thinking too. The second one's prompt ends with what was decoded, and with the end mark
+        where that is missing.
         """
-        task, sampling, most = self.task, request.sampling, int(request.sampling["max_new_tokens"])
+        task = self.task
+        sampling = request.sampling
+        most = int(request.sampling["max_new_tokens"])
         assert task.marks is not None
         free = {name: given for name, given in sampling.items() if name not in GRAMMARS}
-        is_constrained, limit = len(free) < len(sampling), min(task.max_thinking_tokens or most, most)
+        is_constrained = len(free) < len(sampling)
+        limit = min(task.max_thinking_tokens or most, most)
         free["max_new_tokens"] = limit
-        finish, decoded = None, list[int]()
+        finish = None
+        decoded = list[int]()
         with suppress(_Enough):
             finish = await self._generated(
-                replace(request, sampling=free), confidence, decoded, lambda: is_constrained and split.stage == "answer"
+                replace(request, sampling=free),
+                confidence,
+                decoded,
+                lambda: is_constrained and split.stage == "answer",
             )
             if finish.reason != "length" or limit == most:
                 return finish
-        used = self._thought_tokens if finish is None else finish.completion_tokens
+        if finish is None:
+            used = self._thought_tokens
+        else:
+            used = finish.completion_tokens
         ids = [*request.input_ids, *decoded]
         if finish is None or split.stage != "answer":
             self._think((), split.finish()[0])
-            end = f"{split.thought.rstrip()}\n{task.marks.end}\n\n" if split.thought else ""
+            if split.thought:
+                end = f"{split.thought.rstrip()}\n{task.marks.end}\n\n"
+            else:
+                end = ""
             ids = [*request.input_ids, *await encoded(task.model.tokenizer, end)]
             self._split = ReasoningSplit(task.marks, task.marks.end)
         left = min(most - used, task.model.context_length - len(ids))
@@ -286,7 +337,8 @@ class AgentRun:
         rest = await self._generated(
             replace(
                 request,
-                rid=f"answer.{request.rid}",  # engines abort whatever begins with the id of the request before
+                # engines abort whatever begins with the id of the request before
+                rid=f"answer.{request.rid}",
                 input_ids=ids,
                 sampling={**sampling, "max_new_tokens": left},
             ),
@@ -301,8 +353,10 @@ class AgentRun:
 
     def _separated(self, tokens: Tokens, split: ReasoningSplit) -> Tokens:
         """Take the thinking out of what was decoded; the answer's part."""
-        before, held = split.stage, self._undecided
-        ids, logprobs = held.ids + tokens.ids, held.logprobs + tokens.logprobs
+        before = split.stage
+        held = self._undecided
+        ids = held.ids + tokens.ids
+        logprobs = held.logprobs + tokens.logprobs
         thinking, answer = split.feed(tokens.text)
         if split.stage == "start":
             self._undecided = Tokens(ids, "", logprobs)
@@ -310,13 +364,17 @@ class AgentRun:
         self._undecided = NOTHING
         if split.stage == "thinking":
             count = len(ids)
+        elif before == "answer" or not split.thought:
+            count = 0
         else:
-            count = 0 if before == "answer" or not split.thought else self._tokens_to_end(ids, answer)
+            count = self._tokens_to_end(ids, answer)
         self._think(ids[:count], thinking)
         return Tokens(ids[count:], answer, logprobs[count:])
 
     def _tokens_to_end(self, ids: tuple[int, ...], answer: str) -> int:
-        """How many of `ids` come before the text `answer`; about, where the end mark is not one token of its own."""
+        """How many of `ids` come before the text `answer`; about, where the end mark is not one
+        token of its own.
+        """
         assert self.task.marks is not None
         encode = self.task.model.tokenizer.encode
         mark = encode(self.task.marks.end)
@@ -333,7 +391,9 @@ class AgentRun:
         self._emit(AgentThought(self._clock(), self.task.agent, ids, text))
 
     def _end_split(self, split: ReasoningSplit, confidence: Confidence | None) -> None:
-        """Take what was held back. Raises AgentFailed where others wait for an answer and it has not begun."""
+        """Take what was held back. Raises AgentFailed where others wait for an answer and it has
+        not begun.
+        """
         thinking, answer = split.finish()
         held = self._undecided
         if split.stage == "thinking":
@@ -344,14 +404,22 @@ class AgentRun:
             self._take(replace(held, text=answer), confidence)
 
     async def _sampling(self) -> Mapping[str, Any]:
-        """With what it asks for in drafts. Of a prediction no more is encoded and sent than engines use."""
-        task, sampling = self.task, self.task.sampling
-        if self._reader is not None and self._reader.parser is not None:  # the marks around calls may be special tokens
+        """With what it asks for in drafts. Of a prediction no more is encoded and sent than engines
+        use.
+        """
+        task = self.task
+        sampling = self.task.sampling
+        if (
+            self._reader is not None and self._reader.parser is not None
+        ):  # the marks around calls may be special tokens
             sampling = {**sampling, "skip_special_tokens": False}
         if not (task.drafts or task.prediction):
             return sampling
         expected = task.prediction[: MOST_SOURCE_TOKENS * CHARACTERS_PER_TOKEN]
-        ids = await encoded(task.model.tokenizer, expected) if expected else []
+        if expected:
+            ids = await encoded(task.model.tokenizer, expected)
+        else:
+            ids = []
         return asking_for_drafts(sampling, [ids[:MOST_SOURCE_TOKENS]] if ids else ())
 
     async def forward(self, source: str, output: Output) -> Output:
@@ -363,7 +431,9 @@ class AgentRun:
             self._writer.append(Chunk(text, tuple(ids)))
         if self._wrote is not None and self._wrote(text, output.confidence or 0.0):
             await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
-        self._emit(AggregationSkipped(self._clock(), self.task.agent, source, text, output.confidence))
+        self._emit(
+            AggregationSkipped(self._clock(), self.task.agent, source, text, output.confidence)
+        )
         return output.forwarded
 
     def _placed(self, *placed: Placement) -> None:
@@ -395,11 +465,13 @@ class AgentRun:
             self._prefilling = None
 
     def _finished(self, finish: Finish, confidence: float | None, ready_s: float) -> Output:
-        task, now_s = self.task, self._clock()
+        task = self.task
+        now_s = self._clock()
         token_s = None
         if self._first is not None and (more := self.decoded - self._first[1]) > 0:
             token_s = (now_s - self._first[0]) / more
-        hints, tokens = task.hints, finish.completion_tokens
+        hints = task.hints
+        tokens = finish.completion_tokens
         self._estimates.observe_run(task.model.alias, hints, tokens, now_s - ready_s, token_s)
         self._emit(
             AgentFinished(
@@ -415,25 +487,41 @@ class AgentRun:
             )
         )
         return Output(
-            self.text, finish, confidence, token_s, "".join(self._thoughts), self._thought_tokens, self._calls
+            self.text,
+            finish,
+            confidence,
+            token_s,
+            "".join(self._thoughts),
+            self._thought_tokens,
+            self._calls,
         )
 
 
 def ended_in_thinking(agent: str, tokens: int) -> AgentFailed:
     """The error for an output without an answer that others were to read."""
     return AgentFailed(
-        f"Agent {agent!r} ended inside its thinking, after {tokens} tokens of it, and has no answer to be read.",
-        remedy="Raise its max_new_tokens, set max_thinking_tokens, or turn its thinking off by chat_template_kwargs.",
+        (
+            f"Agent {agent!r} ended inside its thinking, after {tokens} tokens of it, and has no "
+            "answer to be read."
+        ),
+        remedy=(
+            "Raise its max_new_tokens, set max_thinking_tokens, or turn its thinking off by "
+            "chat_template_kwargs."
+        ),
     )
 
 
 def limited(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same parameters with the output limit in them, for engines not to assume one. Raises InvalidRequest."""
+    """The same parameters with the output limit in them, for engines not to assume one. Raises
+    InvalidRequest.
+    """
     limit = sampling.get("max_new_tokens")
     if limit is None:
         return {**sampling, "max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise InvalidRequest(f"max_new_tokens is {limit!r}.", remedy="Make it a whole number of tokens.")
+        raise InvalidRequest(
+            f"max_new_tokens is {limit!r}.", remedy="Make it a whole number of tokens."
+        )
     return sampling
 
 
@@ -456,23 +544,32 @@ def usage_of(task: AgentTask, output: Output) -> AgentUsage:
 def could_have_written(output: Output, sampling: Mapping[str, Any], prompt: Prompt) -> bool:
     """Whether an agent with this sampling and prompt may forward `output`.
 
-    The output must not have been cut at its limit, nor be longer than the agent's. It must have the forms of answers
-    that the prompt asks for; what the sampling parameters ask for is never taken as fulfilled.
+    The output must not have been cut at its limit, nor be longer than the agent's. It must have the
+    forms of answers that the prompt asks for; what the sampling parameters ask for is never taken
+    as fulfilled.
     """
     formed = any(sampling.get(asked) for asked in FORMS)
-    whole = output.finish.reason != "length" and output.finish.completion_tokens <= int(sampling["max_new_tokens"])
-    return whole and not formed and forms_in(prompt.system + prompt.prefix + prompt.suffix) <= forms_in(output.text)
+    whole = output.finish.reason != "length" and output.finish.completion_tokens <= int(
+        sampling["max_new_tokens"]
+    )
+    return (
+        whole
+        and not formed
+        and forms_in(prompt.system + prompt.prefix + prompt.suffix) <= forms_in(output.text)
+    )
 
 
 async def check_task(task: AgentTask) -> None:
-    """Raise InvalidField for sampling parameters that no engine may get, and PromptTooLong for a hopeless prompt: if
-    the parts that are known already do not fit with the output that is asked for.
+    """Raise InvalidField for sampling parameters that no engine may get, and PromptTooLong for a
+    hopeless prompt: if the parts that are known already do not fit with the output that is asked
+    for.
 
-    A text has hardly more tokens than bytes, so short ones need no tokenizing here; the complete prompt is checked
-    exactly before it is decoded.
+    A text has hardly more tokens than bytes, so short ones need no tokenizing here; the complete
+    prompt is checked exactly before it is decoded.
     """
     check_sampling(task.sampling, task.model.vocabulary)
-    size, texts = task.sampling["max_new_tokens"], [part for part in task.parts if isinstance(part, str)]
+    size = task.sampling["max_new_tokens"]
+    texts = [part for part in task.parts if isinstance(part, str)]
     for text in texts:
         size += len(text) if text.isascii() else len(text.encode())
     if size > task.model.context_length:
@@ -482,10 +579,15 @@ async def check_task(task: AgentTask) -> None:
 
 def check_length(task: AgentTask, prompt_tokens: int) -> None:
     """Raise PromptTooLong if prompt and output do not fit the model's context."""
-    limit, model = task.sampling["max_new_tokens"], task.model
+    limit = task.sampling["max_new_tokens"]
+    model = task.model
     if prompt_tokens + limit > model.context_length:
         raise PromptTooLong(
-            f"Agent {task.agent!r} asks for {limit} tokens after a prompt of {prompt_tokens}; {model.alias!r} takes"
+            f"Agent {task.agent!r} asks for {limit} tokens after a prompt of {prompt_tokens}; "
+            f"{model.alias!r} takes"
             f" {model.context_length} in all.",
-            remedy="Shorten the question, lower max_new_tokens, or choose a model with a longer context.",
+            remedy=(
+                "Shorten the question, lower max_new_tokens, or choose a model with a longer "
+                "context."
+            ),
         )

@@ -17,7 +17,8 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 class ToolOffer:
     """The function `tools` that the agent which answers may call, as chat templates take them.
 
-    With `must_call` its sampling constrains the output to a JSON array of calls. Unless `parallel`, one call is taken.
+    With `must_call` its sampling constrains the output to a JSON array of calls. Unless `parallel`,
+    one call is taken.
     """
 
     tools: tuple[Mapping[str, Any], ...]
@@ -29,7 +30,9 @@ class ToolOffer:
 
         Plain chats and graphs with the same tools then share the servers' prefix cache.
         """
-        return self.tools if model.call_parser is None else tuple(map(written_by_sglang, self.tools))
+        if model.call_parser is None:
+            return self.tools
+        return tuple(map(written_by_sglang, self.tools))
 
 
 def written_by_sglang(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -49,12 +52,20 @@ class ToolCall:
 
 
 class CallReader:
-    """Gives an answer's text up to its first call. Without a mark of calls that is known all of it may be calls."""
+    """Gives an answer's text up to its first call. Without a mark of calls that is known all of it
+    may be calls.
+    """
 
     def __init__(self, offer: ToolOffer, model: ServedModel) -> None:
         self._offer = offer
-        self.parser = None if offer.must_call else model.engines_parser
-        self._mark = "" if offer.must_call else model.call_mark or ""
+        if offer.must_call:
+            self.parser = None
+        else:
+            self.parser = model.engines_parser
+        if offer.must_call:
+            self._mark = ""
+        else:
+            self._mark = model.call_mark or ""
         if self.parser is not None:
             self._mark = PARSER_MARKS.get(self.parser.tool_parser or "", "")
         self._held = ""
@@ -70,22 +81,31 @@ class CallReader:
         at = self._held.find(self._mark)
         if at < 0:
             sizes = range(len(self._mark) - 1, -1, -1)
-            at = len(self._held) - next(size for size in sizes if self._held.endswith(self._mark[:size]))
+            at = len(self._held) - next(
+                size for size in sizes if self._held.endswith(self._mark[:size])
+            )
         else:
             self._calling = True
-        shown, self._held = self._held[:at], self._held[at:]
+        shown = self._held[:at]
+        self._held = self._held[at:]
         return shown
 
     async def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
-        """The calls of the ended output and the text before them that was held back, or all that was held back.
+        """The calls of the ended output and the text before them that was held back, or all that
+        was held back.
 
         Raises EngineError where the model's servers are asked for the calls.
         """
-        before, held = "", self._held + "".join(self._calls)
+        before = ""
+        held = self._held + "".join(self._calls)
         if self.parser is not None:
-            before, found = await self.parser.parse_calls(held, self._offer.tools) if held else ("", [])
+            before, found = (
+                await self.parser.parse_calls(held, self._offer.tools) if held else ("", [])
+            )
+        elif self._offer.must_call:
+            found = _listed(held)
         else:
-            found = _listed(held) if self._offer.must_call else [_loaded(one) for one in _CALL.findall(held)]
+            found = [_loaded(one) for one in _CALL.findall(held)]
         calls = self._offered(found)
         return (before, calls) if calls else (held, ())
 

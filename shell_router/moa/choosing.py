@@ -1,4 +1,6 @@
-"""Chooses models for agents that name several, by measured latencies, load in flight and the predictors' scores."""
+"""Chooses models for agents that name several, by measured latencies, load in flight and the
+predictors' scores.
+"""
 
 import logging
 from collections import OrderedDict
@@ -12,12 +14,18 @@ from shell_router.core.events import Degraded, Emit, ModelChosen
 from shell_router.core.predictors import NO_FORECAST, Forecast, Predictor, Prospect
 from shell_router.errors import UnknownModel
 from shell_router.routing.increments import PrefillLoad
-from shell_router.routing.model_choice import Candidate, ModelChoiceSettings, choose_model, scores_decide
+from shell_router.routing.model_choice import (
+    Candidate,
+    ModelChoiceSettings,
+    choose_model,
+    scores_decide,
+)
 from shell_router.topology import Topology
 
 log = logging.getLogger(__name__)
 
-_KEPT_MEANS = 100_000  # of models, and of topologies' agents; those that were measured longest ago are forgotten first
+# of models, and of topologies' agents; those that were measured longest ago are forgotten first
+_KEPT_MEANS = 100_000
 _WEIGHT = 0.2  # of the newest measurement: a change of load shows after about five
 
 
@@ -53,10 +61,16 @@ class LatencyEstimates:
         found.servers = model.prefill_servers
         return found
 
-    def observe_run(self, model: str, hints: Hints, tokens: int, run_s: float, token_s: float | None) -> None:
-        """The agent of `hints` wrote `tokens` with `model` to its end, `run_s` after its prompt was complete, and took
-        `token_s` for each token after its first."""
-        named = (hints.topology, hints.agent) if hints.topology else (None, hints.agent, hints.user)
+    def observe_run(
+        self, model: str, hints: Hints, tokens: int, run_s: float, token_s: float | None
+    ) -> None:
+        """The agent of `hints` wrote `tokens` with `model` to its end, `run_s` after its prompt was
+        complete, and took `token_s` for each token after its first."""
+        named = (
+            ((hints.topology, hints.agent))
+            if (hints.topology)
+            else ((None, hints.agent, hints.user))
+        )
         self._observe(run_s, "run_s", model)
         self._observe(tokens, "tokens", model)
         self._observe(tokens, "tokens", model, *named)
@@ -67,15 +81,22 @@ class LatencyEstimates:
         """Mean seconds between a sequence's tokens."""
         return self._means.get(("token_s", model))
 
-    def output_tokens(self, model: str, topology: str | None, agent: str | None, *user: str | None) -> float | None:
-        """Mean tokens that this agent of this topology writes with `model`; any agent, where it has not written yet.
+    def output_tokens(
+        self, model: str, topology: str | None, agent: str | None, *user: str | None
+    ) -> float | None:
+        """Mean tokens that this agent of this topology writes with `model`; any agent, where it has
+        not written yet.
 
         An agent without a topology is its user's: tenants may name theirs alike.
         """
-        return self._means.get(("tokens", model, topology, agent, *user), self._means.get(("tokens", model)))
+        return self._means.get(
+            ("tokens", model, topology, agent, *user), self._means.get(("tokens", model))
+        )
 
     def observe_fate(self, topology: str, agent: str, *, decoded: bool, read: bool) -> None:
-        """A run ended in which the agent's prompt was decoded or not, and its output read or left out."""
+        """A run ended in which the agent's prompt was decoded or not, and its output read or left
+        out.
+        """
         self._observe(float(decoded), "decoded", topology, agent)
         self._observe(float(read), "read", topology, agent)
 
@@ -84,7 +105,9 @@ class LatencyEstimates:
         return self._means.get((kind, topology, agent), 1.0)
 
     def expected_finish_s(self, topology: Topology) -> Mapping[str, float]:
-        """Per agent, seconds from the request's start to its expected end; agents of unmeasured models are absent."""
+        """Per agent, seconds from the request's start to its expected end; agents of unmeasured
+        models are absent.
+        """
         finish: dict[str, float] = {}
         for agent in topology.agents.values():
             run_s = self._means.get(("run_s", agent.model))
@@ -98,7 +121,9 @@ Leave = Callable[[str], None]
 
 
 class Activity:
-    """The predicted tokens of every agent that was given to a model and has not ended, however it will."""
+    """The predicted tokens of every agent that was given to a model and has not ended, however it
+    will.
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[str, dict[tuple[int, str], float]] = {}
@@ -110,11 +135,12 @@ class Activity:
 
     @contextmanager
     def program(self, expected: Mapping[str, tuple[str, float]]) -> Iterator[Leave]:
-        """Enter the agents of one run, each with its model and tokens, for as long as the context is open.
+        """Enter the agents of one run, each with its model and tokens, for as long as the context
+        is open.
 
-        An agent leaves when its end is reported to the function that this gives; the others leave with the context.
-        All stages enter at once: together those of a chain hold what the paper's entry of the running stage does, the
-        tokens of it and of all that follow.
+        An agent leaves when its end is reported to the function that this gives; the others leave
+        with the context. All stages enter at once: together those of a chain hold what the paper's
+        entry of the running stage does, the tokens of it and of all that follow.
         """
         self._programs += 1
         program = self._programs
@@ -133,7 +159,9 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """A model's Pi (Algorithm 1, line 11). Without `decode_s_per_token` the router measures it as it goes."""
+    """A model's Pi (Algorithm 1, line 11). Without `decode_s_per_token` the router measures it as
+    it goes.
+    """
 
     max_batch: int = 32
     decode_s_per_token: float | None = None
@@ -149,7 +177,8 @@ class Auto:
 
 
 class ModelChooser:
-    """Chooses by `auto`. `activity` is what it reads the load from; its users enter what they run."""
+    """Chooses by `auto`. `activity` is what it reads the load from; its users enter what they
+    run."""
 
     def __init__(
         self,
@@ -179,10 +208,14 @@ class ModelChooser:
 
     def scores_decide(self, candidates: Sequence[str]) -> bool:
         """Whether scores could change the choice among them, by what is in flight now."""
-        return scores_decide([self._candidate(model, NO_FORECAST) for model in candidates], self._auto.settings)
+        return scores_decide(
+            [self._candidate(model, NO_FORECAST) for model in candidates], self._auto.settings
+        )
 
     async def forecasts(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
-        """What to expect of each; empty ones without a predictor. What the predictor lacks is logged and emitted."""
+        """What to expect of each; empty ones without a predictor. What the predictor lacks is
+        logged and emitted.
+        """
         if self._predictor is None:
             return [NO_FORECAST for _ in prospects]
         found = await self._predictor.forecast(prospects)
@@ -192,10 +225,16 @@ class ModelChooser:
         return found.each
 
     def choose(
-        self, agents: tuple[str, ...], candidates: Sequence[str], forecast: Forecast, started_s: float, emit: Emit
+        self,
+        agents: tuple[str, ...],
+        candidates: Sequence[str],
+        forecast: Forecast,
+        started_s: float,
+        emit: Emit,
     ) -> str:
         """The model of `agents`, chosen now by what is in flight now."""
-        known, settings = [self._candidate(model, forecast) for model in candidates], self._auto.settings
+        known = [self._candidate(model, forecast) for model in candidates]
+        settings = self._auto.settings
         choice = choose_model(known, settings)
         scores = {one.model: one.score for one in known if one.score is not None}
         how = settings.policy, choice.why, scores, choice.waits, choice.unmeasured
@@ -205,7 +244,9 @@ class ModelChooser:
     def kept(self, agents: tuple[str, ...], model: str, emit: Emit) -> str:
         """The model that the program was given before (Algorithm 1, line 26)."""
         now_s = self.clock()
-        emit(ModelChosen(now_s, now_s, agents, model, self._auto.settings.policy, "kept", {}, {}, ()))
+        emit(
+            ModelChosen(now_s, now_s, agents, model, self._auto.settings.policy, "kept", {}, {}, ())
+        )
         return model
 
     def _candidate(self, model: str, forecast: Forecast) -> Candidate:

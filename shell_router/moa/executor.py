@@ -1,4 +1,6 @@
-"""Runs one request through an agent graph, to a single model, or through steps, each of which is one of these."""
+"""Runs one request through an agent graph, to a single model, or through steps, each of which is
+one of these.
+"""
 
 import asyncio
 import logging
@@ -9,10 +11,24 @@ from typing import Any, Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
 from shell_router.core.engine import ServedModel
-from shell_router.core.events import AgentErred, AgentStarted, AgentStopped, AggregationSkipped, Emit, ModelChosen
+from shell_router.core.events import (
+    AgentErred,
+    AgentStarted,
+    AgentStopped,
+    AggregationSkipped,
+    Emit,
+    ModelChosen,
+)
 from shell_router.core.predictors import Embedder
 from shell_router.early_exit.answers import Ballot, ballot, elected
-from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, EngineError, PromptTooLong, ShellRouterError
+from shell_router.errors import (
+    AgentFailed,
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    PromptTooLong,
+    ShellRouterError,
+)
 from shell_router.moa.agent import AgentRun, AgentTask, Output, Wrote, could_have_written, usage_of
 from shell_router.moa.choosing import Leave, ModelChooser
 from shell_router.moa.cluster_exit import ClusterExit, Verdict
@@ -29,8 +45,8 @@ log = logging.getLogger(__name__)
 
 
 class Executor:
-    """Answers requests by walking topologies of both kinds. Between requests it keeps how fast each model was, and what
-    updates and drafts save.
+    """Answers requests by walking topologies of both kinds. Between requests it keeps how fast each
+    model was, and what updates and drafts save.
 
     Without `holdouts` no program is held out to show that.
     """
@@ -55,23 +71,33 @@ class Executor:
         self.estimates = self.chooser.estimates
 
     def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
-        """Run `request` to the root's end, or the last step's, reporting to `emit` what happens, as it happens.
+        """Run `request` to the root's end, or the last step's, reporting to `emit` what happens, as
+        it happens.
 
-        Raises UnknownModel and PromptTooLong before anything runs where that can be known, AgentFailed (or the
-        error itself, where there is but one agent), PromptTooLong or DeadlineExceeded later. However it ends,
-        cancellation included, every engine request of it has been aborted, every task has ended, and its cache logs
-        are gone.
+        Raises UnknownModel and PromptTooLong before anything runs where that can be known,
+        AgentFailed (or the error itself, where there is but one agent), PromptTooLong or
+        DeadlineExceeded later. However it ends, cancellation included, every engine request of it
+        has been aborted, every task has ended, and its cache logs are gone.
         """
         if not isinstance(topology, Topology):
-            return Walk(self.run, self.chooser, self.models, self.classes, topology, request, emit).answer()
-        journal, kept = request.journal, self
+            return Walk(
+                self.run, self.chooser, self.models, self.classes, topology, request, emit
+            ).answer()
+        journal = request.journal
+        kept = self
         if journal is not None:
             topology = journal.pinned(topology)
             # nothing is learned from outputs that are repeated
-            chooser = self.chooser.anew() if journal.repeats else self.chooser
+            if journal.repeats:
+                chooser = self.chooser.anew()
+            else:
+                chooser = self.chooser
             models = journal.models(self.models)
             kept = Executor(models, self.cache, self.embedder, clock=self.clock, chooser=chooser)
-            kept.holdouts = kept.holdouts if journal.repeats else self.holdouts
+            if journal.repeats:
+                kept.holdouts = kept.holdouts
+            else:
+                kept.holdouts = self.holdouts
         return kept._run(topology, request, emit)
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
@@ -87,7 +113,10 @@ class Executor:
         with self.chooser.activity.program(plan.expected) as leave:
             graph = plan.topology
             is_single = len(plan.tasks) == 1 and not graph.clusters and not graph.root.fallbacks
-            run = None if is_single else _Run(self, plan, emit, leave)
+            if is_single:
+                run = None
+            else:
+                run = _Run(self, plan, emit, leave)
             for choice in plan.choices:
                 emit(choice)
             try:
@@ -101,7 +130,8 @@ class Executor:
                     await self.cache.forget(request.tenant, request.id)
 
     async def _single(self, plan: Plan, emit: Emit) -> Answer:
-        """One agent, whom no other reads: its prompt is known, and nothing of its output is kept."""
+        """One agent, whom no other reads: its prompt is known, and nothing of its output is
+        kept."""
         (task,) = plan.tasks.values()
         agent = AgentRun(task, self.estimates, emit, clock=self.clock)
         agent.start()
@@ -112,11 +142,20 @@ class Executor:
             emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
             raise
         usage = {task.agent: usage_of(task, output)}
-        return Answer(output.text, output.finish.reason, usage, output.confidence, output.reasoning, output.calls)
+        return Answer(
+            output.text,
+            output.finish.reason,
+            usage,
+            output.confidence,
+            output.reasoning,
+            output.calls,
+        )
 
 
 class _Run:
-    """One request's agents: each a task that goes on as soon as its own precursors let it (localized readiness)."""
+    """One request's agents: each a task that goes on as soon as its own precursors let it
+    (localized readiness).
+    """
 
     def __init__(self, executor: Executor, plan: Plan, emit: Emit, leave: Leave) -> None:
         self._topology = plan.topology
@@ -147,17 +186,22 @@ class _Run:
             embedder = self._executor.embedder
             if cluster.early_exit.embeds and embedder is None:
                 raise ConfigError(
-                    f"Topology {self._topology.name!r} asks for early exit, but no embedder is configured.",
+                    (
+                        f"Topology {self._topology.name!r} asks for early exit, but no embedder is "
+                        "configured."
+                    ),
                     remedy="Set `embedder` in the configuration, or turn early_exit off.",
                 )
-            draws, unfinished = random.Random(f"{self._request.seed}/{cluster.id}"), partial(self._unfinished, cluster)
+            draws = random.Random(f"{self._request.seed}/{cluster.id}")
+            unfinished = partial(self._unfinished, cluster)
             judge = ClusterExit(cluster, embedder, draws, unfinished, self._emit, self._clock)
             found |= dict.fromkeys(cluster.agents, judge)
         return found
 
     async def answer(self) -> Answer:
         """Run all agents; the root's end ends the run."""
-        tenant, program = self._request.tenant, self._request.id
+        tenant = self._request.tenant
+        program = self._request.id
         keys = (LogKey(tenant, program, agent) for agent in self._topology.agents)
         writers = await asyncio.gather(*(self._cache.create(key) for key in keys))
         self._writers.update(zip(self._topology.agents, writers, strict=True))
@@ -171,9 +215,12 @@ class _Run:
             root = self._outputs[self._topology.root.id]
             usage = {agent: self._usage(agent) for agent in self._topology.agents}
             for name, used in usage.items():
-                decoded, read = used.state == "finished", used.state in ("finished", "skipped")
+                decoded = used.state == "finished"
+                read = used.state in ("finished", "skipped")
                 estimates.observe_fate(self._topology.name, name, decoded=decoded, read=read)
-            return Answer(root.text, root.finish.reason, usage, root.confidence, root.reasoning, root.calls)
+            return Answer(
+                root.text, root.finish.reason, usage, root.confidence, root.reasoning, root.calls
+            )
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
             raise first from first.__cause__
@@ -201,21 +248,39 @@ class _Run:
             await self._judge(agent.id, output)
 
     def _run_of(self, task: AgentTask) -> AgentRun:
-        writer, wrote = self._writers[task.agent], self._watched(task.agent)
-        return AgentRun(task, self._executor.estimates, self._emit, clock=self._clock, writer=writer, wrote=wrote)
+        writer = self._writers[task.agent]
+        wrote = self._watched(task.agent)
+        return AgentRun(
+            task,
+            self._executor.estimates,
+            self._emit,
+            clock=self._clock,
+            writer=writer,
+            wrote=wrote,
+        )
 
     async def _output(self, agent: str) -> Output:
-        """The agent's, by its model or, where that fails before it has written anything, by its fallbacks."""
+        """The agent's, by its model or, where that fails before it has written anything, by its
+        fallbacks.
+        """
         for attempt in range(len(self._topology.agents[agent].fallbacks)):
             try:
                 return await self._attempt(agent)
             except EngineError as error:
                 if self._runs[agent].decoded:
                     raise
-                failed, task = self._tasks[agent].model.alias, await self._instead(agent, attempt)
-                log.warning("agent %s: %s takes the place of %s: %s", agent, task.model.alias, failed, error)
-                now_s, why = self._clock(), f"{failed} failed"
-                self._emit(ModelChosen(now_s, now_s, (agent,), task.model.alias, "fallback", why, {}, {}, ()))
+                failed = self._tasks[agent].model.alias
+                task = await self._instead(agent, attempt)
+                log.warning(
+                    "agent %s: %s takes the place of %s: %s", agent, task.model.alias, failed, error
+                )
+                now_s = self._clock()
+                why = f"{failed} failed"
+                self._emit(
+                    ModelChosen(
+                        now_s, now_s, (agent,), task.model.alias, "fallback", why, {}, {}, ()
+                    )
+                )
                 self._tasks[agent], self._runs[agent] = task, self._run_of(task)
         return await self._attempt(agent)
 
@@ -228,7 +293,9 @@ class _Run:
             if agent not in self._skipped:
                 load = self._executor.estimates.prefill(run.task.model)
                 remainder = partial(self._remainder, agent)
-                prompt = await complete_prompt(run.task, self._cache, load, remainder, self._emit, self._clock)
+                prompt = await complete_prompt(
+                    run.task, self._cache, load, remainder, self._emit, self._clock
+                )
                 self._filling.discard(agent)
                 return await run.decode(prompt.ids, prompt.sent)
         except asyncio.CancelledError:
@@ -239,14 +306,18 @@ class _Run:
         return await run.forward(*self._skipped[agent])
 
     async def _vote(self, agent: Agent) -> Output:
-        """The precursor's output that the vote is for, forwarded as soon as no other answer can win."""
+        """The precursor's output that the vote is for, forwarded as soon as no other answer can
+        win.
+        """
         self._emit(AgentStarted(self._clock(), agent.id, VOTE))
         source = await self._elected(agent)
         output = self._outputs[source]
         self._writers[agent.id].append(Chunk(output.text, ()))
         if (wrote := self._watched(agent.id)) and wrote(output.text, output.confidence or 0.0):
             await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
-        self._emit(AggregationSkipped(self._clock(), agent.id, source, output.text, output.confidence))
+        self._emit(
+            AggregationSkipped(self._clock(), agent.id, source, output.text, output.confidence)
+        )
         return output.forwarded
 
     async def _elected(self, agent: Agent) -> str:
@@ -255,30 +326,44 @@ class _Run:
             for voter in agent.precursors:
                 if voter in self._outputs and voter not in ballots:
                     ballots[voter] = await _ballot(voter, self._outputs[voter])
-            waiting = [one for one in agent.precursors if one not in ballots and one not in self._gone]
-            if found := elected([ballots[voter] for voter in agent.precursors if voter in ballots], len(waiting)):
+            waiting = [
+                one for one in agent.precursors if one not in ballots and one not in self._gone
+            ]
+            if found := elected(
+                [ballots[voter] for voter in agent.precursors if voter in ballots], len(waiting)
+            ):
                 return found.agent
             if not waiting:
                 raise AgentFailed(
-                    f"Agent {agent.id!r} has no output to count: each precursor failed or was cut off.",
+                    (
+                        f"Agent {agent.id!r} has no output to count: each precursor failed or was "
+                        "cut off."
+                    ),
                     remedy="Ask again, or add precursors.",
                 )
-            if self._outputs.keys().isdisjoint(waiting):  # else it ended while another ballot was read
+            if self._outputs.keys().isdisjoint(
+                waiting
+            ):  # else it ended while another ballot was read
                 self._news.clear()
                 await self._news.wait()
 
     def _remainder(self, agent: str, read: Collection[str]) -> Remainder:
         """What the prompt of `agent` still waits for, with the outputs of `read` in it."""
-        chance, name = self._executor.estimates.chance, self._topology.name
+        chance = self._executor.estimates.chance
+        name = self._topology.name
         survives = chance(name, agent, "decoded")
-        slowest, token_s, longest_s = 0.0, None, 0.0
+        slowest = 0.0
+        token_s = None
+        longest_s = 0.0
         for precursor in self._topology.agents[agent].precursors:
             if precursor not in read:
                 survives *= chance(name, precursor, "read")
             if self._is_running(precursor) and precursor in self._runs:  # a vote has none
                 tokens, seconds = self._runs[precursor].remaining
                 if tokens * (seconds or 1.0) > longest_s:
-                    slowest, token_s, longest_s = tokens, seconds, tokens * (seconds or 1.0)
+                    slowest = tokens
+                    token_s = seconds
+                    longest_s = tokens * (seconds or 1.0)
         return Remainder(slowest, token_s, survives)
 
     def _failed(self, agent: Agent, error: ShellRouterError) -> None:
@@ -301,7 +386,9 @@ class _Run:
             ) from error
 
     def _watched(self, agent: str) -> Wrote | None:
-        """What is done whenever `agent` has written something: its cluster is judged, if that reads what is written."""
+        """What is done whenever `agent` has written something: its cluster is judged, if that reads
+        what is written.
+        """
         if agent not in self._exits or not self._exits[agent].reads:
             return None
 
@@ -324,10 +411,19 @@ class _Run:
 
     def _apply(self, verdict: Verdict, cluster: Cluster) -> None:
         for reader in self._topology.readers_of(cluster) if verdict.sources else ():
-            if reader in self._tasks and self._is_running(reader) and self._tasks[reader].offer is None:
-                task, prompt = self._tasks[reader], self._topology.agents[reader].prompt
+            if (
+                reader in self._tasks
+                and self._is_running(reader)
+                and self._tasks[reader].offer is None
+            ):
+                task = self._tasks[reader]
+                prompt = self._topology.agents[reader].prompt
                 outputs = {one: self._outputs[one] for one in verdict.sources}
-                fit = (one for one, output in outputs.items() if could_have_written(output, task.sampling, prompt))
+                fit = (
+                    one
+                    for one, output in outputs.items()
+                    if could_have_written(output, task.sampling, prompt)
+                )
                 if source := next(fit, None):
                     self._skip(reader, source, outputs[source])
         for straggler in verdict.cut:
@@ -337,7 +433,9 @@ class _Run:
             self._cut_unneeded()
 
     def _skip(self, reader: str, source: str, output: Output) -> None:
-        """Let `reader` end with the output of `source`, and drop its prompt, which still waits for precursors."""
+        """Let `reader` end with the output of `source`, and drop its prompt, which still waits for
+        precursors.
+        """
         if reader not in self._skipped:
             self._skipped[reader] = source, output
             if reader in self._filling:
@@ -347,10 +445,17 @@ class _Run:
         return agent not in self._outputs and agent not in self._gone
 
     def _cut_starved(self) -> None:
-        """End the agents that an exit has left nothing to read; some agent that has ended still leads to the root."""
+        """End the agents that an exit has left nothing to read; some agent that has ended still
+        leads to the root.
+        """
         for name, agent in self._topology.agents.items():
             read = [self._gone.get(one) for one in agent.precursors]
-            if "early_exit" in read and None not in read and name != self._topology.root.id and self._is_running(name):
+            if (
+                "early_exit" in read
+                and None not in read
+                and name != self._topology.root.id
+                and self._is_running(name)
+            ):
                 self._cut(name, "early_exit")
 
     def _cut_unneeded(self) -> None:
@@ -360,7 +465,9 @@ class _Run:
                 self._cut(agent, "unneeded")
 
     def _cut(self, agent: str, why: CutOff) -> None:
-        """End the agent's log first, so that its successors go on at once, then its task and engine request."""
+        """End the agent's log first, so that its successors go on at once, then its task and engine
+        request.
+        """
         self._leave(agent)
         self._gone[agent] = why
         self._news.set()
@@ -371,17 +478,28 @@ class _Run:
     def _usage(self, agent: str) -> AgentUsage:
         if agent not in self._tasks:
             return AgentUsage(VOTE, 0, 0, 0, self._gone.get(agent, "skipped"))
-        task, run = self._tasks[agent], self._runs[agent]
+        task = self._tasks[agent]
+        run = self._runs[agent]
         if agent not in self._outputs:
-            return AgentUsage(task.model.alias, run.prompt_tokens, run.decoded, 0, self._gone[agent])
+            return AgentUsage(
+                task.model.alias, run.prompt_tokens, run.decoded, 0, self._gone[agent]
+            )
         if agent in self._skipped:
             return AgentUsage(task.model.alias, 0, 0, 0, "skipped")
         return usage_of(task, self._outputs[agent])
 
 
 async def _ballot(voter: str, output: Output) -> Ballot:
-    read = partial(ballot, voter, output.text, output.confidence or 0.0, is_cut=output.finish.reason == "length")
-    return read() if len(output.text) < LONG_TEXT else await asyncio.to_thread(read)
+    read = partial(
+        ballot,
+        voter,
+        output.text,
+        output.confidence or 0.0,
+        is_cut=output.finish.reason == "length",
+    )
+    if len(output.text) < LONG_TEXT:
+        return read()
+    return await asyncio.to_thread(read)
 
 
 def _is_cancelled_again() -> bool:

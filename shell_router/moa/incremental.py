@@ -1,10 +1,12 @@
-"""Fills an agent's slots from its precursors' logs and prefills what is there meanwhile (Faster-MoA, 4.3).
+"""Fills an agent's slots from its precursors' logs and prefills what is there meanwhile
+(Faster-MoA, 4.3).
 
-The paper's loop is fetch, append, prefill-only, slot by slot. Here an update goes out only when it pays
-(`routing.increments`), one at a time, and fetching goes on meanwhile: the end of a precursor never waits for an update.
+The paper's loop is fetch, append, prefill-only, slot by slot. Here an update goes out only when it
+pays (`routing.increments`), one at a time, and fetching goes on meanwhile: the end of a precursor
+never waits for an update.
 
-No update goes out before the first precursor's first tokens. The paper sends the prefix at once, but where layers share
-an engine it would then delay the very prompts that are waited for.
+No update goes out before the first precursor's first tokens. The paper sends the prefix at once,
+but where layers share an engine it would then delay the very prompts that are waited for.
 """
 
 import asyncio
@@ -56,14 +58,19 @@ async def complete_prompt(
     emit: Emit,
     clock: Callable[[], float],
 ) -> Prompt:
-    """The task's prompt, once all of its slots are filled; the same with incremental prefill and without.
+    """The task's prompt, once all of its slots are filled; the same with incremental prefill and
+    without.
 
-    `remainder` says what is expected of the prompt after it has read the outputs of the agents given. Raises
-    PrecursorTimeout, and AgentFailed when a precursor that is needed gave nothing.
+    `remainder` says what is expected of the prompt after it has read the outputs of the agents
+    given. Raises PrecursorTimeout, and AgentFailed when a precursor that is needed gave nothing.
     """
     if task.sources:
         return await _SlotFiller(task, cache, load, remainder, emit, clock).fill()
-    return Prompt(await encoded(task.model.tokenizer, "".join(part for part in task.parts if isinstance(part, str))))
+    return Prompt(
+        await encoded(
+            task.model.tokenizer, "".join(part for part in task.parts if isinstance(part, str))
+        )
+    )
 
 
 class _SlotFiller:
@@ -101,8 +108,8 @@ class _SlotFiller:
     async def fill(self) -> Prompt:
         """The complete prompt.
 
-        It does not wait for an update: one that is still under way is aborted, as the real request holds all of it. The
-        engine's part of that happens in the background.
+        It does not wait for an update: one that is still under way is aborted, as the real request
+        holds all of it. The engine's part of that happens in the background.
         """
         try:
             await self._read_parts()
@@ -145,7 +152,10 @@ class _SlotFiller:
             self._filled += 1
         elif self._task.all_needed:
             raise AgentFailed(
-                f"Agent {self._task.agent!r} needs the output of {slot.agent!r}, which {end.value}: {detail}",
+                (
+                    f"Agent {self._task.agent!r} needs the output of {slot.agent!r}, which "
+                    f"{end.value}: {detail}"
+                ),
                 remedy="Send the precursor again in a new program.",
             )
         else:
@@ -153,7 +163,8 @@ class _SlotFiller:
 
     async def _follow(self, source: Source) -> tuple[End, str]:
         """Append all that one precursor writes; its end mark and the mark's detail."""
-        position, wait_s = 0, self._task.begin_s
+        position = 0
+        wait_s = self._task.begin_s
         while True:
             try:
                 read = await self._next(source.key, position, wait_s)
@@ -162,7 +173,10 @@ class _SlotFiller:
                     wait_s = self._task.silence_s
                     continue
                 raise PrecursorTimeout(
-                    f"Agent {self._task.agent!r} waited {wait_s:g} s for {source.key.agent!r}, and nothing came.",
+                    (
+                        f"Agent {self._task.agent!r} waited {wait_s:g} s for {source.key.agent!r}, "
+                        "and nothing came."
+                    ),
                     remedy="Send the precursor first, or allow a longer wait.",
                 ) from error
             if read.position > position:
@@ -170,12 +184,17 @@ class _SlotFiller:
                 await self._append(read, shares_ids=source.shares_ids())
             if read.end is not None:
                 return read.end, read.detail
-            position, wait_s = read.position, self._task.silence_s
+            position = read.position
+            wait_s = self._task.silence_s
 
     async def _next(self, key: LogKey, position: int, wait_s: float) -> LogRead:
-        """What comes after `position`. What is there already is taken before an update is judged."""
+        """What comes after `position`. What is there already is taken before an update is
+        judged."""
         if not self._sends or self._slot is None or not self._unsent:
-            at_least = 1 if self._sends or not self._slot_tokens else sys.maxsize
+            if self._sends or not self._slot_tokens:
+                at_least = 1
+            else:
+                at_least = sys.maxsize
             return await self._cache.read(key, position, at_least=at_least, wait_s=wait_s)
         if not self._slot_tokens:
             with suppress(LogTimeout):
@@ -201,13 +220,15 @@ class _SlotFiller:
         chunk = self._task.prefill.chunk_tokens
         if chunk != "adaptive":
             return max(0, chunk - self._unsent)
-        return tokens_until_due(self._load, self._clock(), self._unsent, self._remainder(self._read))
+        return tokens_until_due(
+            self._load, self._clock(), self._unsent, self._remainder(self._read)
+        )
 
     # --- prefilling
 
     def _begin_update(self, ids: list[int]) -> None:
-        """Have `ids` prefilled, if they hold anything new that the model could take: a complete prompt that is too long
-        will be refused by name."""
+        """Have `ids` prefilled, if they hold anything new that the model could take: a complete
+        prompt that is too long will be refused by name."""
         resident = common_prefix(self._sent, ids)
         if self._sends and resident < len(ids) < self._task.model.context_length:
             if self._update is not None:
@@ -215,13 +236,19 @@ class _SlotFiller:
             self._update = asyncio.create_task(self._prefill(ids, resident, self._slot))
 
     async def _prefill(self, ids: list[int], resident: int, slot: str | None) -> None:
-        """An update that the engine refuses costs only the overlap; a warning and an event say so, and none follows."""
-        task, started_s = self._task, self._clock()
+        """An update that the engine refuses costs only the overlap; a warning and an event say so,
+        and none follows.
+        """
+        task = self._task
+        started_s = self._clock()
         if CURRENT.get() is not None:
             enter_span(task.agent, started_s)
-        request = Generation(f"{task.rid}.p{self._updates}", ids, affinity=task.rid, hints=task.hints)
+        request = Generation(
+            f"{task.rid}.p{self._updates}", ids, affinity=task.rid, hints=task.hints
+        )
         self._updates += 1
-        work, computed = self._load.begin(started_s, len(ids) - resident, update=True), None
+        work = self._load.begin(started_s, len(ids) - resident, update=True)
+        computed = None
         try:
             done = await task.model.engine.prefill(request)
             computed = done.prompt_tokens - done.cached_tokens
@@ -232,7 +259,9 @@ class _SlotFiller:
             return
         finally:
             self._load.end(work, self._clock(), computed)
-        now_s, prompt, cached = self._clock(), done.prompt_tokens, done.cached_tokens
+        now_s = self._clock()
+        prompt = done.prompt_tokens
+        cached = done.cached_tokens
         self._emit(PrefillIncrement(now_s, task.agent, started_s, slot, prompt, cached, resident))
         self._sent = ids
 

@@ -1,7 +1,9 @@
-"""A run that outlives its router: what engines gave it is kept in a journal, and given again to the next attempt.
+"""A run that outlives its router: what engines gave it is kept in a journal, and given again to the
+next attempt.
 
-Only engines' outputs are kept. All else follows from them, so another attempt runs like the first: an engine's output
-that is in the journal is repeated, one that broke off is continued from its tokens, and only the rest is asked for.
+Only engines' outputs are kept. All else follows from them, so another attempt runs like the first:
+an engine's output that is in the journal is repeated, one that broke off is continued from its
+tokens, and only the rest is asked for.
 """
 
 import asyncio
@@ -28,7 +30,9 @@ log = logging.getLogger(__name__)
 
 RECORDS_PER_WRITE = 256
 ORDER_S = 10.0
-"""How long a repeated end waits for those that came before it. Only a run that goes another way waits that long."""
+"""How long a repeated end waits for those that came before it. Only a run that goes another way
+waits that long.
+"""
 
 END = "end"
 """The kind of the last record of a run whose answer can be asked for."""
@@ -50,16 +54,18 @@ CONTINUABLE = frozenset(
         "top_p",
     }
 )
-"""Sampling parameters whose effect does not depend on where an output began; grammars, stops and penalties do."""
+"""Sampling parameters whose effect does not depend on where an output began; grammars, stops and
+penalties do.
+"""
 
 _UPDATE = re.compile(r"\.p\d+$")
 
 
 @dataclass(slots=True)
 class Past:
-    """What one generation gave before. `pieces` come with the number of ends before them. `end` is None where it broke
-    off with its router, "" where the run left it, and an error's message where it failed; `at` is the end's number
-    among all ends."""
+    """What one generation gave before. `pieces` come with the number of ends before them. `end` is
+    None where it broke off with its router, "" where the run left it, and an error's message where
+    it failed; `at` is the end's number among all ends."""
 
     digest: str
     pieces: list[tuple[int, Tokens]] = field(default_factory=list)
@@ -81,11 +87,14 @@ class Past:
 class Journal:
     """The journal of one attempt, `run_id`, that owns its lease.
 
-    Records are sent together, as soon as those before them have arrived. While the store is away they wait, and the
-    run does not. If it is lost, or another attempt has it, `lost` is called, and the run may go on without it.
+    Records are sent together, as soon as those before them have arrived. While the store is away
+    they wait, and the run does not. If it is lost, or another attempt has it, `lost` is called, and
+    the run may go on without it.
     """
 
-    def __init__(self, store: Journals, tenant: str, key: str, run_id: str, records: Sequence[bytes]) -> None:
+    def __init__(
+        self, store: Journals, tenant: str, key: str, run_id: str, records: Sequence[bytes]
+    ) -> None:
         self._store: Journals | None = store
         self._named = tenant, key, run_id
         self.run_id = run_id
@@ -104,7 +113,9 @@ class Journal:
         self._task = asyncio.create_task(self._keep(), name="run-journal")
 
     def _read(self, records: Sequence[bytes]) -> set[int]:
-        """Learn what is there; the numbers of its ends. What a failed run broke off or left is to be asked again."""
+        """Learn what is there; the numbers of its ends. What a failed run broke off or left is to
+        be asked again.
+        """
         ends = 0
         for kind, name, *fields in map(orjson.loads, records):
             past = self._pasts.get(name)
@@ -114,14 +125,18 @@ class Journal:
                 self._chosen |= fields[0]
             elif kind == "void":
                 for one in self._pasts.values():
-                    one.end = one.end if isinstance(one.end, Finish) else None
+                    if isinstance(one.end, Finish):
+                        one.end = one.end
+                    else:
+                        one.end = None
             elif past is not None and kind == "tokens":
                 ids, text, logprobs = fields
                 past.pieces.append((ends, Tokens(tuple(ids), text, tuple(logprobs))))
             elif past is not None and kind == "back":
                 del past.pieces[fields[0] :]
             elif past is not None:
-                past.end, past.at = Finish(*fields[0]) if kind == "finish" else fields[0], ends
+                past.end = Finish(*fields[0]) if kind == "finish" else fields[0]
+                past.at = ends
                 ends += 1
         return {past.at for past in self._pasts.values() if past.end is not None}
 
@@ -129,12 +144,17 @@ class Journal:
 
     def models(self, models: Mapping[str, ServedModel]) -> dict[str, ServedModel]:
         """The same models, whose engines are asked by way of this journal."""
-        return {alias: replace(model, engine=JournaledEngine(model, self)) for alias, model in models.items()}
+        return {
+            alias: replace(model, engine=JournaledEngine(model, self))
+            for alias, model in models.items()
+        }
 
     def pinned(self, topology: Topology) -> Topology:
         """The topology with the models that were chosen for its agents before."""
         undecided = {agent.id for agent in topology.agents.values() if agent.model == AUTO}
-        return topology.with_models({agent: self._chosen[agent] for agent in undecided & self._chosen.keys()})
+        return topology.with_models(
+            {agent: self._chosen[agent] for agent in undecided & self._chosen.keys()}
+        )
 
     def chosen(self, agent: str) -> str | None:
         """The model that was chosen for the agent before."""
@@ -169,20 +189,25 @@ class Journal:
     # --- the order of repeated ends, on which early exits depend
 
     async def reached(self, at: int) -> None:
-        """Return once all ends before `at` have been repeated; gives the order up where one does not come."""
+        """Return once all ends before `at` have been repeated; gives the order up where one does
+        not come.
+        """
         try:
             async with asyncio.timeout(ORDER_S):
                 while min(self._ends_left, default=at) < at:
                     await self._end_passed.wait()
         except TimeoutError:
-            log.warning("a repeated run goes another way than before: its outputs come in any order")
+            log.warning(
+                "a repeated run goes another way than before: its outputs come in any order"
+            )
             self._ends_left.clear()
             self.passed(at)
 
     def passed(self, at: int) -> None:
         """That end has been repeated, or will not come."""
         self._ends_left.discard(at)
-        passed, self._end_passed = self._end_passed, asyncio.Event()
+        passed = self._end_passed
+        self._end_passed = asyncio.Event()
         passed.set()
 
     # --- the store
@@ -195,7 +220,8 @@ class Journal:
                 await self._send(self._store)
 
     async def close(self, *, void: bool) -> None:
-        """Send what waits and give the lease up, unless the store is still away: the lease then ends by itself.
+        """Send what waits and give the lease up, unless the store is still away: the lease then
+        ends by itself.
 
         `void` is whether the run has failed or was cancelled.
         """
@@ -234,12 +260,16 @@ class Journal:
             is_kept = await store.append(*self._named, self._position, records)
         except CacheUnavailable as error:
             if not self._away:
-                log.warning("run %s goes on, and would not survive this router: %s", self.run_id, error)
+                log.warning(
+                    "run %s goes on, and would not survive this router: %s", self.run_id, error
+                )
             self._away = True
             return
         self._away = False
         if not is_kept:
-            log.warning("run %s is without its journal: it is lost, or another router has it", self.run_id)
+            log.warning(
+                "run %s is without its journal: it is lost, or another router has it", self.run_id
+            )
             self._store = None
             self._waiting.clear()
             self.lost()
@@ -255,9 +285,13 @@ class JournaledEngine:
         self._journal = journal
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
-        """Repeat what is in the journal, and ask the engine for the rest. Its end is kept before it is given."""
-        journal, name = self._journal, self._journal.name_of(request.rid)
-        past, written = self._usable(name, request), list[int]()
+        """Repeat what is in the journal, and ask the engine for the rest. Its end is kept before it
+        is given.
+        """
+        journal = self._journal
+        name = self._journal.name_of(request.rid)
+        past = self._usable(name, request)
+        written = list[int]()
         try:
             for ends, piece in past.pieces:
                 await journal.reached(ends)
@@ -271,7 +305,9 @@ class JournaledEngine:
                 if not past.end:
                     journal.passed(past.at)
                     await asyncio.sleep(ORDER_S)  # the run leaves it here, as before
-                raise EngineError(past.end or f"The output of {name!r} was left before, and is needed now.")
+                raise EngineError(
+                    past.end or f"The output of {name!r} was left before, and is needed now."
+                )
         finally:
             if past.end is not None:
                 journal.passed(past.at)
@@ -311,8 +347,11 @@ class JournaledEngine:
                 journal.add("left", name, left)
 
     def _usable(self, name: str, request: Generation) -> Past:
-        """What can be repeated. Where that is nothing, or the prompt is another one, the generation begins."""
-        past, digest = self._journal.past(name), _digest(self._model.alias, request.input_ids)
+        """What can be repeated. Where that is nothing, or the prompt is another one, the generation
+        begins.
+        """
+        past = self._journal.past(name)
+        digest = _digest(self._model.alias, request.input_ids)
         if past is not None and past.digest == digest:
             if past.end is not None:
                 return past.joined
@@ -323,8 +362,8 @@ class JournaledEngine:
         return Past(digest)
 
     def _continuable(self, request: Generation, past: Past) -> int:
-        """The pieces behind which the engine can go on: the last one's text must be all that its ids say, as an engine
-        holds a character back until it is whole."""
+        """The pieces behind which the engine can go on: the last one's text must be all that its
+        ids say, as an engine holds a character back until it is whole."""
         sampling = request.sampling
         given = {name for name, asked in sampling.items() if asked is not None}
         custom = sampling.get("custom_params") or {}
@@ -333,7 +372,9 @@ class JournaledEngine:
             return 0
         for kept in range(len(past.pieces), 0, -1):
             piece = past.pieces[kept - 1][1]
-            if written < sampling["max_new_tokens"] and self._model.tokenizer.encode(piece.text) == list(piece.ids):
+            if written < sampling["max_new_tokens"] and self._model.tokenizer.encode(
+                piece.text
+            ) == list(piece.ids):
                 return kept
             written -= len(piece.ids)
         return 0
@@ -353,9 +394,14 @@ def _behind(request: Generation, written: Sequence[int]) -> Generation:
 def _whole(request: Generation, written: Sequence[int], rest: Finish) -> Finish:
     """The end of an output that began with `written`."""
     prompt = len(request.input_ids)
-    tokens, cached = len(written) + rest.completion_tokens, min(rest.cached_tokens, prompt)
-    return replace(rest, prompt_tokens=prompt, completion_tokens=tokens, cached_tokens=cached) if written else rest
+    tokens = len(written) + rest.completion_tokens
+    cached = min(rest.cached_tokens, prompt)
+    if written:
+        return replace(rest, prompt_tokens=prompt, completion_tokens=tokens, cached_tokens=cached)
+    return rest
 
 
 def _digest(model: str, ids: Sequence[int]) -> str:
-    return hashlib.blake2b(array("I", ids).tobytes(), key=model.encode()[:64], digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        array("I", ids).tobytes(), key=model.encode()[:64], digest_size=16
+    ).hexdigest()

@@ -6,19 +6,44 @@ import sys
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
 from operator import itemgetter
 
-from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogRead, LogTimeout, LogWriter
+from agent_cache import (
+    AgentPromptCache,
+    Chunk,
+    End,
+    LogExists,
+    LogKey,
+    LogRead,
+    LogTimeout,
+    LogWriter,
+)
 from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Emit, Event, answer_in
 from shell_router.core.sampling import require_possible
-from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, ended_in_thinking, limited, usage_of
+from shell_router.moa.agent import (
+    AgentRun,
+    AgentTask,
+    Source,
+    check_task,
+    ended_in_thinking,
+    limited,
+    usage_of,
+)
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import Prompt, common_prefix, complete_prompt
 from shell_router.moa.planning import (
@@ -49,7 +74,8 @@ from shell_router.topology import AUTO, Graph
 class _Record:
     """One agent of a program, from the moment it was sent.
 
-    `model` is None if it is a topology, and `asked`, too, if it is written elsewhere. `load` holds what it counts for.
+    `model` is None if it is a topology, and `asked`, too, if it is written elsewhere. `load` holds
+    what it counts for.
     """
 
     asked: AgentRequest | None = None
@@ -68,7 +94,9 @@ class _Record:
     def state(self) -> ProgramAgentState:
         if self.ended:
             return self.ended
-        return "running" if self.model is None or (self.run and self.run.prompt_tokens) else "waiting"
+        if self.model is None or (self.run and self.run.prompt_tokens):
+            return "running"
+        return "waiting"
 
     @property
     def text(self) -> str:
@@ -76,7 +104,10 @@ class _Record:
 
     def begin(self, task: asyncio.Task[Answer]) -> None:
         """Run `task`; when it ends, keep what can still be asked for."""
-        self.task, self.load = task, self.load.pop_all()  # the load stays when the call that sent it leaves
+        self.task, self.load = (
+            task,
+            self.load.pop_all(),
+        )  # the load stays when the call that sent it leaves
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[Answer]) -> None:
@@ -87,7 +118,9 @@ class _Record:
         else:
             self.ended, self.answer = "finished", task.result()
         self.load.close()
-        self.output, self.run, self.task = self.text, None, None
+        self.output = self.text
+        self.run = None
+        self.task = None
         if self.asked is not None and self.asked.chat:
             self.asked = None  # it is sent once: its id is the router's
 
@@ -96,7 +129,9 @@ class _Record:
 class _Program:
     used_s: float
     agents: dict[str, _Record] = field(default_factory=dict)
-    chosen: dict[tuple[str, ...], str] = field(default_factory=dict)  # the program's model among these candidates
+    chosen: dict[tuple[str, ...], str] = field(
+        default_factory=dict
+    )  # the program's model among these candidates
     written: int = 0  # bytes that came from elsewhere
 
     def is_running(self) -> bool:
@@ -106,10 +141,11 @@ class _Program:
 class Programs:
     """Runs agent requests and remembers the programs they belong to.
 
-    A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
-    logs, or when there are more than `max_programs`, first the oldest of the tenant that has most, or when outputs that
-    its tenant has written elsewhere take more than `max_written` bytes. None has more than `max_agents`. Without
-    `holdouts` no program is held out to show what drafts save.
+    A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the
+    cache forgets their logs, or when there are more than `max_programs`, first the oldest of the
+    tenant that has most, or when outputs that its tenant has written elsewhere take more than
+    `max_written` bytes. None has more than `max_agents`. Without `holdouts` no program is held out
+    to show what drafts save.
     """
 
     def __init__(
@@ -141,12 +177,14 @@ class Programs:
     async def run(self, request: AgentRequest, emit: Emit) -> Answer:
         """Run one agent to its end, reporting to `emit` what happens.
 
-        The same request sent again waits for the first one's answer, of which `emit` learns nothing; if the first
-        one failed or was cancelled, it runs again. An agent is cancelled when the last call that waits for it is.
+        The same request sent again waits for the first one's answer, of which `emit` learns
+        nothing; if the first one failed or was cancelled, it runs again. An agent is cancelled when
+        the last call that waits for it is.
 
-        Raises UnknownModel, DuplicateAgent, InvalidRequest (an agent that waits for itself), PrecursorTimeout,
-        AgentFailed (a precursor failed or was cancelled, or the engine failed), PromptTooLong, DeadlineExceeded, and
-        Overloaded when every remembered program is still running, or this one has too many agents.
+        Raises UnknownModel, DuplicateAgent, InvalidRequest (an agent that waits for itself),
+        PrecursorTimeout, AgentFailed (a precursor failed or was cancelled, or the engine failed),
+        PromptTooLong, DeadlineExceeded, and Overloaded when every remembered program is still
+        running, or this one has too many agents.
         """
         if record := self._sent_before(request, request):
             return await self._result(request, record)
@@ -158,7 +196,10 @@ class Programs:
         choices: list[Event] = []  # emitted once nothing can be refused any more
         model, hints = await self._planned(planned, choices.append)
         expected = hints.output_tokens
-        tokens = float(planned.sampling["max_new_tokens"]) if expected is None else expected
+        if expected is None:
+            tokens = float(planned.sampling["max_new_tokens"])
+        else:
+            tokens = expected
         with ExitStack() as load:  # from the choice on, so that no other is made by the same load
             load.enter_context(self._chooser.activity.program({request.agent: (model, tokens)}))
             planned = replace(planned, model=model, candidates=())
@@ -175,7 +216,8 @@ class Programs:
         run: Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]],
         emit: Emit,
     ) -> Answer:
-        """As `run` where a topology is the agent, which is asked once the outputs in its messages have ended.
+        """As `run` where a topology is the agent, which is asked once the outputs in its messages
+        have ended.
 
         Its readers follow its answer as it is written.
         """
@@ -185,15 +227,19 @@ class Programs:
         )
 
     async def write(self, request: AgentRequest, texts: AsyncIterator[str]) -> Answer:
-        """Make `texts` the output of an agent that the router does not run; readers follow them as they come.
+        """Make `texts` the output of an agent that the router does not run; readers follow them as
+        they come.
 
-        Of `request` only tenant, program and agent count. Raises DuplicateAgent, AgentFailed and Overloaded.
+        Of `request` only tenant, program and agent count. Raises DuplicateAgent, AgentFailed and
+        Overloaded.
         """
         record = _Record()
         return await self._once(request, record, partial(_copy, record, texts), lambda event: None)
 
     async def output(self, tenant: str, program: str, agent: str, wait_s: float) -> str | None:
-        """All that the agent wrote; None if it still writes after `wait_s`. Raises UnknownProgram and AgentFailed."""
+        """All that the agent wrote; None if it still writes after `wait_s`. Raises UnknownProgram
+        and AgentFailed.
+        """
         record = self._program(tenant, program).agents.get(agent)
         if record is None:
             raise errors.UnknownProgram(
@@ -211,9 +257,13 @@ class Programs:
         return read.text if read.end else None
 
     def program_of(self, tenant: str, agent: str) -> str | None:
-        """The program that a chat completion belongs to; None if this tenant has none of that id, or no more."""
+        """The program that a chat completion belongs to; None if this tenant has none of that id,
+        or no more.
+        """
         program = self._chats.get((tenant, agent))
-        return program if program is not None and self._find(tenant, program) else None
+        if program is not None and self._find(tenant, program):
+            return program
+        return None
 
     def state(self, tenant: str, program: str) -> ProgramState:
         """What is known of a program. Raises UnknownProgram."""
@@ -227,7 +277,9 @@ class Programs:
     async def cancel(self, tenant: str, program: str) -> None:
         """End every running agent of the program and forget it. Raises UnknownProgram."""
         agents = self._program(tenant, program).agents
-        tasks = [record.task for record in agents.values() if record.task and not record.task.done()]
+        tasks = [
+            record.task for record in agents.values() if record.task and not record.task.done()
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -237,18 +289,23 @@ class Programs:
     # --- before it runs
 
     async def _planned(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
-        """The request's model, the one that its program was given before, and what is expected of it."""
+        """The request's model, the one that its program was given before, and what is expected of
+        it.
+        """
         known = self._find(request.tenant, request.program)
         chosen = dict(known.chosen) if known else {}
         planned = await plan_agent(self._chooser, self._models, request, chosen, emit)
         if request.model == AUTO:
             await self._make_space(request)
-            program = self._programs.setdefault((request.tenant, request.program), _Program(self._clock()))
+            program = self._programs.setdefault(
+                (request.tenant, request.program), _Program(self._clock())
+            )
             program.chosen.update(chosen)
         return planned
 
     def _task(self, request: AgentRequest, hints: Hints) -> AgentTask:
-        model, journal = self._models[request.model], request.journal
+        model = self._models[request.model]
+        journal = request.journal
         parts = _parts(request, model)
         if journal is not None:
             model = journal.models({model.alias: model})[model.alias]
@@ -260,12 +317,17 @@ class Programs:
             request.sampling,
             timeout_s=request.timeout_s,
             hints=hints,
-            sources={part.agent: self._source(request, part.agent, model) for part in parts if isinstance(part, Slot)},
+            sources={
+                part.agent: self._source(request, part.agent, model)
+                for part in parts
+                if isinstance(part, Slot)
+            },
             prefill=request.prefill,
             all_needed=True,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
-            drafts=bool(request.reads and model.drafts) and not self._without_drafts(request, model),
+            drafts=bool(request.reads and model.drafts)
+            and not self._without_drafts(request, model),
             marks=model.reasoning,
             max_thinking_tokens=thinking_limit(request.agent, request.max_thinking_tokens, model),
             is_read=request.is_read,
@@ -274,12 +336,17 @@ class Programs:
     def _without_drafts(self, request: AgentRequest, model: ServedModel) -> bool:
         """Whether it is held out, as the other agents of its program are."""
         draw = random.Random(request.program).random()
-        return model.drafts == "auto" and self._holdouts.holds_out(_drafts_of(request), draw, self._clock())
+        return model.drafts == "auto" and self._holdouts.holds_out(
+            _drafts_of(request), draw, self._clock()
+        )
 
     def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
         def shares_ids() -> bool:
             # known once its log has begun here; an agent that another router runs is read as text
-            writer = None if request.chat else self._known(request, precursor)
+            if request.chat:
+                writer = None
+            else:
+                writer = self._known(request, precursor)
             if writer is None or writer.model is None or writer.asked is None:
                 return False
             return ids_are_text(writer.model, writer.asked.sampling, reader)
@@ -292,17 +359,21 @@ class Programs:
 
     def _known(self, request: AgentRequest, agent: str) -> _Record | None:
         program = self._find(request.tenant, request.program)
-        return program.agents.get(agent) if program else None
+        if program:
+            return program.agents.get(agent)
+        return None
 
     def _sent_before(self, request: AgentRequest, asked: AgentRequest | None) -> _Record | None:
-        """The agent, if `asked` sent it and it has not failed. Raises DuplicateAgent for another one.
+        """The agent, if `asked` sent it and it has not failed. Raises DuplicateAgent for another
+        one.
 
         An output that is written elsewhere, without `asked`, may take the place of one that failed.
         """
         record = self._known(request, request.agent)
         if record is None:
             return None
-        has_failed, is_same = record.ended in ("failed", "cancelled"), asked is not None and record.asked == asked
+        has_failed = record.ended in ("failed", "cancelled")
+        is_same = asked is not None and record.asked == asked
         if has_failed and (is_same or asked is None):
             return None
         if not is_same:
@@ -324,18 +395,26 @@ class Programs:
             await self._forget_ended(ended)
 
     async def _forget_ended(self, programs: Iterable[tuple[tuple[str, str], _Program]]) -> None:
-        """Forget those of them that do not run. One may run again, or anew, while this awaits Redis for another."""
+        """Forget those of them that do not run. One may run again, or anew, while this awaits Redis
+        for another.
+        """
         for key, program in programs:
             if self._programs.get(key) is program and not program.is_running():
                 await self._forget(*key)
 
     def _oldest_ended(self) -> list[tuple[tuple[str, str], _Program]]:
-        """A hundredth of the programs of the tenant that has most, so that one cannot push out those of others.
+        """A hundredth of the programs of the tenant that has most, so that one cannot push out
+        those of others.
 
-        At least one, if there is any. All programs are looked at, which would be too much for every request.
+        At least one, if there is any. All programs are looked at, which would be too much for every
+        request.
         """
         for tenant, number in Counter(map(itemgetter(0), self._programs)).most_common():
-            ended = (one for one in self._programs.items() if one[0][0] == tenant and not one[1].is_running())
+            ended = (
+                one
+                for one in self._programs.items()
+                if one[0][0] == tenant and not one[1].is_running()
+            )
             if found := list(islice(ended, max(1, number // 100))):
                 return found
         return []
@@ -343,14 +422,20 @@ class Programs:
     def _register(self, request: AgentRequest, record: _Record) -> None:
         """Add the agent. One that runs again needs another log; no agent's id holds a #."""
         before = self._known(request, request.agent)
-        record.log = request.agent if before is None else f"{before.log}#"
+        if before is None:
+            record.log = request.agent
+        else:
+            record.log = f"{before.log}#"
         key = (request.tenant, request.program)
         program = self._programs.pop(key, None) or _Program(0.0)
         program.used_s = self._clock()
         self._programs[key] = program  # the last used is last
         if len(program.agents) >= self._max_agents:
             raise errors.Overloaded(
-                f"Program {request.program!r} has {len(program.agents)} agents, which is the limit.",
+                (
+                    f"Program {request.program!r} has {len(program.agents)} agents, which is the "
+                    "limit."
+                ),
                 remedy="Begin a new program for every run.",
             )
         if circle := _circle(program, request.agent, record.precursors):
@@ -365,7 +450,11 @@ class Programs:
     # --- while it runs
 
     async def _once(
-        self, request: AgentRequest, record: _Record, work: Callable[[LogWriter], Awaitable[Answer]], emit: Emit
+        self,
+        request: AgentRequest,
+        record: _Record,
+        work: Callable[[LogWriter], Awaitable[Answer]],
+        emit: Emit,
     ) -> Answer:
         """Begin the agent, unless the same request has; its answer."""
         await self._make_space(request)
@@ -397,13 +486,22 @@ class Programs:
         return task.result()
 
     async def _run(
-        self, request: AgentRequest, record: _Record, work: Callable[[LogWriter], Awaitable[Answer]], emit: Emit
+        self,
+        request: AgentRequest,
+        record: _Record,
+        work: Callable[[LogWriter], Awaitable[Answer]],
+        emit: Emit,
     ) -> Answer:
         writer = await self._writer(request, record)
-        limit_s = None if record.asked is None else request.timeout_s
+        if record.asked is None:
+            limit_s = None
+        else:
+            limit_s = request.timeout_s
         late = f"Agent {request.agent!r} did not end within {request.timeout_s:g} s."
         try:
-            with Deadline(limit_s, late=partial(errors.DeadlineExceeded, late, remedy="Allow more time.")):
+            with Deadline(
+                limit_s, late=partial(errors.DeadlineExceeded, late, remedy="Allow more time.")
+            ):
                 answer = await work(writer)
             writer.end(End.FINISHED)
         except asyncio.CancelledError:
@@ -421,7 +519,9 @@ class Programs:
         try:
             return await self._cache.create(LogKey(request.tenant, request.program, record.log))
         except LogExists as error:
-            if request.journal is not None and request.journal.repeats:  # of an earlier attempt, at a router that ended
+            if (
+                request.journal is not None and request.journal.repeats
+            ):  # of an earlier attempt, at a router that ended
                 record.log += "#"
                 return await self._writer(request, record)
             # another router's agent: what is known of this one would be wrong of that
@@ -443,24 +543,41 @@ class Programs:
         chooser = self._chooser
         if request.journal is not None:
             request.journal.add("models", "", {request.agent: task.model.alias})
-            chooser = chooser.anew() if request.journal.repeats else chooser  # nothing is learned from what is repeated
-        cache, estimates, clock = self._cache, chooser.estimates, self._clock
+            # nothing is learned from what is repeated
+            if request.journal.repeats:
+                chooser = chooser.anew()
+        cache = self._cache
+        estimates = chooser.estimates
+        clock = self._clock
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
         run.start()
-        load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
+        load = estimates.prefill(task.model)
+        remainder = partial(self._remainder, request)
         prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
         if request.chat and request.reads:
             prompt = await self._exact(request, task, prompt)
         output = await run.decode(prompt.ids, prompt.sent)
         usage = usage_of(task, output)
         if request.reads and task.model.drafts == "auto" and chooser is self._chooser:
-            compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
-        return Answer(output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning)
+            compare_drafts(
+                self._holdouts,
+                _drafts_of(request),
+                [usage],
+                held_out=not task.drafts,
+                now_s=clock(),
+            )
+        return Answer(
+            output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning
+        )
 
     async def _exact(self, request: AgentRequest, task: AgentTask, prompt: Prompt) -> Prompt:
-        """The prompt with texts where slots were: a template may change the ends of a text, and of a slot it cannot."""
+        """The prompt with texts where slots were: a template may change the ends of a text, and of
+        a slot it cannot.
+        """
         texts = {one: (await self._ended(task.sources[one].key, 0)).text for one in request.reads}
-        said = [Message(role, tuple(_texts(segments, texts))) for role, segments in request.messages]
+        said = [
+            Message(role, tuple(_texts(segments, texts))) for role, segments in request.messages
+        ]
         text = "".join(map(str, render(task.model.tokenizer, said, request.chat_template_kwargs)))
         ids = await encoded(task.model.tokenizer, text)
         return Prompt(ids, min(prompt.sent, common_prefix(prompt.ids, ids)))
@@ -477,7 +594,9 @@ class Programs:
         texts = {agent: await self._whole(request, agent) for agent in request.reads}
         said = ((role, "".join(_texts(segments, texts))) for role, segments in request.messages)
         chat = tuple([{"role": role, "content": content} for role, content in said])
-        run_id, written, sampling = uuid.uuid4().hex, list[str](), request.sampling
+        run_id = uuid.uuid4().hex
+        written = list[str]()
+        sampling = request.sampling
 
         def follow(event: Event) -> None:
             emit(event)
@@ -486,13 +605,25 @@ class Programs:
                 written.append(text)
 
         seed = sampling.get("sampling_seed", zlib.crc32(run_id.encode()))
-        asked = MoaRequest(run_id, request.tenant, chat, sampling, seed, request.timeout_s, end_user=request.end_user)
+        asked = MoaRequest(
+            run_id,
+            request.tenant,
+            chat,
+            sampling,
+            seed,
+            request.timeout_s,
+            end_user=request.end_user,
+        )
         try:
-            answer = await run(graph, replace(asked, chat_template_kwargs=request.chat_template_kwargs), follow)
+            answer = await run(
+                graph, replace(asked, chat_template_kwargs=request.chat_template_kwargs), follow
+            )
         finally:
             record.output = "".join(written)
         if answer.reasoning and not answer.text:
-            raise ended_in_thinking(request.agent, sum(spent.reasoning_tokens for spent in answer.agents.values()))
+            raise ended_in_thinking(
+                request.agent, sum(spent.reasoning_tokens for spent in answer.agents.values())
+            )
         return answer
 
     async def _whole(self, request: AgentRequest, agent: str) -> str:
@@ -503,13 +634,19 @@ class Programs:
         except LogTimeout as error:
             if not error.begun:
                 raise errors.PrecursorTimeout(
-                    f"Agent {request.agent!r} waited {request.wait_s:g} s for {agent!r}, and nothing came.",
+                    (
+                        f"Agent {request.agent!r} waited {request.wait_s:g} s for {agent!r}, and "
+                        "nothing came."
+                    ),
                     remedy="Send the precursor first, or allow a longer wait.",
                 ) from error
         read = await self._ended(key, request.timeout_s)
         if read.end is not End.FINISHED:
             raise errors.AgentFailed(
-                f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: {read.detail}",
+                (
+                    f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: "
+                    f"{read.detail}"
+                ),
                 remedy="Send the precursor again in a new program.",
             )
         return read.text
@@ -519,10 +656,16 @@ class Programs:
         return await self._cache.read(log, at_least=sys.maxsize, wait_s=wait_s)
 
     def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
-        """What the agent still waits for; agents that were not sent here yet, or to another router, are not counted."""
-        slowest, token_s = 0.0, None
+        """What the agent still waits for; agents that were not sent here yet, or to another router,
+        are not counted.
+        """
+        slowest = 0.0
+        token_s = None
         for precursor in request.reads:
-            record = None if precursor in read else self._known(request, precursor)
+            if precursor in read:
+                record = None
+            else:
+                record = self._known(request, precursor)
             if record is not None and record.run is not None and record.run.remaining[0] > slowest:
                 slowest, token_s = record.run.remaining
         return Remainder(slowest, token_s)
@@ -532,30 +675,44 @@ class Programs:
     def _program(self, tenant: str, program: str) -> _Program:
         found = self._find(tenant, program)
         if found is None:
-            raise errors.UnknownProgram(f"No program {program!r} is known.", remedy="Send an agent request first.")
+            raise errors.UnknownProgram(
+                f"No program {program!r} is known.", remedy="Send an agent request first."
+            )
         return found
 
     def _find(self, tenant: str, program: str) -> _Program | None:
         """The program, unless its time is over."""
         found = self._programs.get((tenant, program))
-        is_kept = found is not None and (found.used_s > self._clock() - self._ttl_s or found.is_running())
+        is_kept = found is not None and (
+            found.used_s > self._clock() - self._ttl_s or found.is_running()
+        )
         return found if is_kept else None
 
     async def wrote(self, tenant: str, program: str, size: int) -> None:
-        """Bytes came for an output of the program that is written elsewhere. They are kept as long as the program.
+        """Bytes came for an output of the program that is written elsewhere. They are kept as long
+        as the program.
 
-        Where the tenant has too many, its oldest ended programs are forgotten. Raises Overloaded if there is none.
+        Where the tenant has too many, its oldest ended programs are forgotten. Raises Overloaded if
+        there is none.
         """
         if (found := self._programs.get((tenant, program))) is not None:
             found.written += size
             self._written[tenant] += size
         while self._written[tenant] > self._max_written:
-            ours = (item for item in self._programs.items() if item[0][0] == tenant and item[1].written)
+            ours = (
+                item for item in self._programs.items() if item[0][0] == tenant and item[1].written
+            )
             others = (key for key, one in ours if key[1] != program and not one.is_running())
             if (oldest := next(others, None)) is None:
                 raise errors.Overloaded(
-                    f"Outputs that {tenant!r} has written take more than {self._max_written} bytes.",
-                    remedy=f"First send DELETE /v1/agent/requests/{program}, or let other programs end.",
+                    (
+                        f"Outputs that {tenant!r} has written take more than {self._max_written} "
+                        "bytes."
+                    ),
+                    remedy=(
+                        f"First send DELETE /v1/agent/requests/{program}, or let other "
+                        "programs end."
+                    ),
                 )
             await self._forget(*oldest)
 

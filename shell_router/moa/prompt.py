@@ -24,18 +24,26 @@ CHARACTERS_PER_TOKEN = 4
 
 T = TypeVar("T")
 _POOL = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="tokenize")
-"""Not asyncio's own threads: as many long prompts as a client sends would keep files from being read and written."""
+"""Not asyncio's own threads: as many long prompts as a client sends would keep files from being
+read and written.
+"""
 
 
 async def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of `text`."""
     short = len(text) < LONG_TEXT
-    return tokenizer.encode(text) if short else await off_loop(len(text), partial(tokenizer.encode, text))
+    if short:
+        return tokenizer.encode(text)
+    return await off_loop(len(text), partial(tokenizer.encode, text))
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:
-    """The result of `work`, which takes time in proportion to `characters`: of many in one of a few threads."""
-    return work() if characters < LONG_TEXT else await asyncio.get_running_loop().run_in_executor(_POOL, work)
+    """The result of `work`, which takes time in proportion to `characters`: of many in one of a few
+    threads.
+    """
+    if characters < LONG_TEXT:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_POOL, work)
 
 
 @value
@@ -70,16 +78,22 @@ def render(
     options: Mapping[str, Any] = NO_OPTIONS,
     tools: Sequence[Turn] = (),
 ) -> tuple[Part, ...]:
-    """Put messages through the chat template, with these `options` and `tools`, and find the slots again.
+    """Put messages through the chat template, with these `options` and `tools`, and find the slots
+    again.
 
-    Each slot goes through the template as a mark that occurs in no message, so the template may move content about
-    but the text around a slot is what the template made of it.
+    Each slot goes through the template as a mark that occurs in no message, so the template may
+    move content about but the text around a slot is what the template made of it.
     """
     written = [message for message in messages if isinstance(message, Message)]
     slots = [part for message in written for part in message.parts if isinstance(part, Slot)]
-    texts = ["".join(part if isinstance(part, str) else " " for part in message.parts) for message in written]
+    texts = [
+        "".join(part if isinstance(part, str) else " " for part in message.parts)
+        for message in written
+    ]
     others = [one for one in (*messages, *tools, options) if one and not isinstance(one, Message)]
-    mark = unused_mark([*texts, *(json.dumps(one, ensure_ascii=False, default=str) for one in others)])
+    mark = unused_mark(
+        [*texts, *(json.dumps(one, ensure_ascii=False, default=str) for one in others)]
+    )
     numbers = iter(range(len(slots)))
     chat = [
         message
@@ -87,7 +101,8 @@ def render(
         else {
             "role": message.role,
             "content": "".join(
-                part if isinstance(part, str) else f"{mark}{next(numbers)}{mark}" for part in message.parts
+                part if isinstance(part, str) else f"{mark}{next(numbers)}{mark}"
+                for part in message.parts
             ),
         }
         for message in messages
@@ -98,7 +113,8 @@ def render(
 
 
 def unused_mark(texts: Sequence[str]) -> str:
-    """A string of private-use characters, to which no template gives a meaning, that no text holds."""
+    """A string of private-use characters, to which no template gives a meaning, that no text
+    holds."""
     used = {number for text in texts for number in _MARK.findall(text)}
     return next(f"\ue000{number}\ue001" for number in count() if str(number) not in used)
 
@@ -109,9 +125,9 @@ _MARK = re.compile("\ue000([0-9]+)\ue001")
 class GrowingPrompt:
     """Token ids of a prompt that is still being written.
 
-    Text is tokenized with all text it touches, so a run of text between two outputs in token mode has the ids it would
-    have on its own; output ids are taken as they are. The final ids therefore depend on what was added, never on how
-    it was cut or when it came.
+    Text is tokenized with all text it touches, so a run of text between two outputs in token mode
+    has the ids it would have on its own; output ids are taken as they are. The final ids therefore
+    depend on what was added, never on how it was cut or when it came.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -144,7 +160,9 @@ class GrowingPrompt:
         return self._with(self._tokenizer.encode)
 
     def _with(self, encode: Callable[[str], list[int]]) -> list[int]:
-        return [*self._ids, *encode("".join(self._texts))] if self._texts else self._ids.copy()
+        if self._texts:
+            return [*self._ids, *encode("".join(self._texts))]
+        return self._ids.copy()
 
     def mark(self) -> Mark:
         """How far it has come."""
@@ -165,44 +183,69 @@ def agent_parts(
     options: Mapping[str, Any] = NO_OPTIONS,
     tools: Sequence[Turn] | None = None,
 ) -> tuple[Part, ...]:
-    """S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) in place of the last user message of the client's chat.
+    """S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) in place of the last user message of the
+    client's chat.
 
-    `order` is the agent's precursors as they shall stand in the prompt, behind the outputs that it is given. System
-    messages of the agent and of the client become one, the agent's first; earlier turns stay as they are. `options` and
-    `tools` go to the chat template; without tools, even none, their calls and results are text.
+    `order` is the agent's precursors as they shall stand in the prompt, behind the outputs that it
+    is given. System messages of the agent and of the client become one, the agent's first; earlier
+    turns stay as they are. `options` and `tools` go to the chat template; without tools, even none,
+    their calls and results are text.
     """
-    place = len(chat) - 1 if chat[-1]["role"] == "user" else place_of_question(chat)
-    prompt, question, before_it, later = agent.prompt, chat[place]["content"], chat[:place], chat[place + 1 :]
+    if chat[-1]["role"] == "user":
+        place = len(chat) - 1
+    else:
+        place = place_of_question(chat)
+    prompt = agent.prompt
+    question = chat[place]["content"]
+    before_it = chat[:place]
+    later = chat[place + 1 :]
     if tools is None:
-        before_it, later = without_tools(before_it), without_tools(later)
-    system = [fill_text(prompt.system, question)] if prompt.system else []
+        before_it = without_tools(before_it)
+        later = without_tools(later)
+    if prompt.system:
+        system = [fill_text(prompt.system, question)]
+    else:
+        system = []
     earlier = []
     for turn in before_it:
         if turn["role"] == "system":
             system.append(turn["content"])
         else:
             earlier.append(turn)
-    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    if prompt.prefix == "{question}" and not prompt.suffix:
-        before, behind = question, ""
+    if system:
+        first = [{"role": "system", "content": "\n\n".join(system)}]
     else:
-        before, behind = fill_text(prompt.prefix, question), fill_text(prompt.suffix, question)
+        first = []
+    if prompt.prefix == "{question}" and not prompt.suffix:
+        before = question
+        behind = ""
+    else:
+        before = fill_text(prompt.prefix, question)
+        behind = fill_text(prompt.suffix, question)
     if not order and not agent.given:
         turns = [*first, *earlier, {"role": "user", "content": before + behind}, *later]
         text = model.tokenizer.render_chat(turns, tools or (), options)
         return (text,) if text else ()
     names = [*(writer for writer, _ in agent.given), *order]
     # ids as their own file has them, without the step they run in
-    slots = [Slot(name, *slot_parts(prompt.slot, name.rpartition("/")[2], i)) for i, name in enumerate(names, 1)]
-    given = [f"{slot.before}{output}{slot.after}" for slot, (_, output) in zip(slots, agent.given, strict=False)]
+    slots = [
+        Slot(name, *slot_parts(prompt.slot, name.rpartition("/")[2], i))
+        for i, name in enumerate(names, 1)
+    ]
+    given = [
+        f"{slot.before}{output}{slot.after}"
+        for slot, (_, output) in zip(slots, agent.given, strict=False)
+    ]
     user = Message("user", (before, *given, *slots[len(agent.given) :], behind))
     return render(model.tokenizer, [*first, *earlier, user, *later], options, tools or ())
 
 
 def without_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
-    """The chat for agents that have no tools, and whose templates may know none: calls and results as text.
+    """The chat for agents that have no tools, and whose templates may know none: calls and results
+    as text.
 
-    Results that follow each other become one user message, so that user and assistant still take turns.
+    Results that follow each other become one user message, so that user and assistant still take
+    turns.
     """
     if not any(turn["role"] == "tool" or turn.get("tool_calls") for turn in chat):
         return chat
@@ -218,9 +261,18 @@ def without_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
         elif calls := turn.get("tool_calls"):
             names |= {call["id"]: call["function"]["name"] for call in calls}
             called = [
-                f"I call {call['function']['name']} with {json.dumps(call['function']['arguments'])}" for call in calls
+                (
+                    f"I call {call['function']['name']} with "
+                    f"{json.dumps(call['function']['arguments'])}"
+                )
+                for call in calls
             ]
-            turns.append({"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *called]))})
+            turns.append(
+                {
+                    "role": turn["role"],
+                    "content": "\n".join(filter(None, [turn["content"], *called])),
+                }
+            )
         else:
             turns.append(turn)
     return [{"role": turn["role"], "content": turn["content"]} for turn in turns]

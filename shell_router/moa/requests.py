@@ -16,13 +16,14 @@ from shell_router.topology import Prefill
 class MoaRequest:
     """One question for a topology.
 
-    `messages` are chat messages (role, content, and what belongs to tools), one of them at least the user's, behind
-    whose last there are at most calls of tools and their results. `sampling` overrides the root's sampling
-    parameters; a `sampling_seed` in it seeds the other agents too, each in its own way. `seed` fixes the early-exit
-    gate's draws. `id` is unique; it names the run in the cache and in traces. `labels` are the client's own, which
-    rules between steps may read. With `confidence` the root's is measured. `prediction` is a text that the answer is
-    expected to repeat. `chat_template_kwargs`, `max_thinking_tokens`, its thinking's limit,
-    and the tools of `offer` are the root's alone. With a `journal` the run goes on where an earlier one broke off.
+    `messages` are chat messages (role, content, and what belongs to tools), one of them at least
+    the user's, behind whose last there are at most calls of tools and their results. `sampling`
+    overrides the root's sampling parameters; a `sampling_seed` in it seeds the other agents too,
+    each in its own way. `seed` fixes the early-exit gate's draws. `id` is unique; it names the run
+    in the cache and in traces. `labels` are the client's own, which rules between steps may read.
+    With `confidence` the root's is measured. `prediction` is a text that the answer is expected to
+    repeat. `chat_template_kwargs`, `max_thinking_tokens`, its thinking's limit, and the tools of
+    `offer` are the root's alone. With a `journal` the run goes on where an earlier one broke off.
     `end_user` is as in `Hints`.
     """
 
@@ -67,11 +68,12 @@ Segment = str | OutputOf
 class AgentRequest:
     """One agent of an external framework's program.
 
-    Exactly one of `prompt` (raw segments) and `messages` (role and segments, put through the model's chat template)
-    is given. A precursor may be running, finished, or not yet sent; the first sign of it is waited for `wait_s`.
-    Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
-    A `chat` completion has an unguessable agent id, by which its output can be found, and the prompt that a client
-    gets who waits for the outputs and sends their texts. Unless it `is_read` by others, it may end inside its thinking.
+    Exactly one of `prompt` (raw segments) and `messages` (role and segments, put through the
+    model's chat template) is given. A precursor may be running, finished, or not yet sent; the
+    first sign of it is waited for `wait_s`. Where `model` is AUTO, it is chosen among `candidates`,
+    or among those of the deployment where there are none. A `chat` completion has an unguessable
+    agent id, by which its output can be found, and the prompt that a client gets who waits for the
+    outputs and sends their texts. Unless it `is_read` by others, it may end inside its thinking.
     With a `journal` it goes on where an earlier attempt broke off. `end_user` is as in `Hints`.
     """
 
@@ -96,8 +98,13 @@ class AgentRequest:
     @property
     def reads(self) -> tuple[str, ...]:
         """The agents whose outputs stand in its prompt, each once."""
-        segments = [*self.prompt, *(segment for _, segments in self.messages for segment in segments)]
-        return tuple(dict.fromkeys(segment.agent for segment in segments if isinstance(segment, OutputOf)))
+        segments = [
+            *self.prompt,
+            *(segment for _, segments in self.messages for segment in segments),
+        ]
+        return tuple(
+            dict.fromkeys(segment.agent for segment in segments if isinstance(segment, OutputOf))
+        )
 
 
 CutOff = Literal["early_exit", "unneeded"]
@@ -126,8 +133,9 @@ class AgentUsage:
 class Answer:
     """The root's output, and what every agent cost, in topological order.
 
-    `confidence` is the geometric mean of the output's token probabilities, None where it was not measured. `reasoning`
-    is the thinking before it, where the model's is separated; `calls` are those of tools that it ends with.
+    `confidence` is the geometric mean of the output's token probabilities, None where it was not
+    measured. `reasoning` is the thinking before it, where the model's is separated; `calls` are
+    those of tools that it ends with.
     """
 
     text: str
@@ -151,7 +159,8 @@ class ProgramState:
 
 
 class Deadline:
-    """Raises `late` where what is inside takes `limit_s`. It is in `among` meanwhile, for others to `end` it.
+    """Raises `late` where what is inside takes `limit_s`. It is in `among` meanwhile, for others to
+    `end` it.
 
     asyncio's own timeout costs three times as much, which small requests feel.
     """
@@ -181,17 +190,26 @@ class Deadline:
             self._among.add(self)
 
     def end(self, error: Exception | None = None) -> None:
-        """Cancel what is inside, which then raises `error`; the first call counts: it may still leave its engine."""
+        """Cancel what is inside, which then raises `error`; the first call counts: it may still
+        leave its engine.
+        """
         if self._error is None:
             self._error = error or self._late()
             self._task.cancel()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._among is not None:
             self._among.discard(self)
-        if self._error is not None and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        if (
+            self._error is not None
+            and self._task.uncancel() <= self._cancelling
+            and kind is asyncio.CancelledError
+        ):
             raise self._error from None

@@ -21,7 +21,9 @@ FILES: Mapping[Prediction, tuple[str, str]] = {
 AGAIN = "Train the predictor again with this version."
 
 
-def write_predictor(folder: Path, kind: Prediction, content: Mapping[str, Any], arrays: Arrays) -> None:
+def write_predictor(
+    folder: Path, kind: Prediction, content: Mapping[str, Any], arrays: Arrays
+) -> None:
     """Write `content`, marked with its form, and arrays by name, compressed. Raises ConfigError."""
     description, archive = (folder / name for name in FILES[kind])
     try:
@@ -30,18 +32,24 @@ def write_predictor(folder: Path, kind: Prediction, content: Mapping[str, Any], 
         description.write_text(json.dumps({**form, **content}, indent=1) + "\n", encoding="utf-8")
         np.savez_compressed(archive, **dict[str, Any](arrays))
     except OSError as error:
-        raise ConfigError(f"{description}: {error.strerror}.", remedy="Name a folder that you may write to.") from error
+        raise ConfigError(
+            f"{description}: {error.strerror}.", remedy="Name a folder that you may write to."
+        ) from error
 
 
 def read_predictor(folder: Path, kind: Prediction) -> tuple[dict[str, Any], Arrays]:
-    """What `write_predictor` wrote of this kind. Objects, which could hold code, are refused. Raises ConfigError."""
+    """What `write_predictor` wrote of this kind. Objects, which could hold code, are refused.
+    Raises ConfigError.
+    """
     description, archive = (folder / name for name in FILES[kind])
     try:
         found = json.loads(description.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{description} cannot be read: {error}.", remedy=AGAIN) from error
     if not isinstance(found, dict) or found.get("form") != f"shell-router {kind} 1":
-        raise ConfigError(f"{description} is not of the form 'shell-router {kind} 1'.", remedy=AGAIN)
+        raise ConfigError(
+            f"{description} is not of the form 'shell-router {kind} 1'.", remedy=AGAIN
+        )
     try:
         with np.load(archive, allow_pickle=False) as opened:
             return found, {name: opened[name] for name in opened.files}

@@ -1,4 +1,6 @@
-"""Fits length predictors to recorded traces, and measures how well they order unseen ones (Chimera, table 3)."""
+"""Fits length predictors to recorded traces, and measures how well they order unseen ones (Chimera,
+table 3).
+"""
 
 import random
 from collections import defaultdict
@@ -18,14 +20,23 @@ from shell_router.errors import DataError, require
 from shell_router.prediction.lengths import LEAF, Features, Forest, LengthModel, Places, Sketch
 from shell_router.topology.document import read_json_lines
 
-NUMBERS = ("system_tokens", "user_tokens", "known_tokens", "output_tokens", "started_at", "started_s")
+NUMBERS = (
+    "system_tokens",
+    "user_tokens",
+    "known_tokens",
+    "output_tokens",
+    "started_at",
+    "started_s",
+)
 RECORDED = "Name files that the router recorded."
 TEXTS = ("program", "topology", "agent", "stage", "model", "state")
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """One agent's run: what was known before it, what it and all after it in its program wrote, and when it came."""
+    """One agent's run: what was known before it, what it and all after it in its program wrote, and
+    when it came.
+    """
 
     program: str
     prospect: Prospect
@@ -39,9 +50,17 @@ class TracedRun:
 
 
 def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
-    """The runs in files, and in all .jsonl files of folders, in the order of their arrival. Raises ConfigError."""
-    files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
-    require(bool(files), "There are no .jsonl files.", "Name the folder that `record.folder` names.")
+    """The runs in files, and in all .jsonl files of folders, in the order of their arrival. Raises
+    ConfigError.
+    """
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
+    ]
+    require(
+        bool(files), "There are no .jsonl files.", "Name the folder that `record.folder` names."
+    )
     programs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for file in files:
         for where, line in read_json_lines(file, RECORDED):
@@ -50,7 +69,11 @@ def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
                 raise DataError(f"{where}: this is not a line of a trace file.", remedy=RECORDED)
             programs[line["program"]].append(line)
     runs = [run for lines in programs.values() for run in _runs(lines)]
-    require(bool(runs), "The traces hold no run.", "Record some: docs/how-to/choose-models.md explains it.")
+    require(
+        bool(runs),
+        "The traces hold no run.",
+        "Record some: docs/how-to/choose-models.md explains it.",
+    )
     return sorted(runs, key=lambda run: run.arrived_s)
 
 
@@ -62,32 +85,42 @@ def _runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
         for precursor in line.get("reads", ()):
             readers[precursor].append(line["agent"])
     for line in lines:
-        following, frontier = set(), [line["agent"]]  # the agent, and all that read it, directly or not
+        # the agent, and all that read it, directly or not
+        following = set()
+        frontier = [line["agent"]]
         while frontier:
             if (one := frontier.pop()) not in following:
                 following.add(one)
                 frontier.extend(readers.get(one, ()))
         after = [by_agent[agent] for agent in following]
-        system, user, known = (int(line[name]) for name in ("system_tokens", "user_tokens", "known_tokens"))
-        models, text = (line["model"],), line.get("user", "")
+        system, user, known = (
+            int(line[name]) for name in ("system_tokens", "user_tokens", "known_tokens")
+        )
+        models = (line["model"],)
+        text = line.get("user", "")
         yield TracedRun(
             line["program"],
-            Prospect(line["topology"], line["stage"], text, system, user, known, models, scored=False),
+            Prospect(
+                line["topology"], line["stage"], text, system, user, known, models, scored=False
+            ),
             line["model"],
             int(line["output_tokens"]),
             int(sum(one["output_tokens"] for one in after)),
             int(line.get("prompt_tokens") or line["known_tokens"]),
             line["started_at"] + line["started_s"],
-            line["state"] == "finished" and all(one["state"] in ("finished", "skipped") for one in after),
+            line["state"] == "finished"
+            and all(one["state"] in ("finished", "skipped") for one in after),
         )
 
 
 def kendall_distance(predicted: Sequence[float], true: Sequence[float]) -> float:
-    """Share of pairs, of those that differ in truth, whose order `predicted` has wrong; a tie in it counts half.
+    """Share of pairs, of those that differ in truth, whose order `predicted` has wrong; a tie in it
+    counts half.
 
     0 is the right order, 1 the opposite, 0.5 chance. NaN where no two differ.
     """
-    guess, truth = np.asarray(predicted, dtype=float), np.asarray(true, dtype=float)
+    guess = np.asarray(predicted, dtype=float)
+    truth = np.asarray(true, dtype=float)
     wrong = pairs = 0.0
     for place in range(len(truth) - 1):
         real = np.sign(truth[place + 1 :] - truth[place])
@@ -95,21 +128,27 @@ def kendall_distance(predicted: Sequence[float], true: Sequence[float]) -> float
         counted = real != 0
         pairs += counted.sum()
         wrong += (seen[counted] == -real[counted]).sum() + 0.5 * (seen[counted] == 0).sum()
-    return float(wrong / pairs) if pairs else float("nan")
+    if pairs:
+        return float(wrong / pairs)
+    return float("nan")
 
 
 LEAST_PROGRAMS = 10
 
 
-TREES, LEAST_RUNS = 100, 10
+TREES = 100
+LEAST_RUNS = 10
 """Of a forest, and in a leaf."""
-TERMS, COMPONENTS = 2000, 16
+TERMS = 2000
+COMPONENTS = 16
 """Of the texts' sketch: terms that it knows, and numbers that it reduces a text to."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthScore:
-    """Of one model's held-out runs: shares of pairs in the wrong order, and the median error in tokens."""
+    """Of one model's held-out runs: shares of pairs in the wrong order, and the median error in
+    tokens.
+    """
 
     model: str
     runs: int
@@ -128,7 +167,11 @@ def train_lengths(
     """
     ended = [run for run in runs if run.whole]
     programs = sorted({run.program for run in ended})
-    require(len(programs) >= LEAST_PROGRAMS, f"{len(programs)} whole programs are too few to train on.", "Record more.")
+    require(
+        len(programs) >= LEAST_PROGRAMS,
+        f"{len(programs)} whole programs are too few to train on.",
+        "Record more.",
+    )
     random.Random(seed).shuffle(programs)
     judging = set(programs[: min(max(1, round(held_out * len(programs))), len(programs) - 1)])
     model = fit_lengths([run for run in ended if run.program not in judging], seed)
@@ -156,11 +199,17 @@ def fit_lengths(runs: Sequence[TracedRun], seed: int) -> LengthModel:
         )
         return exported(fitted.fit(rows, np.asarray(targets, dtype=float)))
 
-    return LengthModel(features, forest([run.own_tokens for run in runs]), forest([run.total_tokens for run in runs]))
+    return LengthModel(
+        features,
+        forest([run.own_tokens for run in runs]),
+        forest([run.total_tokens for run in runs]),
+    )
 
 
 def exported(forest: RandomForestQuantileRegressor) -> Forest:
-    """What the fitted forest decides by. Its leaves hold training targets by number, counted from 1; 0 is none."""
+    """What the fitted forest decides by. Its leaves hold training targets by number, counted from
+    1; 0 is none.
+    """
     trees = [estimator.tree_ for estimator in forest.estimators_]
     offsets = np.cumsum([0, *(tree.node_count for tree in trees)])
     places = np.asarray(forest.forest_.y_train_leaves)
@@ -173,8 +222,12 @@ def exported(forest: RandomForestQuantileRegressor) -> Forest:
     ends = np.cumsum([len(leaf) for leaf in leaves]).astype(np.int32)
     return Forest(
         offsets[:-1].astype(np.int32),
-        np.concatenate([_moved(tree.children_left, by) for tree, by in zip(trees, offsets, strict=False)]),
-        np.concatenate([_moved(tree.children_right, by) for tree, by in zip(trees, offsets, strict=False)]),
+        np.concatenate(
+            [_moved(tree.children_left, by) for tree, by in zip(trees, offsets, strict=False)]
+        ),
+        np.concatenate(
+            [_moved(tree.children_right, by) for tree, by in zip(trees, offsets, strict=False)]
+        ),
         np.concatenate([np.maximum(tree.feature, 0) for tree in trees]).astype(np.int32),
         np.concatenate([tree.threshold for tree in trees]),
         np.concatenate([[0], ends[:-1]]).astype(np.int32),
@@ -206,15 +259,22 @@ def _sketch(texts: Sequence[str], seed: int) -> Sketch | None:
 
 
 def judged(model: LengthModel, runs: Sequence[TracedRun]) -> list[LengthScore]:
-    """Per model, how `runs` are ordered by the predictor, by arrival, and by the prompt's length."""
+    """Per model, how `runs` are ordered by the predictor, by arrival, and by the prompt's
+    length."""
     scores = []
     for name in model.features.models:
         of = [run for run in runs if run.model == name]
-        predicted = [answer["total_tokens"][name] for answer in model.answers([run.prospect for run in of])]
+        predicted = [
+            answer["total_tokens"][name] for answer in model.answers([run.prospect for run in of])
+        ]
         true = [float(run.total_tokens) for run in of]
         if of:
             by_arrival = kendall_distance([run.arrived_s for run in of], true)
             by_input = kendall_distance([float(run.prompt_tokens) for run in of], true)
             error = float(np.median(np.abs(np.array(predicted) - np.array(true))))
-            scores.append(LengthScore(name, len(of), kendall_distance(predicted, true), by_arrival, by_input, error))
+            scores.append(
+                LengthScore(
+                    name, len(of), kendall_distance(predicted, true), by_arrival, by_input, error
+                )
+            )
     return scores

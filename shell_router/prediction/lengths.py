@@ -1,4 +1,6 @@
-"""How many tokens an agent and its program from it on will write (Chimera, 3.4): features, and two quantile forests."""
+"""How many tokens an agent and its program from it on will write (Chimera, 3.4): features, and two
+quantile forests.
+"""
 
 import re
 from collections import Counter
@@ -21,9 +23,11 @@ LEAF = -1
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The nodes of all trees one behind the other: a row goes left where its `feature` is at most `threshold`.
+    """The nodes of all trees one behind the other: a row goes left where its `feature` is at most
+    `threshold`.
 
-    `left` of a leaf is LEAF, and `values[begins[node]:ends[node]]` are the targets that fell into it.
+    `left` of a leaf is LEAF, and `values[begins[node]:ends[node]]` are the targets that fell into
+    it.
     """
 
     roots: Places
@@ -37,11 +41,15 @@ class Forest:
 
     def medians(self, rows: Floats) -> list[float]:
         """Per row [rows, features] the median of the targets in its leaves, all trees' together."""
-        nodes, row = np.tile(self.roots, (len(rows), 1)), np.arange(len(rows))[:, None]
+        nodes = np.tile(self.roots, (len(rows), 1))
+        row = np.arange(len(rows))[:, None]
         while (inner := self.left[nodes] != LEAF).any():
             goes_left = rows[row, self.feature[nodes]] <= self.threshold[nodes]
             nodes = np.where(inner, np.where(goes_left, self.left[nodes], self.right[nodes]), nodes)
-        fell = ([self.values[self.begins[leaf] : self.ends[leaf]] for leaf in leaves] for leaves in nodes)
+        fell = (
+            [self.values[self.begins[leaf] : self.ends[leaf]] for leaf in leaves]
+            for leaves in nodes
+        )
         return [float(np.median(np.concatenate(targets))) for targets in fell]
 
 
@@ -50,7 +58,8 @@ _WORD = re.compile(r"(?u)\b\w\w+\b")
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """`vocabulary` gives each term its row in `idf` [terms] and `projection` [terms, components]."""
+    """`vocabulary` gives each term its row in `idf` [terms] and `projection` [terms,
+    components]."""
 
     vocabulary: Mapping[str, int]
     idf: NDArray[np.float64]
@@ -60,7 +69,9 @@ class Sketch:
         """[texts, components]; a text without a known term is all zeros."""
         found = np.zeros((len(texts), self.projection.shape[1]))
         for place, text in enumerate(texts):
-            counts = Counter(row for term in _terms(text) if (row := self.vocabulary.get(term)) is not None)
+            counts = Counter(
+                row for term in _terms(text) if (row := self.vocabulary.get(term)) is not None
+            )
             if counts:
                 rows = np.fromiter(counts, dtype=np.int64)
                 weights = np.fromiter(counts.values(), dtype=np.float64) * self.idf[rows]
@@ -76,7 +87,8 @@ def _terms(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """A row per prospect and model: token counts, workflow, stage and model as ones among zeros, the text's sketch.
+    """A row per prospect and model: token counts, workflow, stage and model as ones among zeros,
+    the text's sketch.
 
     What training did not meet is all zeros. Without a `sketch` nothing is known of texts.
     """
@@ -103,7 +115,9 @@ class Features:
 
 
 def _ones(values: Sequence[str], known: Sequence[str]) -> Floats:
-    same: NDArray[np.bool_] = np.equal.outer(np.array(values, dtype=object), np.array(known, dtype=object))
+    same: NDArray[np.bool_] = np.equal.outer(
+        np.array(values, dtype=object), np.array(known, dtype=object)
+    )
     return same.astype(np.float32)
 
 
@@ -123,7 +137,9 @@ class LengthModel:
             return [{} for _ in prospects]
         rows = self.features.rows(asked)
         medians = iter(zip(self.own.medians(rows), self.total.medians(rows), strict=True))
-        each = [{model: next(medians) for model in one.models if model in known} for one in prospects]
+        each = [
+            {model: next(medians) for model in one.models if model in known} for one in prospects
+        ]
         return [
             {
                 "own_tokens": {model: own for model, (own, _) in found.items()},
@@ -134,11 +150,18 @@ class LengthModel:
 
     def save(self, folder: Path) -> None:
         """Write the folder. Raises ConfigError."""
-        features, sketch = self.features, self.features.sketch
-        content: dict[str, Any] = {name: list(getattr(features, name)) for name in ("workflows", "stages", "models")}
+        features = self.features
+        sketch = self.features.sketch
+        content: dict[str, Any] = {
+            name: list(getattr(features, name)) for name in ("workflows", "stages", "models")
+        }
         content["vocabulary"] = None if sketch is None else dict(sketch.vocabulary)
         forests = {"own": self.own, "total": self.total}
-        arrays = {f"{of}.{name}": getattr(forest, name) for of, forest in forests.items() for name in Forest.__slots__}
+        arrays = {
+            f"{of}.{name}": getattr(forest, name)
+            for of, forest in forests.items()
+            for name in Forest.__slots__
+        }
         if sketch is not None:
             arrays |= {"idf": sketch.idf, "projection": sketch.projection}
         write_predictor(folder, "lengths", content, arrays)
@@ -148,7 +171,15 @@ class LengthModel:
         """Read the folder. Raises ConfigError."""
         described, arrays = read_predictor(folder, "lengths")
         words = described["vocabulary"]
-        sketch = Sketch(words, arrays["idf"], arrays["projection"]) if words else None
-        features = Features(described["workflows"], described["stages"], described["models"], sketch)
-        own, total = (Forest(*(arrays[f"{of}.{name}"] for name in Forest.__slots__)) for of in ("own", "total"))
+        if words:
+            sketch = Sketch(words, arrays["idf"], arrays["projection"])
+        else:
+            sketch = None
+        features = Features(
+            described["workflows"], described["stages"], described["models"], sketch
+        )
+        own, total = (
+            Forest(*(arrays[f"{of}.{name}"] for name in Forest.__slots__))
+            for of in ("own", "total")
+        )
         return cls(features, own, total)

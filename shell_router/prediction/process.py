@@ -21,7 +21,10 @@ def predictor(kind: str, folder: str, device: str, threads: int) -> Work:
 
     def work(bodies: Sequence[bytes]) -> list[tuple[bytes]]:
         """The prospects of all waiting calls are one batch."""
-        calls = [[Prospect(**{**one, "models": tuple(one["models"])}) for one in orjson.loads(body)] for body in bodies]
+        calls = [
+            [Prospect(**{**one, "models": tuple(one["models"])}) for one in orjson.loads(body)]
+            for body in bodies
+        ]
         answers = iter(model.answers([one for call in calls for one in call]))
         return [(orjson.dumps([next(answers) for _ in call]),) for call in calls]
 

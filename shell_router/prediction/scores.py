@@ -57,14 +57,20 @@ class ScoreModel:
         rows = dict(zip(texts, self.scores(texts), strict=True))
         places = {name: place for place, name in enumerate(self.head.models)}
         return [
-            {"scores": {name: float(rows[one.user][places[name]]) for name in one.models if name in places}}
+            {
+                "scores": {
+                    name: float(rows[one.user][places[name]])
+                    for name in one.models
+                    if name in places
+                }
+            }
             for one in prospects
         ]
 
 
 def save_scores(folder: Path, head: Head, encoder: str) -> None:
-    """Write the folder. `encoder` is "default", a path or name as sentence-transformers takes it, or "encoder" for the
-    fine-tuned one in the folder itself. Raises ConfigError.
+    """Write the folder. `encoder` is "default", a path or name as sentence-transformers takes it,
+    or "encoder" for the fine-tuned one in the folder itself. Raises ConfigError.
     """
     arrays = {"weights": head.weights, "bias": head.bias}
     write_predictor(folder, "scores", {"models": list(head.models), "encoder": encoder}, arrays)
@@ -74,11 +80,15 @@ def load_scores(folder: Path, *, device: str, threads: int) -> ScoreModel:
     """Read the folder, and load its encoder. Raises ConfigError."""
     described, arrays = read_predictor(folder, "scores")
     head = Head(tuple(described["models"]), arrays["weights"], arrays["bias"])
-    return ScoreModel(encoder_of(folder, described["encoder"], device=device, threads=threads), head)
+    return ScoreModel(
+        encoder_of(folder, described["encoder"], device=device, threads=threads), head
+    )
 
 
 def encoder_of(folder: Path, named: str, *, device: str, threads: int) -> Encode:
-    """The encoder that a folder's description names; a relative path counts from the folder. Raises ConfigError."""
+    """The encoder that a folder's description names; a relative path counts from the folder. Raises
+    ConfigError.
+    """
     from shell_router.prediction.encoders import frozen_encoder, tuned_encoder  # noqa: PLC0415 - loads torch
 
     if named == ENCODER:
@@ -86,5 +96,7 @@ def encoder_of(folder: Path, named: str, *, device: str, threads: int) -> Encode
     if named.startswith("."):
         named = str((folder / named).resolve())
         if not Path(named).is_dir():
-            raise ConfigError(f"{folder}: its encoder {named} is not there.", remedy="Train the predictor again.")
+            raise ConfigError(
+                f"{folder}: its encoder {named} is not there.", remedy="Train the predictor again."
+            )
     return frozen_encoder(named, device=device, threads=threads)

@@ -1,4 +1,6 @@
-"""The router's side of predictors: each in a process of its own, asked in batches within a limit (Chimera, 3.8)."""
+"""The router's side of predictors: each in a process of its own, asked in batches within a limit
+(Chimera, 3.8).
+"""
 
 import asyncio
 import logging
@@ -13,7 +15,12 @@ from shell_router.app.wings import RunningPredictor
 from shell_router.config import PredictionSettings
 from shell_router.core.predictors import Forecast, Forecasts, Prediction, Prospect
 from shell_router.errors import ConfigError, EngineError
-from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
+from shell_router.launching.side_process import (
+    ProcessLimits,
+    SideProcess,
+    side_command,
+    side_environment,
+)
 from shell_router.prediction.files import FILES
 
 log = logging.getLogger(__name__)
@@ -24,13 +31,23 @@ Answers = Sequence[Mapping[str, Mapping[str, float]]]
 MAX_BATCH = 32
 """Requests that came while an earlier batch was answered are the next, MAX_BATCH at most."""
 HANG_S = 20.0
-"""A process that has not answered for this time is killed and started anew; until then its calls end at their limit."""
+"""A process that has not answered for this time is killed and started anew; until then its calls
+end at their limit.
+"""
 
 
 class PredictionService(SideProcess):
-    """One predictor's process. Raises ConfigError where `folder` holds no predictor of this `kind`."""
+    """One predictor's process. Raises ConfigError where `folder` holds no predictor of this
+    `kind`."""
 
-    def __init__(self, kind: Prediction, folder: Path, settings: PredictionSettings, *, hang_s: float = HANG_S) -> None:
+    def __init__(
+        self,
+        kind: Prediction,
+        folder: Path,
+        settings: PredictionSettings,
+        *,
+        hang_s: float = HANG_S,
+    ) -> None:
         description, _ = FILES[kind]
         if not (folder / description).is_file():
             command = "router" if kind == "scores" else "lengths"
@@ -40,7 +57,12 @@ class PredictionService(SideProcess):
             )
         self.kind = kind
         self._limit_s = settings.limit_s
-        arguments = {"kind": kind, "folder": str(folder), "device": settings.device, "threads": settings.threads}
+        arguments = {
+            "kind": kind,
+            "folder": str(folder),
+            "device": settings.device,
+            "threads": settings.threads,
+        }
         super().__init__(
             f"{kind} predicting",
             side_command("shell_router.prediction.process:predictor", arguments, MAX_BATCH),
@@ -52,11 +74,17 @@ class PredictionService(SideProcess):
         """Whether the process is there and ready."""
         return self.pid is not None
 
-    async def predict(self, prospects: Sequence[Prospect], trouble: dict[Prediction, str]) -> Answers:
-        """One answer per prospect; where none comes in time, which counts a start, too, empty ones, and `trouble`."""
+    async def predict(
+        self, prospects: Sequence[Prospect], trouble: dict[Prediction, str]
+    ) -> Answers:
+        """One answer per prospect; where none comes in time, which counts a start, too, empty ones,
+        and `trouble`.
+        """
         try:
             async with asyncio.timeout(self._limit_s):
-                found: Answers = orjson.loads(await self.ask(orjson.dumps([asdict(one) for one in prospects])))
+                found: Answers = orjson.loads(
+                    await self.ask(orjson.dumps([asdict(one) for one in prospects]))
+                )
                 return found
         except EngineError as error:
             trouble[self.kind] = str(error)
@@ -65,7 +93,9 @@ class PredictionService(SideProcess):
         return [{} for _ in prospects]
 
     async def load(self) -> None:
-        """Start, and log a failed start; each choice reports it again, and it is tried again after a while."""
+        """Start, and log a failed start; each choice reports it again, and it is tried again after
+        a while.
+        """
         try:
             await self.start()
         except EngineError as error:
@@ -73,7 +103,9 @@ class PredictionService(SideProcess):
 
 
 class Predictions:
-    """Asks both services at the same time (see `core.predictors.Predictor`); either may be missing, slow or dead."""
+    """Asks both services at the same time (see `core.predictors.Predictor`); either may be missing,
+    slow or dead.
+    """
 
     def __init__(self, scores: PredictionService | None, lengths: PredictionService | None) -> None:
         self._scores = scores
@@ -84,10 +116,14 @@ class Predictions:
         trouble: dict[Prediction, str] = {}
 
         async def asked(service: PredictionService | None, some: Sequence[Prospect]) -> Answers:
-            return await service.predict(some, trouble) if service and some else [{} for _ in some]
+            if service and some:
+                return await service.predict(some, trouble)
+            return [{} for _ in some]
 
         scored = [one for one in prospects if one.scored]
-        scores, lengths = await asyncio.gather(asked(self._scores, scored), asked(self._lengths, prospects))
+        scores, lengths = await asyncio.gather(
+            asked(self._scores, scored), asked(self._lengths, prospects)
+        )
         of_scored = iter(scores)
         each = [
             Forecast(
@@ -102,13 +138,23 @@ class Predictions:
 
 @asynccontextmanager
 async def running_predictor(settings: PredictionSettings) -> AsyncIterator[RunningPredictor]:
-    """The trained predictors while the context is open, each in its process; they load in the background.
+    """The trained predictors while the context is open, each in its process; they load in the
+    background.
 
     Raises ConfigError for a folder that holds none.
     """
-    folders: Mapping[Prediction, Path | None] = {"scores": settings.scores, "lengths": settings.lengths}
-    services = {kind: PredictionService(kind, folder, settings) for kind, folder in folders.items() if folder}
-    loading = [asyncio.create_task(one.load(), name=f"{kind}-load") for kind, one in services.items()]
+    folders: Mapping[Prediction, Path | None] = {
+        "scores": settings.scores,
+        "lengths": settings.lengths,
+    }
+    services = {
+        kind: PredictionService(kind, folder, settings)
+        for kind, folder in folders.items()
+        if folder
+    }
+    loading = [
+        asyncio.create_task(one.load(), name=f"{kind}-load") for kind, one in services.items()
+    ]
     try:
         checks = {f"predicted {kind}": one.answers for kind, one in services.items()}
         yield RunningPredictor(Predictions(services.get("scores"), services.get("lengths")), checks)

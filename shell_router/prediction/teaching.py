@@ -1,4 +1,5 @@
-"""Trains the semantic router (Chimera, 3.3) on graded answers, and judges it on held-out questions."""
+"""Trains the semantic router (Chimera, 3.3) on graded answers, and judges it on held-out
+questions."""
 
 import os
 import random
@@ -20,7 +21,9 @@ LEAST_QUESTIONS = 20
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """Questions, and per question and model the share of right answers, NaN where the model was not asked."""
+    """Questions, and per question and model the share of right answers, NaN where the model was not
+    asked.
+    """
 
     questions: tuple[str, ...]
     models: tuple[str, ...]
@@ -28,7 +31,9 @@ class Lessons:
 
     def part(self, places: Sequence[int]) -> "Lessons":
         """Some of them."""
-        return Lessons(tuple(self.questions[place] for place in places), self.models, self.right[list(places)])
+        return Lessons(
+            tuple(self.questions[place] for place in places), self.models, self.right[list(places)]
+        )
 
     def split(self, held_out: float, seed: int) -> tuple["Lessons", "Lessons"]:
         """To learn from, and to judge by."""
@@ -39,17 +44,23 @@ class Lessons:
 
 
 def lessons_of(answers: Sequence[Graded]) -> Lessons:
-    """All answers, several of one model to one question as their mean. Raises ConfigError for too few."""
+    """All answers, several of one model to one question as their mean. Raises ConfigError for too
+    few.
+    """
     questions = tuple(dict.fromkeys(one.question for one in answers))
     models = tuple(dict.fromkeys(one.model for one in answers))
     require(
         len(questions) >= LEAST_QUESTIONS and len(models) > 1,
         f"{len(questions)} questions answered by {len(models)} models are too few to learn from.",
-        f"Ask at least two models at least {LEAST_QUESTIONS} questions: see docs/how-to/choose-models.md.",
+        (
+            f"Ask at least two models at least {LEAST_QUESTIONS} questions: see "
+            "docs/how-to/choose-models.md."
+        ),
     )
     places = {question: place for place, question in enumerate(questions)}
     columns = {model: column for column, model in enumerate(models)}
-    sums, counts = np.zeros((len(questions), len(models))), np.zeros((len(questions), len(models)))
+    sums = np.zeros((len(questions), len(models)))
+    counts = np.zeros((len(questions), len(models)))
     for one in answers:
         sums[places[one.question], columns[one.model]] += one.right
         counts[places[one.question], columns[one.model]] += 1
@@ -58,32 +69,40 @@ def lessons_of(answers: Sequence[Graded]) -> Lessons:
 
 
 def fit_head(vectors: Vectors, lessons: Lessons) -> Head:
-    """Logistic regression per model on scaled features: binary cross entropy, with a little decay."""
-    mean, scale = vectors.mean(axis=0), vectors.std(axis=0) + 1e-6
+    """Logistic regression per model on scaled features: binary cross entropy, with a little
+    decay."""
+    mean = vectors.mean(axis=0)
+    scale = vectors.std(axis=0) + 1e-6
     scaled = (vectors - mean) / scale
-    weights, bias = [], []
+    weights = []
+    bias = []
     for column in range(len(lessons.models)):
         asked = ~np.isnan(lessons.right[:, column])
         found = _fitted(scaled[asked], lessons.right[asked, column] >= 0.5)
         weights.append(found[:-1] / scale)
         bias.append(found[-1] - float((found[:-1] / scale) @ mean))
-    return Head(lessons.models, np.array(weights, dtype=np.float64).T, np.array(bias, dtype=np.float64))
+    return Head(
+        lessons.models, np.array(weights, dtype=np.float64).T, np.array(bias, dtype=np.float64)
+    )
 
 
 def _fitted(scaled: Vectors, right: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Weights, then the bias. A model that is always right, or never, has a score without weights."""
+    """Weights, then the bias. A model that is always right, or never, has a score without
+    weights."""
     if right.all() or not right.any():
         share = (right.sum() + 1) / (len(right) + 2)
         return np.append(np.zeros(scaled.shape[1]), np.log(share / (1 - share)))
-    # C is per example: features count in hundreds, and must not be fitted to the noise of few questions
+    # C is per example: features count in hundreds, and must not be fitted to the noise of few
+    # questions
     found = LogisticRegression(C=1.0 / scaled.shape[1], max_iter=2000).fit(scaled, right)
     return np.append(found.coef_[0], found.intercept_[0])
 
 
 @dataclass(frozen=True, slots=True)
 class RouterScore:
-    """On held-out questions: macro mean average precision, that of guessing (the models' shares of right answers), and
-    the share of right answers of each model alone, of the highest-scored one, and of the best that any could do.
+    """On held-out questions: macro mean average precision, that of guessing (the models' shares of
+    right answers), and the share of right answers of each model alone, of the highest-scored one,
+    and of the best that any could do.
     """
 
     questions: int
@@ -95,8 +114,11 @@ class RouterScore:
 
 
 def judged_router(scores: NDArray[np.float64], lessons: Lessons) -> RouterScore:
-    """How well `scores` [questions, models] order answers. Only precision counts questions that some model lacks."""
-    precisions, shares = [], []
+    """How well `scores` [questions, models] order answers. Only precision counts questions that
+    some model lacks.
+    """
+    precisions = []
+    shares = []
     for column in range(len(lessons.models)):
         asked = ~np.isnan(lessons.right[:, column])
         right = lessons.right[asked, column] >= 0.5
@@ -105,7 +127,10 @@ def judged_router(scores: NDArray[np.float64], lessons: Lessons) -> RouterScore:
             shares.append(float(right.mean()))
     whole = ~np.isnan(lessons.right).any(axis=1)
     right = lessons.right[whole]
-    chosen = right[np.arange(len(right)), scores[whole].argmax(axis=1)] if len(right) else np.zeros(0)
+    if len(right):
+        chosen = right[np.arange(len(right)), scores[whole].argmax(axis=1)]
+    else:
+        chosen = np.zeros(0)
     return RouterScore(
         len(lessons.questions),
         _mean(precisions),
@@ -117,7 +142,9 @@ def judged_router(scores: NDArray[np.float64], lessons: Lessons) -> RouterScore:
 
 
 def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
-    return float(np.mean(values)) if len(values) else float("nan")
+    if len(values):
+        return float(np.mean(values))
+    return float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +158,17 @@ class TuningSettings:
 
 
 def fine_tune(
-    encoder: str, lessons: Lessons, settings: TuningSettings, out: Path, *, device: str, threads: int
+    encoder: str,
+    lessons: Lessons,
+    settings: TuningSettings,
+    out: Path,
+    *,
+    device: str,
+    threads: int,
 ) -> Head:
-    """Train a pretrained encoder and a head together by binary cross entropy; the encoder is saved in `out`."""
+    """Train a pretrained encoder and a head together by binary cross entropy; the encoder is saved
+    in `out`.
+    """
     import torch  # noqa: PLC0415 - the light way needs none of it
 
     from shell_router.prediction.encoders import loaded, pooled  # noqa: PLC0415
@@ -142,7 +177,9 @@ def fine_tune(
     torch.manual_seed(settings.seed)
     tokenizer, model = loaded(encoder, device)
     head = torch.nn.Linear(model.config.hidden_size, len(lessons.models)).to(device)
-    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=settings.learning_rate)
+    optimizer = torch.optim.AdamW(
+        [*model.parameters(), *head.parameters()], lr=settings.learning_rate
+    )
     places = list(range(len(lessons.questions)))
     model.train()
     for epoch in range(settings.epochs):
@@ -185,8 +222,11 @@ def train_router(
         named = encoder
         if Path(named).is_dir():  # named as seen from `out`, so that both may move together
             named = os.path.relpath(Path(named).resolve(), out.resolve())
-            named = named if named.startswith(".") else f"./{named}"
-        head = fit_head(encoder_of(out, named, device=device, threads=threads)(learned.questions), learned)
+            if not named.startswith("."):
+                named = f"./{named}"
+        head = fit_head(
+            encoder_of(out, named, device=device, threads=threads)(learned.questions), learned
+        )
     save_scores(out, head, named)
     encode = encoder_of(out, named, device=device, threads=threads)
     return judged_router(head.scores(encode(judging.questions)), judging)

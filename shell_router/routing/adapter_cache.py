@@ -1,10 +1,12 @@
-"""Which LoRA adapters lie on a server, and which requests for others are served next. Pure: it loads nothing itself.
+"""Which LoRA adapters lie on a server, and which requests for others are served next. Pure: it
+loads nothing itself.
 
-Requests for one adapter stand together in groups, in the order in which the groups were opened (as CoServe's expert
-queues, section 4.2). Within `window_s` loaded adapters serve every request that comes. Then as many of them are drained
-as there are other adapters that have been awaited for so long: an adapter in steady use would else never leave. The
-one whose last use was first leaves first; orders that know more gained nothing within the window (docs/benchmarks).
-Models that take turns are kept by the same rules, in an order of their own (`experts.components.engine_components`).
+Requests for one adapter stand together in groups, in the order in which the groups were opened (as
+CoServe's expert queues, section 4.2). Within `window_s` loaded adapters serve every request that
+comes. Then as many of them are drained as there are other adapters that have been awaited for so
+long: an adapter in steady use would else never leave. The one whose last use was first leaves
+first; orders that know more gained nothing within the window (docs/benchmarks). Models that take
+turns are kept by the same rules, in an order of their own (`experts.components.engine_components`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,9 @@ REACH = 1000
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter on the server. `loaded` and `used` number its load and its last use; with `pins` it is in use."""
+    """An adapter on the server. `loaded` and `used` number its load and its last use; with `pins`
+    it is in use.
+    """
 
     name: str
     loaded: int
@@ -32,21 +36,26 @@ class LoadedAdapter:
 
 
 Order = Callable[[Sequence[LoadedAdapter], Mapping[str, int]], Sequence[LoadedAdapter]]
-"""In which order adapters leave. The mapping has, per awaited adapter, the place of its first group in the queue."""
+"""In which order adapters leave. The mapping has, per awaited adapter, the place of its first group
+in the queue.
+"""
 
 
-def least_recently_used(loaded: Sequence[LoadedAdapter], turns: Mapping[str, int]) -> Sequence[LoadedAdapter]:
+def least_recently_used(
+    loaded: Sequence[LoadedAdapter], turns: Mapping[str, int]
+) -> Sequence[LoadedAdapter]:
     """The one whose last use was first leaves first."""
     return sorted(loaded, key=lambda at: at.used)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """A model's adapters: the folder of each as servers see it, at most `max_loaded_adapters` on a server at a time.
+    """A model's adapters: the folder of each as servers see it, at most `max_loaded_adapters` on a
+    server at a time.
 
-    Within `window_s` requests for adapters that are loaded go before one that waits for another; then that one gets the
-    next place. 0 is first come, first served. A request waits `wait_s` at most, and a server has `load_s` to load an
-    adapter.
+    Within `window_s` requests for adapters that are loaded go before one that waits for another;
+    then that one gets the next place. 0 is first come, first served. A request waits `wait_s` at
+    most, and a server has `load_s` to load an adapter.
     """
 
     folders: Mapping[str, Path] = field(default_factory=dict)
@@ -57,12 +66,16 @@ class AdapterSettings:
 
     def __post_init__(self) -> None:
         if self.max_loaded_adapters < 1:
-            raise ConfigError(f"max_loaded_adapters is {self.max_loaded_adapters}.", remedy="Allow 1 or more.")
+            raise ConfigError(
+                f"max_loaded_adapters is {self.max_loaded_adapters}.", remedy="Allow 1 or more."
+            )
         if self.window_s < 0:
             raise ConfigError(f"window_s is {self.window_s:g}.", remedy="Give 0 or more seconds.")
         for name in ("wait_s", "load_s"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name):g}.", remedy="Give more than 0 seconds.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name):g}.", remedy="Give more than 0 seconds."
+                )
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +90,10 @@ class Group(Generic[W]):
 class AdapterCache(Generic[W]):
     """The adapters of one server, and the requests (`W`) that wait for one.
 
-    The caller loads and unloads: it asks `next_to_load`, makes room for it by `victims`, and keeps `loading`, the
-    adapter that is about to be loaded, and `taken`: places of adapters that are loaded, being loaded or being unloaded.
-    `ahead` are adapters that no request waits for yet. Times are in monotonic seconds.
+    The caller loads and unloads: it asks `next_to_load`, makes room for it by `victims`, and keeps
+    `loading`, the adapter that is about to be loaded, and `taken`: places of adapters that are
+    loaded, being loaded or being unloaded. `ahead` are adapters that no request waits for yet.
+    Times are in monotonic seconds.
     """
 
     def __init__(self, settings: AdapterSettings, order: Order = least_recently_used) -> None:
@@ -104,7 +118,9 @@ class AdapterCache(Generic[W]):
     # --- waiting
 
     def wait(self, adapter: str, waiter: W, now_s: float) -> None:
-        """Join the last group for the adapter, unless one behind it is `window_s` old; or else open a new group."""
+        """Join the last group for the adapter, unless one behind it is `window_s` old; or else open
+        a new group.
+        """
         behind: Group[W] | None = None
         for group in reversed(self.groups):
             if group.adapter == adapter:
@@ -126,17 +142,22 @@ class AdapterCache(Generic[W]):
         return False
 
     def drain(self, now_s: float) -> None:
-        """Let some of the loaded adapters take no further requests if others have been awaited for `window_s`.
+        """Let some of the loaded adapters take no further requests if others have been awaited for
+        `window_s`.
 
-        Those that were drained before stay so: to drain others instead would drain two adapters for one place.
+        Those that were drained before stay so: to drain others instead would drain two adapters for
+        one place.
         """
-        groups, window_s = islice(self.groups, REACH), self._settings.window_s
+        groups = islice(self.groups, REACH)
+        window_s = self._settings.window_s
         late = {group.adapter for group in groups if now_s - group.opened_s >= window_s}
         late -= {name for name in late if self.is_coming(name)}
         if not late:
             self._draining = ()
             return
-        turn = next((at for at, group in enumerate(self.groups) if not self.is_coming(group.adapter)), None)
+        turn = next(
+            (at for at, group in enumerate(self.groups) if not self.is_coming(group.adapter)), None
+        )
         order = self._leaving(turn, in_use=True)
         kept = [name for name in self._draining if name in order]
         places = len(late) - (self._settings.max_loaded_adapters - self.taken)
@@ -145,11 +166,15 @@ class AdapterCache(Generic[W]):
     # --- loading
 
     def load_ahead(self, adapter: str, *, evicting: bool = False) -> None:
-        """A request is about to want it: load it if a place is free; `evicting`, also for one that none awaits."""
+        """A request is about to want it: load it if a place is free; `evicting`, also for one that
+        none awaits.
+        """
         self.ahead[adapter] = REACH - evicting
 
     def next_to_load(self) -> tuple[str, int] | None:
-        """The first awaited adapter that is not loaded, with its group's place; where all are, one to load ahead."""
+        """The first awaited adapter that is not loaded, with its group's place; where all are, one
+        to load ahead.
+        """
         for turn, group in enumerate(self.groups):
             if group.adapter not in self.loaded:
                 return group.adapter, turn
@@ -177,10 +202,16 @@ class AdapterCache(Generic[W]):
         return at
 
     def _leaving(self, keep_before: int | None, *, in_use: bool = False) -> list[str]:
-        """The adapters that may leave, in that order. Those whose turn comes no later than `keep_before` stay."""
+        """The adapters that may leave, in that order. Those whose turn comes no later than
+        `keep_before` stay.
+        """
         turns: dict[str, int] = {}
         for turn, group in enumerate(islice(self.groups, REACH)):
             turns.setdefault(group.adapter, turn)
         order = self._order(tuple(self.loaded.values()), turns)
         found = [at for at in order if in_use or not at.pins]
-        return [at.name for at in found if keep_before is None or turns.get(at.name, REACH) > keep_before]
+        return [
+            at.name
+            for at in found
+            if keep_before is None or turns.get(at.name, REACH) > keep_before
+        ]

@@ -1,4 +1,6 @@
-"""Which engine takes a request, and when: filter, score, pick; for servers and simulated pairs alike."""
+"""Which engine takes a request, and when: filter, score, pick; for servers and simulated pairs
+alike.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -8,7 +10,13 @@ from typing import Annotated, Generic, TypeVar
 from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnavailable, Overloaded, require
-from shell_router.routing.engine_selection import BLIND, IGNORES_PREFIXES, Scene, SelectionSettings, choose
+from shell_router.routing.engine_selection import (
+    BLIND,
+    IGNORES_PREFIXES,
+    Scene,
+    SelectionSettings,
+    choose,
+)
 from shell_router.routing.failures import Breaker
 from shell_router.routing.placement import (
     Choice,
@@ -37,14 +45,19 @@ class SchedulingSettings:
 
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
-    poll_s: Annotated[float, "Seconds between polls of the engines, below 5; longer costs less and knows less."] = 1.0
+    poll_s: Annotated[
+        float, "Seconds between polls of the engines, below 5; longer costs less and knows less."
+    ] = 1.0
     stale_s: float = field(default=5.0, metadata={"file": False})
 
     def __post_init__(self) -> None:
         require(self.poll_s > 0, f"poll_s must be above 0, not {self.poll_s:g}")
         require(
             self.stale_s > self.poll_s,
-            f"poll_s must be below {self.stale_s:g}, not {self.poll_s:g}: older reports are ignored",
+            (
+                f"poll_s must be below {self.stale_s:g}, not {self.poll_s:g}: older reports are "
+                "ignored"
+            ),
         )
 
 
@@ -70,13 +83,17 @@ class TrackedEngine(Generic[E]):
 
     def age_s(self, now_s: float) -> float | None:
         """How long ago it reported its state; None where it never did."""
-        return None if self.reported is None else now_s - self.reported_s
+        if self.reported is None:
+            return None
+        return now_s - self.reported_s
 
 
 class EngineSlot(Generic[E]):
-    """A request's slot on `engine`, from the moment it may be sent there until `close`, which must be called.
+    """A request's slot on `engine`, from the moment it may be sent there until `close`, which must
+    be called.
 
-    `prefilled` and `wrote` keep what is known of the engine's load true; after `close` they change nothing.
+    `prefilled` and `wrote` keep what is known of the engine's load true; after `close` they change
+    nothing.
     """
 
     def __init__(
@@ -87,11 +104,17 @@ class EngineSlot(Generic[E]):
         why: str,
         waited_s: float = 0.0,
     ) -> None:
-        self.engine, self.name, self.why, self.waited_s = at.engine, at.name, why, waited_s
+        self.engine = at.engine
+        self.name = at.name
+        self.why = why
+        self.waited_s = waited_s
         self._dispatcher = dispatcher
         self.features = features
         self._load = load = at.load
-        self._prefill = features.new_tokens if features.prefills else 0
+        if features.prefills:
+            self._prefill = features.new_tokens
+        else:
+            self._prefill = 0
         self._output = features.output_tokens
         self._held = self._written = 0
         self._closed = False
@@ -117,12 +140,15 @@ class EngineSlot(Generic[E]):
             self._dispatcher.grant()
 
     def wrote(self, tokens: int) -> None:
-        """It wrote `tokens` more, perhaps more than were expected; with the first its prompt is prefilled."""
+        """It wrote `tokens` more, perhaps more than were expected; with the first its prompt is
+        prefilled.
+        """
         if self._closed:
             return
         if not self._held:
             self.prefilled()
-        load, output = self._load, self._output
+        load = self._load
+        output = self._output
         expected = tokens if tokens < output else output
         self._output = output - expected
         load.output_tokens -= expected
@@ -154,10 +180,11 @@ class EngineSlot(Generic[E]):
 class Dispatcher(Generic[E]):
     """The engines of one kind, each of which serves every request, but not equally fast.
 
-    An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds their KV; all others
-    go where the policy says, and wait where the settings limit what an engine takes at a time (`holds`). `choices`
-    counts them by reason, `waits` those that had to wait. `has_adapter` says whether an engine has an adapter. Engines
-    that do not prefill get KV from others; those that do not decode write nothing. Never waits and does no I/O:
+    An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds
+    their KV; all others go where the policy says, and wait where the settings limit what an engine
+    takes at a time (`holds`). `choices` counts them by reason, `waits` those that had to wait.
+    `has_adapter` says whether an engine has an adapter. Engines that do not prefill get KV from
+    others; those that do not decode write nothing. Never waits and does no I/O:
     `engines.pairing.engine_slot` awaits what `submit` returns.
     """
 
@@ -176,7 +203,8 @@ class Dispatcher(Generic[E]):
         self.holds = settings.queue.holds
         self.choices: Counter[str] = Counter()
         self.waits = Durations()
-        self._prefills, self._decodes = prefills, decodes
+        self._prefills = prefills
+        self._decodes = decodes
         self._clock = clock
         self._has_adapter = has_adapter
         self._memory = ChoiceMemory(settings.selection.affinity_s)
@@ -190,15 +218,21 @@ class Dispatcher(Generic[E]):
         self.tracked = tracked
         self.engines = tuple(at.engine for at in tracked)
         self._by_index = {at.index: at for at in tracked}
-        self._only = Choice(tracked[0].index, "only_engine") if len(tracked) == 1 else None
+        self._only = (Choice(tracked[0].index, "only_engine")) if (len(tracked) == 1) else (None)
         self.reads_reports = len(tracked) > 1 and self.policy not in BLIND
         """Whether choices depend on what engines report."""
         often_s = self.settings.poll_s
-        self.poll_s = often_s if self.reads_reports else max(METRICS_POLL_S, often_s)
+        if self.reads_reports:
+            self.poll_s = often_s
+        else:
+            self.poll_s = max(METRICS_POLL_S, often_s)
         """Seconds between polls of the engines."""
         self._memory.remembers = self.reads_reports
         by_prefix = len(tracked) > 1 and self.policy not in IGNORES_PREFIXES
-        self.prompts.prefixes = (self.prompts.prefixes or PrefixIndex()) if by_prefix else None
+        if by_prefix:
+            self.prompts.prefixes = self.prompts.prefixes or PrefixIndex()
+        else:
+            self.prompts.prefixes = None
 
     def add(self, engine: E, name: str, breaker: Breaker) -> None:
         """Requests go to this engine, too."""
@@ -207,7 +241,9 @@ class Dispatcher(Generic[E]):
         self.grant()
 
     def drain(self, engine: E) -> TrackedEngine[E]:
-        """Send no more requests to this engine, which is not the only one; what runs there stays in flight there."""
+        """Send no more requests to this engine, which is not the only one; what runs there stays in
+        flight there.
+        """
         (at,) = (one for one in self.tracked if one.engine is engine)
         for entry in self.queue.entries:
             if entry.bound is not None and entry.bound.index == at.index:
@@ -228,7 +264,9 @@ class Dispatcher(Generic[E]):
             at.reported, at.reported_s = reported, self._clock()
 
     def serving(self) -> list[TrackedEngine[E]]:
-        """The engines whose breakers are closed, or that may be probed now. EngineUnavailable where there are none."""
+        """The engines whose breakers are closed, or that may be probed now. EngineUnavailable where
+        there are none.
+        """
         now_s = self._clock()
         serving = [at for at in self.tracked if at.breaker.blocked_until_s <= now_s]
         if serving:
@@ -236,25 +274,41 @@ class Dispatcher(Generic[E]):
         wait_s = min(at.breaker.wait_s(now_s) for at in self.tracked)
         named = " and ".join(at.name for at in self.tracked)
         raise EngineUnavailable(
-            f"The circuit breaker of {named} is open: no request is sent there for another {wait_s:.1f} s.",
+            (
+                f"The circuit breaker of {named} is open: no request is sent there for another "
+                f"{wait_s:.1f} s."
+            ),
             remedy="Look at the engine's log, and ask again later.",
         )
 
-    def submit(self, request: PlacementRequest, avoid: Collection[E] = ()) -> EngineSlot[E] | QueueEntry:
-        """A slot, where the request is sent at once, or its queue entry; not on one of `avoid` if another serves.
+    def submit(
+        self, request: PlacementRequest, avoid: Collection[E] = ()
+    ) -> EngineSlot[E] | QueueEntry:
+        """A slot, where the request is sent at once, or its queue entry; not on one of `avoid` if
+        another serves.
 
-        Raises EngineUnavailable while the breakers of all are open, and Overloaded where too many wait.
+        Raises EngineUnavailable while the breakers of all are open, and Overloaded where too many
+        wait.
         """
-        serving, now_s = self.serving(), self._clock()
-        excluded = frozenset(at.index for at in self.tracked if at.engine in avoid) if avoid else _NONE
+        serving = self.serving()
+        now_s = self._clock()
+        if avoid:
+            excluded = frozenset(at.index for at in self.tracked if at.engine in avoid)
+        else:
+            excluded = _NONE
         features = self.prompts.features(request, prefills=self._prefills, decodes=self._decodes)
         if not self.holds:
-            choice = self._choice(features, _not_excluded(serving, excluded) if excluded else serving)
+            choice = self._choice(
+                features, _not_excluded(serving, excluded) if excluded else serving
+            )
             self._memory.note(features, choice.index, now_s)
             return self._take(choice, features, now_s)
         most = self.settings.queue.max_waiting
         if self.waiting >= most and not features.update:  # no client waits for an update
-            raise Overloaded(f"{self.waiting} requests wait for an engine.", remedy=f"Try again; {most} may wait.")
+            raise Overloaded(
+                f"{self.waiting} requests wait for an engine.",
+                remedy=f"Try again; {most} may wait.",
+            )
         entry = QueueEntry(features, now_s, excluded=excluded)
         self._bind(entry, _not_excluded(serving, excluded))
         self.queue.join(entry)
@@ -282,7 +336,8 @@ class Dispatcher(Generic[E]):
         try:
             serving = self.serving()
         except EngineUnavailable as error:
-            entries, self.queue.entries = self.queue.entries, []
+            entries = self.queue.entries
+            self.queue.entries = []
             for entry in entries:
                 entry.error = error
                 entry.decided()
@@ -295,9 +350,14 @@ class Dispatcher(Generic[E]):
                 return
 
             def able(entry: QueueEntry) -> list[TrackedEngine[E]]:
-                engines = free_for_updates if entry.features.update else free  # noqa: B023 - called in this round only
-                bound = entry.bound.index if entry.bound and entry.bound.index in up else None
-                return engines if bound is None else [at for at in engines if at.index == bound]
+                engines = free_for_updates if entry.features.update else free  # noqa: B023
+                if entry.bound and entry.bound.index in up:
+                    bound = entry.bound.index
+                else:
+                    bound = None
+                if bound is None:
+                    return engines
+                return [at for at in engines if at.index == bound]
 
             first = self.queue.next(lambda entry: bool(able(entry)), self._clock())
             if first is None:
@@ -319,8 +379,12 @@ class Dispatcher(Generic[E]):
         """
         if at.breaker.blocked_until_s > self._clock():
             return False
-        limits, load = self.settings.queue, at.load
-        if limits.max_prefill_tokens is not None and load.prefill_tokens >= limits.max_prefill_tokens:
+        limits = self.settings.queue
+        load = at.load
+        if (
+            limits.max_prefill_tokens is not None
+            and load.prefill_tokens >= limits.max_prefill_tokens
+        ):
             return False
         if update:
             return True
@@ -336,14 +400,23 @@ class Dispatcher(Generic[E]):
             return Choice(home, "growing_prompt")
         if len(among) == 1:
             return Choice(among[0].index, "only_one_free")
-        now_s, stale_s, adapter = self._clock(), self.settings.stale_s, features.adapter
+        now_s = self._clock()
+        stale_s = self.settings.stale_s
+        adapter = features.adapter
         for at in among:
-            at.load.reported = at.reported if now_s - at.reported_s < stale_s else None
+            if now_s - at.reported_s < stale_s:
+                at.load.reported = at.reported
+            else:
+                at.load.reported = None
             at.load.has_adapter = adapter is not None and self._has_adapter(at.engine, adapter)
-        return choose(Scene(features, [at.load for at in among], self._memory, self.settings.selection, now_s))
+        return choose(
+            Scene(features, [at.load for at in among], self._memory, self.settings.selection, now_s)
+        )
 
     def _bind(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
-        """Choose the engine now if the settings say so, or if one of `among` holds the prompt's beginning."""
+        """Choose the engine now if the settings say so, or if one of `among` holds the prompt's
+        beginning.
+        """
         home = self.prompts.home(entry.features)
         if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
             entry.bound = self._choice(entry.features, among)
@@ -351,28 +424,40 @@ class Dispatcher(Generic[E]):
             self._held_back(entry, 1)
 
     def _held_back(self, entry: QueueEntry, more: int) -> None:
-        """The entry is held back for the engine that it is bound to, if to any; no longer where `more` is -1."""
+        """The entry is held back for the engine that it is bound to, if to any; no longer where
+        `more` is -1.
+        """
         if entry.bound is not None:
             load = self._by_index[entry.bound.index].load
             load.waiting += more
             load.waiting_tokens += more * entry.features.new_tokens
 
     def _grant_to(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
-        """A slot on the engine that the entry is bound to, if that is among these, or else on one of these."""
+        """A slot on the engine that the entry is bound to, if that is among these, or else on one
+        of these.
+        """
         now_s = self._clock()
-        choice = entry.bound if entry.bound and any(at.index == entry.bound.index for at in among) else None
+        if entry.bound and any(at.index == entry.bound.index for at in among):
+            choice = entry.bound
+        else:
+            choice = None
         if choice is None:
             choice = self._choice(entry.features, _not_excluded(among, entry.excluded))
         if entry.bound is None:
             self._memory.note(entry.features, choice.index, now_s)
-        waited_s = now_s - entry.arrived_s if entry.waits else 0.0
+        if entry.waits:
+            waited_s = now_s - entry.arrived_s
+        else:
+            waited_s = 0.0
         if entry.waits:
             self.waits.add(waited_s)
         self._held_back(entry, -1)
         entry.slot = slot = self._take(choice, entry.features, now_s, waited_s)
         self.queue.chosen(entry, slot.features.new_tokens)
 
-    def _take(self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0) -> EngineSlot[E]:
+    def _take(
+        self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0
+    ) -> EngineSlot[E]:
         at = self._by_index[choice.index]
         features = self.prompts.sent(features, choice.index)
         if at.breaker.failures:
@@ -385,6 +470,10 @@ class Dispatcher(Generic[E]):
 _NONE: frozenset[int] = frozenset()
 
 
-def _not_excluded(among: Sequence[TrackedEngine[E]], excluded: frozenset[int]) -> Sequence[TrackedEngine[E]]:
+def _not_excluded(
+    among: Sequence[TrackedEngine[E]], excluded: frozenset[int]
+) -> Sequence[TrackedEngine[E]]:
     """Those on which the request has not failed, if there are any."""
-    return [at for at in among if at.index not in excluded] or among if excluded else among
+    if excluded:
+        return [at for at in among if at.index not in excluded] or among
+    return among

@@ -1,4 +1,6 @@
-"""What failures lead to: the circuit breaker of a server, and whether a request is sent again. Pure."""
+"""What failures lead to: the circuit breaker of a server, and whether a request is sent again.
+Pure.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +9,9 @@ from shell_router.errors import AdapterMissing, EngineRejected, EngineUnreachabl
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """`failures` in a row open the breaker; while it is open, one request in `open_s` probes the server."""
+    """`failures` in a row open the breaker; while it is open, one request in `open_s` probes the
+    server.
+    """
 
     failures: int = 5
     open_s: float = 5.0
@@ -22,9 +26,11 @@ DEFAULT_BREAKER = BreakerSettings()
 
 
 class Breaker:
-    """The circuit breaker of one server. One success closes it. The caller gives the time, in monotonic seconds.
+    """The circuit breaker of one server. One success closes it. The caller gives the time, in
+    monotonic seconds.
 
-    No request may be sent before `blocked_until_s`. `open_s` is as in BreakerSettings, `failures` counts those in a
+    No request may be sent before `blocked_until_s`. `open_s` is as in BreakerSettings, `failures`
+    counts those in a
     row: while there are none, nothing has to be noted.
     """
 
@@ -61,7 +67,8 @@ class Breaker:
     def succeeded(self) -> bool:
         """Note a success; whether it closed the breaker."""
         closed = self.failures >= self._limit
-        self.failures, self.blocked_until_s = 0, 0.0
+        self.failures = 0
+        self.blocked_until_s = 0.0
         return closed
 
 
@@ -72,9 +79,11 @@ RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
-    """At most `attempts` in all; before the second `delay_s`, and twice as long before each further one.
+    """At most `attempts` in all; before the second `delay_s`, and twice as long before each further
+    one.
 
-    Each wait is made up to `jitter` longer or shorter, so that requests that failed together do not return together.
+    Each wait is made up to `jitter` longer or shorter, so that requests that failed together do not
+    return together.
     """
 
     attempts: int = 3
@@ -88,8 +97,8 @@ class RetrySettings:
     def wait_s(self, error: ShellRouterError, attempt: int, draw: float) -> float | None:
         """Seconds before the attempt after number `attempt` (from 1); None where it was the last.
 
-        `draw` is uniform in [0, 1). Requests whose server stalled, and requests that were aborted, are not sent
-        again.
+        `draw` is uniform in [0, 1). Requests whose server stalled, and requests that were aborted,
+        are not sent again.
         """
         if attempt >= self.attempts or not is_retryable(error):
             return None

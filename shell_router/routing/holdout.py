@@ -1,7 +1,8 @@
-"""Whether an optimization pays, shown by the programs that run without it. Pure: times and draws come from the caller.
+"""Whether an optimization pays, shown by the programs that run without it. Pure: times and draws
+come from the caller.
 
-A model of costs can be wrong; the programs held out cannot. Latencies are compared as logarithms, since programs differ
-by factors, and the newest count most, since load changes.
+A model of costs can be wrong; the programs held out cannot. Latencies are compared as logarithms,
+since programs differ by factors, and the newest count most, since load changes.
 """
 
 import logging
@@ -23,7 +24,10 @@ _RECENT_WEIGHT = 0.15  # where a change is to be noticed soon: about the last tw
 _FEWEST = 2.9  # 3 programs of each kind, before anything is doubted
 _SHORTEST_TRIAL = 7.0  # 8 of each kind
 _LONGEST_TRIAL = 23.0  # 40 of each kind
-_DOUBT, _HARM, _CLEARED = 1.0, 2.0, 1.0  # standard errors
+# standard errors
+_DOUBT = 1.0
+_HARM = 2.0
+_CLEARED = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +35,31 @@ class HoldoutSettings:
     """Which programs run without an optimization, to show what it is worth."""
 
     share: Annotated[
-        float, "Share of programs that run without incremental prefill or drafts, for comparison; 0 compares nothing."
+        float,
+        (
+            "Share of programs that run without incremental prefill or drafts, for comparison; 0 "
+            "compares nothing."
+        ),
     ] = 0.05
     retry_s: Annotated[float, "Seconds from switching it off to the next trial."] = 600.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 0.5:
-            raise ConfigError(f"holdout.share is {self.share:g}.", remedy="Make it at least 0 and at most 0.5.")
+            raise ConfigError(
+                f"holdout.share is {self.share:g}.", remedy="Make it at least 0 and at most 0.5."
+            )
         if not 0 < self.retry_s < math.inf:
-            raise ConfigError(f"holdout.retry_s is {self.retry_s:g}.", remedy="Make it a number of seconds above 0.")
+            raise ConfigError(
+                f"holdout.retry_s is {self.retry_s:g}.",
+                remedy="Make it a number of seconds above 0.",
+            )
 
 
 class Compared(NamedTuple):
     """What is switched off together.
 
-    Incremental prefill is compared by the latency of whole programs, per topology and its models, `role` being empty;
-    drafts by the seconds per token of one role's agents on one model.
+    Incremental prefill is compared by the latency of whole programs, per topology and its models,
+    `role` being empty; drafts by the seconds per token of one role's agents on one model.
     """
 
     optimization: Optimization
@@ -56,12 +69,16 @@ class Compared(NamedTuple):
 
     def __str__(self) -> str:
         name = self.optimization.replace("_", " ")
-        return f"{name} of {self.topology}" + (f" ({self.role}, {self.models})" if self.role else "")
+        return f"{name} of {self.topology}" + (
+            f" ({self.role}, {self.models})" if self.role else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Benefit:
-    """How much shorter it takes with it, in shares of the time, with a 95 % interval; below 0 it takes longer."""
+    """How much shorter it takes with it, in shares of the time, with a 95 % interval; below 0 it
+    takes longer.
+    """
 
     mean: float
     low: float
@@ -108,7 +125,9 @@ class _Evidence:
     state: State = "on"
     since_s: float = 0.0
     using: _Programs = field(default_factory=_Programs)
-    recent: _Programs = field(default_factory=lambda: _Programs(_RECENT_WEIGHT))  # of those using it
+    recent: _Programs = field(
+        default_factory=lambda: _Programs(_RECENT_WEIGHT)
+    )  # of those using it
     held_out: _Programs = field(default_factory=_Programs)
 
     def add(self, value: float, *, held_out: bool) -> None:
@@ -119,8 +138,11 @@ class _Evidence:
         return min(self.using.count, self.held_out.count)
 
     def difference(self, *, recent: bool = False) -> tuple[float, float]:
-        """Log latency without less that with it, and its standard error, by the variance of both together."""
-        one, other = self.using, self.held_out
+        """Log latency without less that with it, and its standard error, by the variance of both
+        together.
+        """
+        one = self.using
+        other = self.held_out
         variance = (one.deviations + other.deviations) / max(1.0, one.count + other.count - 2)
         if recent:
             one = self.recent
@@ -128,11 +150,14 @@ class _Evidence:
 
 
 class Holdouts:
-    """Per optimization and what it is compared for a comparison that goes on for as long as programs come.
+    """Per optimization and what it is compared for a comparison that goes on for as long as
+    programs come.
 
-    A share of programs is held out. If those with the optimization are slower by more than the standard error, a trial
-    begins: fresh figures, and every second program is held out. It ends with the optimization off if harm is shown or,
-    after 40 programs of each kind, no gain; else with it on. Off, it is tried again after `retry_s`.
+    A share of programs is held out. If those with the optimization are slower by more than the
+    standard error, a trial
+    begins: fresh figures, and every second program is held out. It ends with the optimization off
+    if harm is shown or, after 40 programs of each kind, no gain; else with it on. Off, it is tried
+    again after `retry_s`.
     """
 
     def __init__(self, settings: HoldoutSettings | None = None) -> None:
@@ -143,16 +168,24 @@ class Holdouts:
         return key in self._found
 
     def holds_out(self, key: Compared, draw: float, now_s: float) -> bool:
-        """Whether this program runs without; `draw` in [0, 1) is its own, so that equal seeds choose equally."""
+        """Whether this program runs without; `draw` in [0, 1) is its own, so that equal seeds
+        choose equally.
+        """
         found = self._found.get(key)
         if found is None:
             return draw < self.settings.share
         if found.state == "off" and now_s - found.since_s >= self.settings.retry_s:
             self._found[key] = found = _Evidence("trial", now_s)
-        return found.state == "off" or draw < (0.5 if found.state == "trial" else self.settings.share)
+        return found.state == "off" or draw < (
+            0.5 if found.state == "trial" else self.settings.share
+        )
 
-    def observe(self, key: Compared, *, held_out: bool, seconds: float, now_s: float) -> Comparison | None:
-        """A program, or a token of its agents, took so long; what is known now, if that changed the state."""
+    def observe(
+        self, key: Compared, *, held_out: bool, seconds: float, now_s: float
+    ) -> Comparison | None:
+        """A program, or a token of its agents, took so long; what is known now, if that changed the
+        state.
+        """
         if not self.settings.share or seconds <= 0:
             return None
         found = self._found.setdefault(key, _Evidence())
@@ -166,7 +199,8 @@ class Holdouts:
             gain, error = found.difference()
             is_over = found.fewest() >= _LONGEST_TRIAL or gain > _CLEARED * error
             if gain < -_HARM * error or (is_over and gain <= 0):
-                found.state, found.since_s = "off", now_s
+                found.state = "off"
+                found.since_s = now_s
             elif is_over:
                 found.state = "on"
         if found.state == before:
@@ -183,5 +217,7 @@ class Holdouts:
         if found.fewest() < _FEWEST:
             return Comparison(key, found.state, None)
         gain, error = found.difference()
-        mean, low, high = (1 - math.exp(-one) for one in (gain, gain - 1.96 * error, gain + 1.96 * error))
+        mean, low, high = (
+            1 - math.exp(-one) for one in (gain, gain - 1.96 * error, gain + 1.96 * error)
+        )
         return Comparison(key, found.state, Benefit(mean, low, high))

@@ -1,8 +1,9 @@
-"""When a prefill-only update pays, and in which order slots are filled. Pure: times and counts come from the caller.
+"""When a prefill-only update pays, and in which order slots are filled. Pure: times and counts come
+from the caller.
 
-An update moves work forward and adds some. Each new token takes c seconds, which would have to be spent anyway; a
-request and a pass over the weights take f seconds, whatever it holds. So an update pays only if what it hides is worth
-more than f and the delay of the prompts behind it.
+An update moves work forward and adds some. Each new token takes c seconds, which would have to be
+spent anyway; a request and a pass over the weights take f seconds, whatever it holds. So an update
+pays only if what it hides is worth more than f and the delay of the prompts behind it.
 """
 
 import math
@@ -16,11 +17,14 @@ SlotOrder = Literal["declared", "expected_finish"]
 ChunkTokens = int | Literal["adaptive"]
 
 
-def order_slots(precursors: Sequence[str], order: SlotOrder, expected_finish_s: Mapping[str, float]) -> tuple[str, ...]:
+def order_slots(
+    precursors: Sequence[str], order: SlotOrder, expected_finish_s: Mapping[str, float]
+) -> tuple[str, ...]:
     """Precursors in the order their outputs stand in the prompt.
 
-    With `expected_finish` the one expected to end first comes first, so that a slow precursor does not hold back
-    the slots behind it; one without an estimate keeps its declared place among the last.
+    With `expected_finish` the one expected to end first comes first, so that a slow precursor does
+    not hold back the slots behind it; one without an estimate keeps its declared place among the
+    last.
     """
     if order == "declared":
         return tuple(precursors)
@@ -30,7 +34,9 @@ def order_slots(precursors: Sequence[str], order: SlotOrder, expected_finish_s: 
 # --- what an engine's prefill costs, and how busy it is
 
 UNMEASURED = PrefillCost(fixed_s=0.03, token_s=0.0003)
-"""Where an engine kind measures nothing at its start: an update is worth a hundred tokens until updates say more."""
+"""Where an engine kind measures nothing at its start: an update is worth a hundred tokens until
+updates say more.
+"""
 
 _WEIGHT = 0.05  # of the newest sample: about the last twenty count
 _PRIOR_TOKENS = 256
@@ -42,9 +48,11 @@ _FIXED_PARTS = 3.0  # k of tokens_until_due
 
 
 class MeasuredCost:
-    """A line through the newest samples of an idle engine and through the prior, which is stretched to their level.
+    """A line through the newest samples of an idle engine and through the prior, which is stretched
+    to their level.
 
-    So one size of update is enough to follow an engine whose speed changes, and several sizes tell its two terms apart.
+    So one size of update is enough to follow an engine whose speed changes, and several sizes tell
+    its two terms apart.
     """
 
     def __init__(self, prior: PrefillCost) -> None:
@@ -54,7 +62,8 @@ class MeasuredCost:
 
     def add(self, new_tokens: int, seconds: float) -> None:
         """Prefilling `new_tokens` took so long, with nothing else on the engine."""
-        keep, prior = 1 - _WEIGHT, self._prior
+        keep = 1 - _WEIGHT
+        prior = self._prior
         seconds = min(seconds, 2 * self.cost.seconds(new_tokens))
         self._count = keep * self._count + 1
         self._tokens = keep * self._tokens + new_tokens
@@ -62,12 +71,15 @@ class MeasuredCost:
         self._squares = keep * self._squares + new_tokens**2
         self._products = keep * self._products + new_tokens * seconds
         stretch = self._seconds / (prior.fixed_s * self._count + prior.token_s * self._tokens)
-        fixed_s, token_s = stretch * prior.fixed_s, stretch * prior.token_s
+        fixed_s = stretch * prior.fixed_s
+        token_s = stretch * prior.token_s
         count = self._count + 2 * _PRIOR_WEIGHT
         mean = (self._tokens + _PRIOR_WEIGHT * _PRIOR_TOKENS) / count
         mean_s = (self._seconds + _PRIOR_WEIGHT * (2 * fixed_s + _PRIOR_TOKENS * token_s)) / count
         squares = self._squares + _PRIOR_WEIGHT * _PRIOR_TOKENS**2
-        products = self._products + _PRIOR_WEIGHT * _PRIOR_TOKENS * (fixed_s + _PRIOR_TOKENS * token_s)
+        products = self._products + _PRIOR_WEIGHT * _PRIOR_TOKENS * (
+            fixed_s + _PRIOR_TOKENS * token_s
+        )
         slope = (products - count * mean * mean_s) / (squares - count * mean**2)
         slope = max(slope, _LEAST_SHARE * token_s)
         self.cost = PrefillCost(max(mean_s - slope * mean, _LEAST_SHARE * fixed_s), slope)
@@ -83,9 +95,11 @@ class Prefilling:
 
 
 class PrefillLoad:
-    """The prefill servers of one model: measured costs, outstanding work, and the rate of real prompts.
+    """The prefill servers of one model: measured costs, outstanding work, and the rate of real
+    prompts.
 
-    All is as far as this router knows. `new_tokens` of real prompts are those that it has not sent as updates.
+    All is as far as this router knows. `new_tokens` of real prompts are those that it has not sent
+    as updates.
     """
 
     def __init__(self, prior: PrefillCost | None = None, servers: int = 1) -> None:
@@ -120,17 +134,22 @@ class PrefillLoad:
         return work
 
     def end(self, work: Prefilling, now_s: float, computed: int | None = None) -> None:
-        """It is prefilled or given up. `computed` tokens that were not cached, where the engine's answer tells, and
-        nothing else under way meanwhile: a sample of an idle engine."""
+        """It is prefilled or given up. `computed` tokens that were not cached, where the engine's
+        answer tells, and nothing else under way meanwhile: a sample of an idle engine."""
         self._under_way -= 1
-        self._outstanding_s = max(0.0, self._outstanding_s - work.seconds) if self._under_way else 0.0
+        if self._under_way:
+            self._outstanding_s = max(0.0, self._outstanding_s - work.seconds)
+        else:
+            self._outstanding_s = 0.0
         if self._alone is work:
             self._alone = None
             if computed is not None:
                 self._measured.add(computed, now_s - work.began_s)
 
     def delayed(self, now_s: float, seconds: float) -> float:
-        """Real prompts that are expected to wait behind an update of `seconds`: lambda (V + seconds) / (1 - rho)."""
+        """Real prompts that are expected to wait behind an update of `seconds`: lambda (V +
+        seconds) / (1 - rho).
+        """
         self._fade(now_s)
         idle = max(_LEAST_IDLE, 1 - self._busy / self.servers)
         return self._per_s / self.servers * (self.outstanding_s + seconds) / idle
@@ -149,8 +168,9 @@ class PrefillLoad:
 class Remainder:
     """What is still to come of a growing prompt.
 
-    `tokens` that its slowest precursor is expected to write yet, one every `token_s` where that is measured;
-    `survives` is the chance that this prompt, with the slots as they are, will be decoded at all.
+    `tokens` that its slowest precursor is expected to write yet, one every `token_s` where that is
+    measured; `survives` is the chance that this prompt, with the slots as they are, will be decoded
+    at all.
     """
 
     tokens: float
@@ -159,29 +179,38 @@ class Remainder:
 
 
 def tokens_until_due(load: PrefillLoad, now_s: float, unsent: int, rest: Remainder) -> int:
-    """0 where an update of the `unsent` tokens pays now, else how many more tokens to wait for before asking again.
+    """0 where an update of the `unsent` tokens pays now, else how many more tokens to wait for
+    before asking again.
 
-    With f and c of `PrefillCost`, u unsent tokens and n left to write in T seconds, on a server with V seconds of work:
+    With f and c of `PrefillCost`, u unsent tokens and n left to write in T seconds, on a server
+    with V seconds of work:
 
         G = min(c u, T - V - f) * min(1, u / 2n) * P(survives)
         K = f * (k + lambda (V + f + c u) / (1 - rho)) + (1 - P(survives)) c u
 
-    It is due if c u > k f and G > K. No more is gained than can be computed before the precursors end; u / 2n is the
-    chance that they end before as many tokens have come again. The fixed part counts k = 3 times, because engines may
-    share cores with decoding and all costs are estimates, and once more for every prompt that waits behind it. On an
-    idle server G = K is the economic order quantity, u = sqrt(2 k n f / c).
+    It is due if c u > k f and G > K. No more is gained than can be computed before the precursors
+    end; u / 2n is the chance that they end before as many tokens have come again. The fixed part
+    counts k = 3 times, because engines may share cores with decoding and all costs are estimates,
+    and once more for every prompt that waits behind it. On an idle server G = K is the economic
+    order quantity, u = sqrt(2 k n f / c).
     """
     cost = load.cost
     least = fewest_tokens(cost)
     if unsent < least:
         return max(1, math.ceil((least - unsent) / 2))
-    moved_s, left = cost.token_s * unsent, max(1.0, rest.tokens)
-    time_s = math.inf if rest.token_s is None else left * rest.token_s - load.outstanding_s - cost.fixed_s
+    moved_s = cost.token_s * unsent
+    left = max(1.0, rest.tokens)
+    if rest.token_s is None:
+        time_s = math.inf
+    else:
+        time_s = left * rest.token_s - load.outstanding_s - cost.fixed_s
     gain_s = min(moved_s, time_s) * min(1.0, unsent / (2 * left)) * rest.survives
     delayed = load.delayed(now_s, cost.seconds(unsent))
     if gain_s > cost.fixed_s * (_FIXED_PARTS + delayed) + (1 - rest.survives) * moved_s:
         return 0
-    return max(1, math.ceil(min(unsent, left) / 2))  # the tokens left shrink meanwhile: half of the way, then anew
+    return max(
+        1, math.ceil(min(unsent, left) / 2)
+    )  # the tokens left shrink meanwhile: half of the way, then anew
 
 
 def fewest_tokens(cost: PrefillCost) -> float:
@@ -195,8 +224,9 @@ _MOST_TOKENS_PER_EVENT_JUDGED = 4
 def tokens_per_event(fewest_wanted: float | None, *, judged: bool) -> int:
     """Tokens of a precursor that are worth an event of their own, for SGLang's `stream_interval`.
 
-    No reader sends an update of fewer than `fewest_wanted`, None where none sends any; where the precursor is `judged`
-    in flight, fewer come at once. Each event costs the engine and the router about as much as any other.
+    No reader sends an update of fewer than `fewest_wanted`, None where none sends any; where the
+    precursor is `judged` in flight, fewer come at once. Each event costs the engine and the router
+    about as much as any other.
     """
     if judged:
         return _MOST_TOKENS_PER_EVENT_JUDGED

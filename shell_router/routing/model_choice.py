@@ -12,18 +12,27 @@ from shell_router.errors import require
 class ModelChoiceSettings:
     """How models are chosen.
 
-    As in the paper, the slack is nothing as long as any model is idle: whatever else is known, the idle one answers.
+    As in the paper, the slack is nothing as long as any model is idle: whatever else is known, the
+    idle one answers.
     """
 
     policy: Annotated[str, "How a model is chosen: `chimera`, `worth` or `best_score`."] = "chimera"
     latency_slack: Annotated[
-        float, "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest."
+        float,
+        "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest.",
     ] = 1.0
-    score_margin: Annotated[float, "Chimera's Delta s: by how much a slower model's score must be higher."] = 0.05
-    answer_worth_s: Annotated[float, "Of policy `worth`: seconds of waiting that a right answer makes up for."] = 20.0
+    score_margin: Annotated[
+        float, "Chimera's Delta s: by how much a slower model's score must be higher."
+    ] = 0.05
+    answer_worth_s: Annotated[
+        float, "Of policy `worth`: seconds of waiting that a right answer makes up for."
+    ] = 20.0
 
     def __post_init__(self) -> None:
-        require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        require(
+            self.policy in POLICIES,
+            f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}",
+        )
         for name in ("latency_slack", "score_margin"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} must be at least 0 and finite, not {value}")
@@ -35,9 +44,10 @@ class ModelChoiceSettings:
 class Candidate:
     """A model that may be chosen: what the router scores it, and its load.
 
-    `tokens_in_flight` is P_m, the predicted output tokens of what it was given and has not done. `decode_s_per_token`
-    is a sequence's seconds per token with `max_batch` sequences at once; None until measured. `own_tokens` are what it
-    is expected to write itself, None where it is not known.
+    `tokens_in_flight` is P_m, the predicted output tokens of what it was given and has not done.
+    `decode_s_per_token` is a sequence's seconds per token with `max_batch` sequences at once; None
+    until measured. `own_tokens` are what it is expected to write itself, None where it is not
+    known.
     """
 
     model: str
@@ -50,8 +60,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The chosen model, why, and by which waits: L[m] in seconds, or, where the cost of any candidate's tokens is not
-    known, P_m over its batch in tokens; `unmeasured` then names those.
+    """The chosen model, why, and by which waits: L[m] in seconds, or, where the cost of any
+    candidate's tokens is not known, P_m over its batch in tokens; `unmeasured` then names those.
     """
 
     model: str
@@ -70,8 +80,12 @@ class Scene:
 
     @property
     def fastest(self) -> Candidate:
-        """The shortest wait; of several, as on idle models, the one whose tokens cost least, then the first."""
-        return min(self.candidates, key=lambda one: (self.waits[one.model], one.decode_s_per_token or 0.0))
+        """The shortest wait; of several, as on idle models, the one whose tokens cost least, then
+        the first.
+        """
+        return min(
+            self.candidates, key=lambda one: (self.waits[one.model], one.decode_s_per_token or 0.0)
+        )
 
     @property
     def within_slack(self) -> Sequence[Candidate]:
@@ -95,19 +109,24 @@ def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings)
 
 
 def scores_decide(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> bool:
-    """Whether scores could change which of `candidates` is chosen, as busy as they are. Reads none."""
+    """Whether scores could change which of `candidates` is chosen, as busy as they are. Reads
+    none."""
     if len(candidates) == 1 or settings.policy not in READS_SCORES:
         return False
-    return settings.policy != "chimera" or len(Scene(candidates, settings, _waits(candidates)[0]).within_slack) > 1
+    return (
+        settings.policy != "chimera"
+        or len(Scene(candidates, settings, _waits(candidates)[0]).within_slack) > 1
+    )
 
 
 def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[str, ...]]:
-    """L[m] = P_m * decode_s_per_token / max_batch by model (Algorithm 1, line 11), and those whose cost is not known:
-    see ModelChoice."""
+    """L[m] = P_m * decode_s_per_token / max_batch by model (Algorithm 1, line 11), and those whose
+    cost is not known: see ModelChoice."""
     unmeasured = tuple(one.model for one in candidates if one.decode_s_per_token is None)
     costs = [1.0 if unmeasured else one.decode_s_per_token or 0.0 for one in candidates]
     waits = {
-        one.model: one.tokens_in_flight * cost / one.max_batch for one, cost in zip(candidates, costs, strict=True)
+        one.model: one.tokens_in_flight * cost / one.max_batch
+        for one, cost in zip(candidates, costs, strict=True)
     }
     return waits, unmeasured
 
@@ -116,12 +135,15 @@ Policy = Callable[[Scene], tuple[Candidate, str]]
 
 
 def chimera(scene: Scene) -> tuple[Candidate, str]:
-    """The highest score within the latency slack and above the score margin (lines 12 to 22); without scores, the load.
+    """The highest score within the latency slack and above the score margin (lines 12 to 22);
+    without scores, the load.
 
-    The paper's loop ends at the first model within the slack, whether its score suffices or not: those after it have
-    lower ones. Where only the fastest is within the slack, scores do not matter.
+    The paper's loop ends at the first model within the slack, whether its score suffices or not:
+    those after it have lower ones. Where only the fastest is within the slack, scores do not
+    matter.
     """
-    fastest, within = scene.fastest, scene.within_slack
+    fastest = scene.fastest
+    within = scene.within_slack
     if len(within) == 1:
         return fastest, "fastest"
     if not scene.scored:
@@ -133,17 +155,22 @@ def chimera(scene: Scene) -> tuple[Candidate, str]:
 
 
 def worth(scene: Scene) -> tuple[Candidate, str]:
-    """The highest score less what waiting costs, q[m] - (L[m] + own time) / `answer_worth_s`; without scores, the load.
+    """The highest score less what waiting costs, q[m] - (L[m] + own time) / `answer_worth_s`;
+    without scores, the load.
 
-    Our own. Chimera's slack lets every question to a better model while there is room, and none when there is not; here
-    those that gain most by it go first. Own time is `own_tokens` * `decode_s_per_token`, where both are known of all.
+    Our own. Chimera's slack lets every question to a better model while there is room, and none
+    when there is not; here those that gain most by it go first. Own time is `own_tokens` *
+    `decode_s_per_token`, where both are known of all.
     """
     if not scene.scored:
         return scene.fastest, "no_scores"
     known = all(one.own_tokens is not None for one in scene.candidates)
 
     def gain(one: Candidate) -> float:
-        own_s = (one.own_tokens or 0.0) * (one.decode_s_per_token or 0.0) if known else 0.0
+        if known:
+            own_s = (one.own_tokens or 0.0) * (one.decode_s_per_token or 0.0)
+        else:
+            own_s = 0.0
         return _score(one) - (scene.waits[one.model] + own_s) / scene.settings.answer_worth_s
 
     return max(scene.candidates, key=gain), "worth"
@@ -151,7 +178,9 @@ def worth(scene: Scene) -> tuple[Candidate, str]:
 
 def best_score(scene: Scene) -> tuple[Candidate, str]:
     """The highest score, whatever the load; without scores, the load."""
-    return (max(scene.candidates, key=_score), "best_score") if scene.scored else (scene.fastest, "no_scores")
+    if scene.scored:
+        return (max(scene.candidates, key=_score), "best_score")
+    return (scene.fastest, "no_scores")
 
 
 POLICIES: dict[str, Policy] = {
@@ -164,4 +193,6 @@ READS_SCORES = frozenset({"chimera", "worth", "best_score"})
 
 
 def _score(candidate: Candidate) -> float:
-    return -math.inf if candidate.score is None else candidate.score
+    if candidate.score is None:
+        return -math.inf
+    return candidate.score

@@ -1,4 +1,5 @@
-"""What is known where a request is placed: of the request, of the engines, and of what was placed before.
+"""What is known where a request is placed: of the request, of the engines, and of what was placed
+before.
 
 Engines that have had the beginning of a prompt are found by affinity and by blocks of its tokens.
 """
@@ -15,7 +16,9 @@ KEPT = 65_536
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine reports: the share of its KV in use, tokens running and waiting, its cache's hit rate."""
+    """What an engine reports: the share of its KV in use, tokens running and waiting, its cache's
+    hit rate.
+    """
 
     kv_usage: float
     tokens: int
@@ -26,14 +29,16 @@ class EngineReport:
 
 @dataclass(slots=True, eq=False)
 class EngineState:
-    """One engine that may be chosen, `index` by its place among all of its kind, and this router's load on it, which is
+    """One engine that may be chosen, `index` by its place among all of its kind, and this router's
+    load on it, which is
     exact: the activity monitor (Chimera, section 3.5).
 
-    Of the `running` requests `updates` are prefill-only. `prefill_tokens` of their prompts are not yet prefilled,
-    `output_tokens` are expected and not yet written (together the paper's volume I[m]), and `held_tokens` of prompts
-    and outputs are there already, as KV. `waiting` requests with `waiting_tokens` new ones of prompts are held back for
-    it. `reported` is the engine's own report, None without a fresh one. `chosen` numbers the last choice of it: the
-    lower, the longer ago. `has_adapter`: the request's adapter is loaded there, or being loaded.
+    Of the `running` requests `updates` are prefill-only. `prefill_tokens` of their prompts are not
+    yet prefilled, `output_tokens` are expected and not yet written (together the paper's volume
+    I[m]), and `held_tokens` of prompts and outputs are there already, as KV. `waiting` requests
+    with `waiting_tokens` new ones of prompts are held back for it. `reported` is the engine's own
+    report, None without a fresh one. `chosen` numbers the last choice of it: the lower, the longer
+    ago. `has_adapter`: the request's adapter is loaded there, or being loaded.
     """
 
     index: int
@@ -58,8 +63,9 @@ class EngineState:
 class PlacementRequest:
     """A request that needs an engine of each role.
 
-    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity`, `adapter` and `cache_key`
-    are as in `Generation`. A batch of `requests` has `prompt_tokens` in all, and `max_output_tokens` each.
+    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity`, `adapter`
+    and `cache_key` are as in `Generation`. A batch of `requests` has `prompt_tokens` in all, and
+    `max_output_tokens` each.
     """
 
     prompt_tokens: int
@@ -75,20 +81,36 @@ class PlacementRequest:
     @classmethod
     def of(cls, request: Generation, *, update: bool = False) -> "PlacementRequest":
         """What a dispatcher needs to know of `request`."""
-        ids, limit = request.input_ids, request.sampling.get("max_new_tokens")
-        most = 0 if update else DEFAULT_MAX_NEW_TOKENS if limit is None else limit
-        return cls(len(ids), ids, most, request.hints, request.affinity, update, request.adapter, request.cache_key)
+        ids = request.input_ids
+        limit = request.sampling.get("max_new_tokens")
+        if update:
+            most = 0
+        elif limit is None:
+            most = DEFAULT_MAX_NEW_TOKENS
+        else:
+            most = limit
+        return cls(
+            len(ids),
+            ids,
+            most,
+            request.hints,
+            request.affinity,
+            update,
+            request.adapter,
+            request.cache_key,
+        )
 
 
 @value
 class RoutingFeatures:
     """A request as policies and orders see it.
 
-    `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens` are expected of it.
-    `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
-    `grows` identifies the growing prompt that it is of. `adapter` is as in `Generation`. `update` marks a prefill-only
-    request; without `prefills` the engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix
-    index. A batch is several `requests`.
+    `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens`
+    are expected of it. `overlaps` are leading prompt tokens that an engine, by its index, has had
+    before; engines that had none are absent. `grows` identifies the growing prompt that it is of.
+    `adapter` is as in `Generation`. `update` marks a prefill-only request; without `prefills` the
+    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index. A batch
+    is several `requests`.
     """
 
     prompt_tokens: int = 0
@@ -110,26 +132,35 @@ class RoutingFeatures:
 
     @property
     def client(self) -> Hashable | None:
-        """Whose requests share prefixes: the tenant's own user where the request names one, else the tenant.
+        """Whose requests share prefixes: the tenant's own user where the request names one, else
+        the tenant.
 
         None where neither is known. Equal users of two tenants are two clients.
         """
         hints = self.hints
-        return (hints.user, hints.end_user) if hints.user or hints.end_user else None
+        if hints.user or hints.end_user:
+            return (hints.user, hints.end_user)
+        return None
 
     @property
     def place(self) -> Hashable | None:
-        """Client, topology and agent: finer than the client, so that a tree's agents do not collapse onto one engine.
+        """Client, topology and agent: finer than the client, so that a tree's agents do not
+        collapse onto one engine.
 
         None where none of them is known.
         """
-        hints, client = self.hints, self.client
-        return (client, hints.topology, hints.agent) if client or hints.topology else None
+        hints = self.hints
+        client = self.client
+        if client or hints.topology:
+            return (client, hints.topology, hints.agent)
+        return None
 
 
 @value
 class Choice:
-    """An engine, by its index, and why: a few words that are the same for all choices of the same kind."""
+    """An engine, by its index, and why: a few words that are the same for all choices of the same
+    kind.
+    """
 
     index: int
     why: str
@@ -148,9 +179,16 @@ class ChoiceMemory:
         self._homes: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
 
     def home(self, key: Hashable | None, now_s: float) -> int | None:
-        """The engine of the last request of `key`, a client or a place, unless that is too long ago."""
-        found = None if key is None else self._homes.get(key)
-        return found[0] if found is not None and now_s - found[1] < self._affinity_s else None
+        """The engine of the last request of `key`, a client or a place, unless that is too long
+        ago.
+        """
+        if key is None:
+            found = None
+        else:
+            found = self._homes.get(key)
+        if found is not None and now_s - found[1] < self._affinity_s:
+            return found[0]
+        return None
 
     def note(self, features: RoutingFeatures, index: int, now_s: float) -> None:
         """The request goes to this engine now."""
@@ -177,8 +215,8 @@ _WEIGHT = 0.1  # of the newest output's length in the mean
 class PrefixIndex:
     """Remembers prompts in blocks of 64 tokens, each by a hash of all tokens up to its end.
 
-    `max_blocks` are kept, in order of their last use. Engines evict what they like: an overlap is an expectation. Two
-    prompts are taken for equal where 64 bits of hash are.
+    `max_blocks` are kept, in order of their last use. Engines evict what they like: an overlap is
+    an expectation. Two prompts are taken for equal where 64 bits of hash are.
     """
 
     def __init__(self, max_blocks: int = 1 << 17) -> None:
@@ -186,7 +224,9 @@ class PrefixIndex:
         self._engines: OrderedDict[int, int] = OrderedDict()  # by block, a bit per engine
 
     def overlaps(self, blocks: Sequence[int]) -> Mapping[int, int]:
-        """Leading tokens of a prompt that an engine, by its index, has had; engines that had none are absent."""
+        """Leading tokens of a prompt that an engine, by its index, has had; engines that had none
+        are absent.
+        """
         found: dict[int, int] = {}
         for number, block in enumerate(blocks):
             engines = self._engines.get(block, 0)
@@ -208,17 +248,25 @@ class PrefixIndex:
             self._engines.popitem(last=False)
 
 
-def blocks_of(ids: Sequence[int], adapter: str | None = None, cache_key: str | None = None) -> tuple[int, ...]:
-    """The prompt's whole blocks, each by a hash of all tokens up to its end, of their adapter and of their cache."""
-    known, blocks = hash((adapter, cache_key)), []
-    for begin in range(0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+def blocks_of(
+    ids: Sequence[int], adapter: str | None = None, cache_key: str | None = None
+) -> tuple[int, ...]:
+    """The prompt's whole blocks, each by a hash of all tokens up to its end, of their adapter and
+    of their cache.
+    """
+    known = hash((adapter, cache_key))
+    blocks = []
+    for begin in range(
+        0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS
+    ):
         known = hash((known, tuple(ids[begin : begin + BLOCK_TOKENS])))
         blocks.append(known)
     return tuple(blocks)
 
 
 class PromptIndex:
-    """Prompts that grow, by affinity, with the engine that holds their beginning and how many tokens of it.
+    """Prompts that grow, by affinity, with the engine that holds their beginning and how many
+    tokens of it.
 
     With `prefixes` also the prompts that engines have had, by their tokens.
     """
@@ -228,13 +276,20 @@ class PromptIndex:
         self._homes: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._mean_output = float(DEFAULT_MAX_NEW_TOKENS)
 
-    def features(self, request: PlacementRequest, *, prefills: bool, decodes: bool) -> RoutingFeatures:
+    def features(
+        self, request: PlacementRequest, *, prefills: bool, decodes: bool
+    ) -> RoutingFeatures:
         """The request as engines see it that prefill it, decode it, or do both."""
-        hints, grows, resident = request.hints, None, 0
+        hints = request.hints
+        grows = None
+        resident = 0
         if prefills and request.affinity is not None:
-            # clients' own keys may be long and equal to another tenant's; KV of one adapter is of no use to another
+            # clients' own keys may be long and equal to another tenant's; KV of one adapter is of
+            # no use to another
             grows = hash((hints.user, request.affinity, request.adapter))
-            if request.ids is not None:  # else the key is a client's, whose next prompt need not continue the last
+            if (
+                request.ids is not None
+            ):  # else the key is a client's, whose next prompt need not continue the last
                 resident = self._homes.get(grows, (0, 0))[1]
         blocks: tuple[int, ...] = ()
         if self.prefixes is not None and prefills and request.ids is not None:
@@ -242,7 +297,10 @@ class PromptIndex:
         output_tokens = 0
         if decodes:
             expected = hints.output_tokens
-            each = min(request.max_output_tokens, round(self._mean_output if expected is None else expected))
+            each = min(
+                request.max_output_tokens,
+                round(self._mean_output if expected is None else expected),
+            )
             output_tokens = each * request.requests
         return RoutingFeatures(
             request.prompt_tokens,
@@ -250,7 +308,9 @@ class PromptIndex:
             output_tokens,
             hints,
             grows,
-            self.prefixes.overlaps(blocks) if blocks and self.prefixes is not None else _NO_OVERLAPS,
+            self.prefixes.overlaps(blocks)
+            if blocks and self.prefixes is not None
+            else _NO_OVERLAPS,
             request.update,
             prefills,
             request.adapter,
@@ -260,7 +320,9 @@ class PromptIndex:
 
     def home(self, features: RoutingFeatures) -> int | None:
         """The engine that holds the beginning of a prompt that grows."""
-        return None if features.grows is None else self._homes.get(features.grows, (None, 0))[0]
+        if features.grows is None:
+            return None
+        return self._homes.get(features.grows, (None, 0))[0]
 
     def sent(self, features: RoutingFeatures, index: int) -> RoutingFeatures:
         """The prompt goes to this engine: the features with what of it is new there."""
@@ -277,7 +339,9 @@ class PromptIndex:
         if self.prefixes is not None:
             self.prefixes.add(features.blocks, index)
         new_tokens = max(1, features.prompt_tokens - known)
-        return features if new_tokens == features.new_tokens else replace(features, new_tokens=new_tokens)
+        if new_tokens == features.new_tokens:
+            return features
+        return replace(features, new_tokens=new_tokens)
 
     def wrote(self, tokens: float) -> None:
         """A request ended after `tokens` output tokens; of a batch, their mean."""

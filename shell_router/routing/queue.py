@@ -1,7 +1,9 @@
-"""The order of requests that wait for an engine. docs/explanation/scheduling.md has a section per order.
+"""The order of requests that wait for an engine. docs/explanation/scheduling.md has a section per
+order.
 
-An order is one function and one entry in ORDERS: it gives a waiting request its key, and the lowest key is next. `turn`
-ages every order but the fair one, which starves none: a request that has waited `age_s` goes first.
+An order is one function and one entry in ORDERS: it gives a waiting request its key, and the lowest
+key is next. `turn` ages every order but the fair one, which starves none: a request that has waited
+`age_s` goes first.
 """
 
 from collections import Counter, OrderedDict
@@ -14,7 +16,9 @@ from shell_router.errors import EngineUnavailable, require
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
-"""An output token counts as two of a prompt, as in the literature on fair serving (and in most price lists)."""
+"""An output token counts as two of a prompt, as in the literature on fair serving (and in most
+price lists).
+"""
 
 
 def _forget_oldest(remembered: OrderedDict[Any, Any]) -> None:
@@ -29,10 +33,11 @@ Key = tuple[float, ...]
 class QueueSettings:
     """When requests wait in the router, and in which order.
 
-    An engine is full while `max_running` requests run on it, while `max_prefill_tokens` tokens there are to be
-    prefilled, or while prompts and outputs there, expected ones included, take `max_tokens` of KV; where none of these
-    is set, requests do not wait here. `bind` says when the engine is chosen: at the request's `arrival`, or when an
-    engine has a `place` for it. After `wait_s` a request is refused.
+    An engine is full while `max_running` requests run on it, while `max_prefill_tokens` tokens
+    there are to be prefilled, or while prompts and outputs there, expected ones included, take
+    `max_tokens` of KV; where none of these is set, requests do not wait here. `bind` says when the
+    engine is chosen: at the request's `arrival`, or when an engine has a `place` for it. After
+    `wait_s` a request is refused.
 
     `age_s` is Algorithm 2's aging. `starvation_misses` and `quantum` are Chimera's S and Q.
     """
@@ -42,29 +47,57 @@ class QueueSettings:
         "Which request is next: `fcfs`, `shortest_prefill`, `shortest_total` or `least_attained`.",
     ] = "fcfs"
     bind: Annotated[
-        str, "Choose the engine when one has capacity (`place`), or when the request arrives (`arrival`)."
+        str,
+        (
+            "Choose the engine when one has capacity (`place`), or when the request arrives "
+            "(`arrival`)."
+        ),
     ] = "place"
     max_running: Annotated[
         int | None,
-        "Limit of running requests per engine. Without any of these three limits, requests do not wait in the router.",
+        (
+            "Limit of running requests per engine. Without any of these three limits, requests do "
+            "not wait in the router."
+        ),
     ] = None
-    max_prefill_tokens: Annotated[int | None, "Limit of prompt tokens to prefill per engine."] = None
-    max_tokens: Annotated[int | None, "Limit of KV tokens per engine, expected outputs included."] = None
-    max_waiting: Annotated[int, "Requests that may wait; more are answered 429, with a time to try again."] = 1000
-    wait_s: Annotated[float, "Longest wait in the queue, in seconds; then the request is refused."] = 60.0
-    age_s: Annotated[
-        float, "Seconds after which a waiting request goes first, so that none starves; not of `least_attained`."
-    ] = 5.0
-    weights: Annotated[Mapping[str, float], "Shares of tenants under `least_attained`; 1 where none is named."] = field(
-        default_factory=dict
+    max_prefill_tokens: Annotated[int | None, "Limit of prompt tokens to prefill per engine."] = (
+        None
     )
+    max_tokens: Annotated[
+        int | None, "Limit of KV tokens per engine, expected outputs included."
+    ] = None
+    max_waiting: Annotated[
+        int, "Requests that may wait; more are answered 429, with a time to try again."
+    ] = 1000
+    wait_s: Annotated[
+        float, "Longest wait in the queue, in seconds; then the request is refused."
+    ] = 60.0
+    age_s: Annotated[
+        float,
+        (
+            "Seconds after which a waiting request goes first, so that none starves; not of "
+            "`least_attained`."
+        ),
+    ] = 5.0
+    weights: Annotated[
+        Mapping[str, float], "Shares of tenants under `least_attained`; 1 where none is named."
+    ] = field(default_factory=dict)
     starvation_misses: int = field(default=100, metadata={"file": False})
     quantum: int = field(default=4, metadata={"file": False})
 
     def __post_init__(self) -> None:
         require(self.order in ORDERS, f"order {self.order!r} is none of: {', '.join(ORDERS)}")
-        require(self.bind in ("arrival", "place"), f"bind must be arrival or place, not {self.bind!r}")
-        for name in ("max_running", "max_prefill_tokens", "max_tokens", "max_waiting", "starvation_misses", "quantum"):
+        require(
+            self.bind in ("arrival", "place"), f"bind must be arrival or place, not {self.bind!r}"
+        )
+        for name in (
+            "max_running",
+            "max_prefill_tokens",
+            "max_tokens",
+            "max_waiting",
+            "starvation_misses",
+            "quantum",
+        ):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
         for name in ("wait_s", "age_s"):
@@ -87,8 +120,9 @@ def _ignore() -> None: ...
 class QueueEntry:
     """A request that waits for an engine since `arrived_s`; `missed` others were chosen meanwhile.
 
-    It goes to the `bound` engine where there is one, else to any that it has not failed on (`excluded`, by index). In
-    the end it has a `slot`, or an `error` instead; `decided` is called then. `waits` says that it had none at once.
+    It goes to the `bound` engine where there is one, else to any that it has not failed on
+    (`excluded`, by index). In the end it has a `slot`, or an `error` instead; `decided` is called
+    then. `waits` says that it had none at once.
     """
 
     features: RoutingFeatures
@@ -121,11 +155,13 @@ def shortest_prefill(one: QueueEntry, queue: "RequestQueue") -> Key:
 
 
 def shortest_total(one: QueueEntry, queue: "RequestQueue") -> Key:
-    """The program with the fewest output tokens to come first: (starvation_level, priority), Chimera 3.4 and 3.7.
+    """The program with the fewest output tokens to come first: (starvation_level, priority),
+    Chimera 3.4 and 3.7.
 
-    A request rises by a level whenever S others were chosen before it. Here nothing that runs is interrupted, so the
-    quantum counts requests: the next Q of a program whose request was promoted start as high as it had risen. Requests
-    of which nothing is expected count the output that is expected of themselves.
+    A request rises by a level whenever S others were chosen before it. Here nothing that runs is
+    interrupted, so the quantum counts requests: the next Q of a program whose request was promoted
+    start as high as it had risen. Requests of which nothing is expected count the output that is
+    expected of themselves.
     """
     hints = one.features.hints
     level = queue.level(hints) - one.missed // queue.settings.starvation_misses
@@ -133,9 +169,11 @@ def shortest_total(one: QueueEntry, queue: "RequestQueue") -> Key:
 
 
 def least_attained(one: QueueEntry, queue: "RequestQueue") -> Key:
-    """The user who has been served least, in tokens by its weight; of one user, in order of arrival.
+    """The user who has been served least, in tokens by its weight; of one user, in order of
+    arrival.
 
-    One that is not served becomes the least served: were requests to age, a flood of one user's would go before all.
+    One that is not served becomes the least served: were requests to age, a flood of one user's
+    would go before all.
     """
     return (queue.attained(one.features.user),)
 
@@ -152,10 +190,12 @@ ORDERS: dict[str, Order] = {
 def turn(one: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
     """The full key: the lowest is next.
 
-    Requests that have waited `age_s` come first, the longest waiting before all (Algorithm 2, line 4). Then come
-    requests of clients, then prefill-only updates, which only make a later request faster, however long they wait.
+    Requests that have waited `age_s` come first, the longest waiting before all (Algorithm 2, line
+    4). Then come requests of clients, then prefill-only updates, which only make a later request
+    faster, however long they wait.
     """
-    order, update = queue.settings.order, one.features.update
+    order = queue.settings.order
+    update = one.features.update
     if order != "least_attained" and not update and now_s - one.arrived_s >= queue.settings.age_s:
         return (0, one.arrived_s)
     return (2 if update else 1, *ORDERS[order](one, queue), one.arrived_s)
@@ -176,7 +216,9 @@ class RequestQueue:
         self._levels: OrderedDict[tuple[str | None, str | None], tuple[int, int]] = OrderedDict()
 
     def attained(self, user: str | None) -> float:
-        """Tokens that this user was served, outputs twice, divided by its weight, 1 where it has none."""
+        """Tokens that this user was served, outputs twice, divided by its weight, 1 where it has
+        none.
+        """
         return self._attained.get(user, 0.0)
 
     def level(self, hints: Hints) -> int:
@@ -193,7 +235,9 @@ class RequestQueue:
     # --- what happens
 
     def join(self, entry: QueueEntry) -> None:
-        """A request arrives. A user without requests gets no more credit than the least served user with some."""
+        """A request arrives. A user without requests gets no more credit than the least served user
+        with some.
+        """
         user = entry.features.user
         if not self._active[user] and self._active.total():
             least = min(self.attained(one) for one, requests in self._active.items() if requests)
@@ -206,7 +250,8 @@ class RequestQueue:
         """It is served next, and `new_tokens` of its prompt are to be prefilled."""
         self.entries.remove(entry)
         self._chosen += 1
-        hints, risen = entry.features.hints, entry.missed // self.settings.starvation_misses
+        hints = entry.features.hints
+        risen = entry.missed // self.settings.starvation_misses
         if hints.program is not None:
             program = hints.user, hints.program  # a client may name its program as another tenant's
             level, left = self._levels.pop(program, (0, 0))

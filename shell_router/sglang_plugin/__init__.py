@@ -1,7 +1,9 @@
-"""Extends unmodified SGLang, through its own plugin framework, by what Faster-MoA asks of a prefill engine.
+"""Extends unmodified SGLang, through its own plugin framework, by what Faster-MoA asks of a prefill
+engine.
 
-SGLang calls `register` in every one of its processes (entry point group `sglang.srt.plugins`). This package runs there:
-of the router it imports `core.drafts` and `experts.placement`; SGLang only where a function needs it.
+SGLang calls `register` in every one of its processes (entry point group `sglang.srt.plugins`). This
+package runs there: of the router it imports `core.drafts` and `experts.placement`; SGLang only
+where a function needs it.
 """
 
 import logging
@@ -15,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the hooks that this process needs. Logs an error and changes nothing under an SGLang it does not fit."""
+    """Register the hooks that this process needs. Logs an error and changes nothing under an SGLang
+    it does not fit.
+    """
     found = installed_sglang()
     if not is_supported(found):
         _stay_off(f"supports sglang {SUPPORTED}, not {found}")
@@ -29,10 +33,15 @@ def register() -> None:
         feature.register()
     without = f"updates do not yield to prompts, and {waiting_queue.VARIABLE} has no effect"
     _register_part(waiting_queue.feature(waiting_queue.asked_age_s()), without, "or go on without")
-    file, algorithm = experts.record_file(), experts.asked_algorithm()
+    file = experts.record_file()
+    algorithm = experts.asked_algorithm()
     if file is not None or algorithm is not None:
         variables = f"{experts.RECORD_FILE} and {experts.PLACEMENT}"
-        _register_part(experts.feature(file, algorithm), "records and places no experts", f"or leave {variables} unset")
+        _register_part(
+            experts.feature(file, algorithm),
+            "records and places no experts",
+            f"or leave {variables} unset",
+        )
     if drafts.asked() and not serves_http:
         plain = f"or start decode without {drafts.VARIABLE} and without speculation"
         if not _register_part(drafts.feature(), "drafts nothing", plain):
@@ -41,8 +50,10 @@ def register() -> None:
 
 def _stay_off(reason: str) -> None:
     logger.error(
-        "The shell_router plugin %s, and stays off: prefill-only requests will cost a KV transfer each. Install a "
-        "version that docs/reference/sglang.md says was tried, or set SGLANG_PLUGINS to leave the plugin out.",
+        "The shell_router plugin %s, and stays off: prefill-only requests will cost a KV "
+        "transfer each. Install a "
+        "version that docs/reference/sglang.md says was tried, or set SGLANG_PLUGINS to leave "
+        "the plugin out.",
         reason,
     )
     if drafts.asked() and multiprocessing.parent_process() is not None:
@@ -51,7 +62,9 @@ def _stay_off(reason: str) -> None:
 
 def _end() -> None:
     """End a server that is to draft and lacks what it needs for that: its first request would."""
-    raise SystemExit(f"{drafts.VARIABLE} is set, and this SGLang cannot draft: the reason is in the log.")
+    raise SystemExit(
+        f"{drafts.VARIABLE} is set, and this SGLang cannot draft: the reason is in the log."
+    )
 
 
 def _register_part(feature: Feature, without: str, otherwise: str) -> bool:
@@ -70,7 +83,9 @@ def _register_part(feature: Feature, without: str, otherwise: str) -> bool:
 
 
 def installed_sglang() -> str:
-    """The version of SGLang that is installed here, `unknown` for a source tree that was not installed."""
+    """The version of SGLang that is installed here, `unknown` for a source tree that was not
+    installed.
+    """
     try:
         return version("sglang")
     except PackageNotFoundError:

@@ -1,4 +1,6 @@
-"""The SGLang versions and names that the plugin needs: looked up first, so that it is wholly on or wholly off."""
+"""The SGLang versions and names that the plugin needs: looked up first, so that it is wholly on or
+wholly off.
+"""
 
 import inspect
 import pkgutil
@@ -8,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 SUPPORTED = ">=0.5.16,<0.6"
-_FIRST, _FIRST_NOT = (0, 5, 16), (0, 6)
+_FIRST = (0, 5, 16)
+_FIRST_NOT = (0, 6)
 _RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
@@ -26,10 +29,11 @@ Hook = tuple[str, Callable[..., Any], str]
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Hooks that are registered together, or not at all: where SGLang has all the names that they need.
+    """Hooks that are registered together, or not at all: where SGLang has all the names that they
+    need.
 
-    `needs` are names besides the hooks' own; `sets` are attributes that the `__init__` of that name sets: no class has
-    them, so they are looked for in its code.
+    `needs` are names besides the hooks' own; `sets` are attributes that the `__init__` of that name
+    sets: no class has them, so they are looked for in its code.
     """
 
     hooks: Sequence[Hook]
@@ -38,12 +42,18 @@ class Feature:
 
     def missing(self) -> list[str]:
         """What this SGLang lacks. Imports the modules that are hooked."""
-        lacking = [name for name in (*(name for name, _, _ in self.hooks), *self.needs) if not _is_found(name)]
+        lacking = [
+            name
+            for name in (*(name for name, _, _ in self.hooks), *self.needs)
+            if not _is_found(name)
+        ]
         for init, attributes in self.sets.items():
             if init not in lacking:
                 code = getattr(inspect.unwrap(pkgutil.resolve_name(init)), "__code__", None)
                 known = () if code is None else code.co_names
-                lacking += [f"{init.split('.')[-2]}.{name}" for name in attributes if name not in known]
+                lacking += [
+                    f"{init.split('.')[-2]}.{name}" for name in attributes if name not in known
+                ]
         return lacking
 
     def register(self) -> None:

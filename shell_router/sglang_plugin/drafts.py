@@ -1,8 +1,10 @@
-"""Drafted decoding: a request that asks for it is drafted from its own prompt, output and further texts.
+"""Drafted decoding: a request that asks for it is drafted from its own prompt, output and further
+texts.
 
-SGLang's NGRAM speculation drafts every request from one trie of all requests, and crashes on a decode server. With
-VARIABLE its worker verifies what `Drafter` proposes for requests with `custom_params: {"drafts": [[token id, ...]]}`;
-all others get one token per pass, as without speculation. See docs/reference/sglang.md.
+SGLang's NGRAM speculation drafts every request from one trie of all requests, and crashes on a
+decode server. With VARIABLE its worker verifies what `Drafter` proposes for requests with
+`custom_params: {"drafts": [[token id, ...]]}`; all others get one token per pass, as without
+speculation. See docs/reference/sglang.md.
 """
 
 import copy
@@ -45,7 +47,9 @@ class DraftedDecoding:
         ranks: Callable[[], int] = world_size,
         carried: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._clock, self._ranks, self._carried = clock, ranks, carried or between_passes
+        self._clock = clock
+        self._ranks = ranks
+        self._carried = carried or between_passes
         self._gate = DraftGate()
         self._requests: WeakKeyDictionary[Any, _Drafted | None] = WeakKeyDictionary()
         self._workers: dict[int, Any] = {}
@@ -53,14 +57,19 @@ class DraftedDecoding:
         self._sampler: Any = None
         self._logged: set[str] = set()
 
-    def run(self, forward: Callable[..., Any], worker: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
-        """Around `NGRAMWorker.forward_batch_generation`: a pass as wide as the drafts of its batch are worth."""
+    def run(
+        self, forward: Callable[..., Any], worker: Any, batch: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        """Around `NGRAMWorker.forward_batch_generation`: a pass as wide as the drafts of its batch
+        are worth.
+        """
         if not batch.forward_mode.is_decode():
             result = forward(worker, batch, *arguments, **named)
         else:
             self._sampler = worker.model_runner.sampler
             self._drafts = [self._draft(request, worker, batch) for request in batch.reqs]
-            width, begin_s = self._width(worker, batch), self._clock()
+            width = self._width(worker, batch)
+            begin_s = self._clock()
             if width == 1:
                 result = plain_pass(worker, batch)
             else:
@@ -73,13 +82,16 @@ class DraftedDecoding:
         return result
 
     def chains(self, _prepare: Callable[..., Any], worker: Any, batch: Any) -> tuple[Any, Any]:
-        """Instead of `NGRAMWorker._prepare_draft_tokens`: tokens [rows * width] and masks [rows * width * width].
+        """Instead of `NGRAMWorker._prepare_draft_tokens`: tokens [rows * width] and masks [rows *
+        width * width].
 
-        A row is its last token and the draft. What pads it has no ancestors, so that it is never accepted.
+        A row is its last token and the draft. What pads it has no ancestors, so that it is never
+        accepted.
         """
         import numpy as np
 
-        rows, width = len(batch.reqs), worker.draft_token_num
+        rows = len(batch.reqs)
+        width = worker.draft_token_num
         tokens = np.zeros((rows, width), dtype=np.int64)
         masks = np.tile(np.eye(width, dtype=bool), (rows, 1, 1))
         for row, (request, draft) in enumerate(zip(batch.reqs, self._drafts, strict=True)):
@@ -89,18 +101,26 @@ class DraftedDecoding:
         return tokens.ravel(), masks.ravel()
 
     def sample_and_compare(
-        self, sample: Callable[..., Any], chains: Any, batch: Any, logits: Any, *arguments: Any, **named: Any
+        self,
+        sample: Callable[..., Any],
+        chains: Any,
+        batch: Any,
+        logits: Any,
+        *arguments: Any,
+        **named: Any,
     ) -> tuple[Any, Any, Any]:
         """Around `eagle_sample`, on a CPU: there SGLang verifies greedily what is to be sampled.
 
-        Each place is sampled as if it were decoded alone, and the draft goes on where it agrees: outputs are
-        distributed as in plain decoding. Returns tokens [rows * width], how many count [rows] and their places.
+        Each place is sampled as if it were decoded alone, and the draft goes on where it agrees:
+        outputs are distributed as in plain decoding. Returns tokens [rows * width], how many count
+        [rows] and their places.
         """
         if logits.next_token_logits.device.type != "cpu" or not batch.spec_algorithm.is_ngram():
             return sample(chains, batch, logits, *arguments, **named)  # type: ignore[no-any-return]
         import torch
 
-        rows, width = len(batch.reqs), chains.draft_token_num
+        rows = len(batch.reqs)
+        width = chains.draft_token_num
         following = chains.draft_token.view(rows, width).roll(-1, dims=1)
         drafts = torch.tensor([min(len(draft), width - 1) for draft in self._drafts])
         sampled = torch.zeros(rows, width, dtype=torch.int32)
@@ -108,14 +128,26 @@ class DraftedDecoding:
         for place in range(width):
             step = logits.next_token_logits.view(rows, width, -1)[:, place]
             batch.sampling_info.apply_logits_bias(step)
-            alone = replace(logits, next_token_logits=step.clone())  # the sampler makes probabilities of it
-            sampled[:, place] = self._sampler(alone, batch.sampling_info, False, None, None, batch.seq_lens + place)
-            goes_on = (accepted == place + 1) & (drafts > place) & (sampled[:, place] == following[:, place])
+            alone = replace(
+                logits, next_token_logits=step.clone()
+            )  # the sampler makes probabilities of it
+            sampled[:, place] = self._sampler(
+                alone, batch.sampling_info, False, None, None, batch.seq_lens + place
+            )
+            goes_on = (
+                (accepted == place + 1)
+                & (drafts > place)
+                & (sampled[:, place] == following[:, place])
+            )
             if not goes_on.any():
                 break
             accepted += goes_on
         places = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
-        return sampled.flatten(), accepted, places.where(torch.arange(width) < accepted[:, None], -1)
+        return (
+            sampled.flatten(),
+            accepted,
+            places.where(torch.arange(width) < accepted[:, None], -1),
+        )
 
     def _draft(self, request: Any, worker: Any, batch: Any) -> Sequence[int]:
         drafted = self._drafted(request)
@@ -126,7 +158,9 @@ class DraftedDecoding:
         drafted.drafter.extend(new)
         proposed = drafted.drafter.propose(worker.draft_token_num - 1)
         known = batch.model_config.vocab_size
-        foreign = (at for at, token in enumerate(proposed) if not 0 <= token < known)  # ends the server
+        foreign = (
+            at for at, token in enumerate(proposed) if not 0 <= token < known
+        )  # ends the server
         return proposed[: next(foreign, len(proposed))]
 
     def _drafted(self, request: Any) -> _Drafted | None:
@@ -136,13 +170,18 @@ class DraftedDecoding:
 
     def _first_seen(self, request: Any) -> _Drafted | None:
         own = request.sampling_params.custom_params
-        sources = own.get("drafts") if isinstance(own, dict) else None
+        if isinstance(own, dict):
+            sources = own.get("drafts")
+        else:
+            sources = None
         if sources is None:
             return None
         if reason := obstacle(request, sources):
             if reason not in self._logged:
                 self._logged.add(reason)
-                logger.warning("Requests with %s are not drafted, although they ask for it.", reason)
+                logger.warning(
+                    "Requests with %s are not drafted, although they ask for it.", reason
+                )
             return None
         return _Drafted(Drafter(request.origin_input_ids_unpadded, sources))
 
@@ -153,7 +192,11 @@ class DraftedDecoding:
         if self._ranks() > 1:  # ranks measure times of their own, and must choose alike
             return 1
         sampling = batch.sampling_info  # what `sample_and_compare` leaves out
-        if batch.has_grammar or sampling.has_watermark_candidates or sampling.sampling_mask_batch_indices is not None:
+        if (
+            batch.has_grammar
+            or sampling.has_watermark_candidates
+            or sampling.sampling_mask_batch_indices is not None
+        ):
             return 1
         drafts = [
             (len(draft), drafted.drafter.acceptance)
@@ -174,12 +217,17 @@ class DraftedDecoding:
 
 
 def obstacle(request: Any, sources: Any) -> str | None:
-    """Why this request is not drafted: drafts would change its output, or that they do not is not known."""
+    """Why this request is not drafted: drafts would change its output, or that they do not is not
+    known.
+    """
     sampling = request.sampling_params
     lists = isinstance(sources, list) and all(
-        isinstance(source, list) and all(type(token) is int for token in source) for source in sources
+        isinstance(source, list) and all(type(token) is int for token in source)
+        for source in sources
     )
-    penalties = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
+    penalties = (
+        sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
+    )
     found = {
         "drafts that are no lists of token ids": not lists,
         "penalties": penalties,
@@ -194,13 +242,17 @@ def obstacle(request: Any, sources: Any) -> str | None:
 
 
 def plain_pass(worker: Any, batch: Any) -> Any:
-    """One token for each request, as a server without speculation decodes. SGLang restores the batch afterwards."""
+    """One token for each request, as a server without speculation decodes. SGLang restores the
+    batch afterwards.
+    """
     import torch
 
     lengths = batch.seq_lens
     last = [request.output_ids[-1] for request in batch.reqs]
     batch.input_ids = torch.tensor(last, dtype=torch.int64, device=lengths.device)
-    batch.out_cache_loc = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, lengths].long()
+    batch.out_cache_loc = batch.req_to_token_pool.req_to_token[
+        batch.req_pool_indices, lengths
+    ].long()
     batch.seq_lens = lengths + 1
     batch.seq_lens_cpu = batch.seq_lens_cpu + 1
     batch.orig_seq_lens = batch.seq_lens.int()
@@ -216,17 +268,25 @@ def plain_pass(worker: Any, batch: Any) -> Any:
 
 
 def between_passes(lengths: Any) -> Any:
-    """What a batch carries from a pass to the next: as no pass reads it, rows of equal width that can be merged."""
+    """What a batch carries from a pass to the next: as no pass reads it, rows of equal width that
+    can be merged.
+    """
     import torch
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
     ones = torch.ones_like(lengths, dtype=torch.int32)
-    return NgramVerifyInput(draft_token_num=1, new_seq_lens=lengths.clone(), accept_tokens=ones, accept_lens=ones)
+    return NgramVerifyInput(
+        draft_token_num=1, new_seq_lens=lengths.clone(), accept_tokens=ones, accept_lens=ones
+    )
 
 
 def first_input(build: Callable[..., Any], algorithm: Any, batch: Any, *arguments: Any) -> Any:
-    """Around `SpeculativeAlgorithm.build_disagg_draft_input`, which makes none for NGRAM, so that decode crashes."""
-    return between_passes(batch.seq_lens) if algorithm.is_ngram() else build(algorithm, batch, *arguments)
+    """Around `SpeculativeAlgorithm.build_disagg_draft_input`, which makes none for NGRAM, so that
+    decode crashes.
+    """
+    if algorithm.is_ngram():
+        return between_passes(batch.seq_lens)
+    return build(algorithm, batch, *arguments)
 
 
 def stay_in_place(move: Callable[..., Any], batch: Any, *arguments: Any, **named: Any) -> None:
@@ -240,9 +300,13 @@ def learn_nothing(_update: Callable[..., Any], _worker: Any, _batch: Any) -> Non
 
 
 def refuse_overlap(_made: None, worker: Any, *_arguments: Any, **_named: Any) -> None:
-    """After `NGRAMWorker.__init__`: drafts need every token of the pass before; raises RuntimeError."""
+    """After `NGRAMWorker.__init__`: drafts need every token of the pass before; raises
+    RuntimeError.
+    """
     if worker.enable_overlap:
-        raise RuntimeError(f"{VARIABLE} needs --disable-overlap-schedule: add it, or unset the variable.")
+        raise RuntimeError(
+            f"{VARIABLE} needs --disable-overlap-schedule: add it, or unset the variable."
+        )
 
 
 WORKER: Final = "sglang.srt.speculative.ngram_worker"
@@ -250,7 +314,8 @@ SAMPLING: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 
 def feature() -> Feature:
-    """The hooks that let NGRAM speculation verify our drafts; of no effect in a server without it."""
+    """The hooks that let NGRAM speculation verify our drafts; of no effect in a server without
+    it."""
     decoding = DraftedDecoding()
     worker = f"{WORKER}.NGRAMWorker"
     return Feature(
@@ -276,7 +341,12 @@ def feature() -> Feature:
             "sglang.srt.speculative.ngram_info.NgramVerifyInput",
         ),
         sets={
-            f"{worker}.__init__": ("draft_token_num", "enable_overlap", "model_runner", "speculative_num_draft_tokens"),
+            f"{worker}.__init__": (
+                "draft_token_num",
+                "enable_overlap",
+                "model_runner",
+                "speculative_num_draft_tokens",
+            ),
             REQUEST: (
                 *("origin_input_ids_unpadded", "output_ids", "sampling_params", "spec_verify_ct"),
                 *("custom_logit_processor", "grammar", "return_hidden_states", "return_logprob"),

@@ -1,10 +1,12 @@
-"""Which experts tokens choose, and which follow which: counted next to SGLang's own recorder; and where experts live.
+"""Which experts tokens choose, and which follow which: counted next to SGLang's own recorder; and
+where experts live.
 
-SGLang's `--expert-distribution-recorder-mode` counts activations, layer by layer. Placement also asks which expert of a
-layer follows which of the layer before (Gimbal, section V.A.6), so the same choices are counted here, and a dump of
-SGLang's record writes these counts to the file that RECORD_FILE names. With PLACEMENT, SGLang's balancer
-(`--enable-eplb`) moves experts while it serves to where the project's algorithm places them (Algorithm 3, line 8).
-Without either variable nothing is hooked.
+SGLang's `--expert-distribution-recorder-mode` counts activations, layer by layer. Placement also
+asks which expert of a layer follows which of the layer before (Gimbal, section V.A.6), so the same
+choices are counted here, and a dump of SGLang's record writes these counts to the file that
+RECORD_FILE names. With PLACEMENT, SGLang's balancer (`--enable-eplb`) moves experts while it serves
+to where the project's algorithm places them (Algorithm 3, line 8). Without either variable nothing
+is hooked.
 """
 
 import logging
@@ -19,7 +21,9 @@ from shell_router.sglang_plugin.compatibility import Feature, Hook
 logger = logging.getLogger(__name__)
 
 RECORD_FILE: Final = "SHELL_ROUTER_EXPERT_RECORD"
-"""The environment variable with the file that a dump writes: one of its own for each server of a machine."""
+"""The environment variable with the file that a dump writes: one of its own for each server of a
+machine.
+"""
 
 PLACEMENT: Final = "SHELL_ROUTER_EXPERT_PLACEMENT"
 """The environment variable with the algorithm that places experts on a running server."""
@@ -27,7 +31,9 @@ PLACEMENT: Final = "SHELL_ROUTER_EXPERT_PLACEMENT"
 ALGORITHMS: Final = ("swap", "gimbal")
 
 MARGIN: Final = 0.05
-"""Experts move only where that gains this share of load and traffic together: a move stalls the server."""
+"""Experts move only where that gains this share of load and traffic together: a move stalls the
+server.
+"""
 
 NEEDED_MODE: Final = "--expert-distribution-recorder-mode stat"
 
@@ -39,16 +45,25 @@ def record_file(variables: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def asked_algorithm(variables: Mapping[str, str] = os.environ) -> str | None:
-    """The algorithm that PLACEMENT names; None, with an error in the log, where there is none of that name."""
+    """The algorithm that PLACEMENT names; None, with an error in the log, where there is none of
+    that name.
+    """
     named = variables.get(PLACEMENT) or None
     if named is None or named in ALGORITHMS:
         return named
-    logger.error("%s is %r, and no expert is placed. Set it to one of: %s.", PLACEMENT, named, ", ".join(ALGORITHMS))
+    logger.error(
+        "%s is %r, and no expert is placed. Set it to one of: %s.",
+        PLACEMENT,
+        named,
+        ", ".join(ALGORITHMS),
+    )
     return None
 
 
 def can_place(server_args: Any, algorithm: str | None) -> bool:
-    """Whether this server's experts are placed. Says what is wrong where that is asked for and it cannot be."""
+    """Whether this server's experts are placed. Says what is wrong where that is asked for and it
+    cannot be.
+    """
     if algorithm is None:
         return False
     wrong = [
@@ -62,48 +77,60 @@ def can_place(server_args: Any, algorithm: str | None) -> bool:
         if not holds
     ]
     if wrong:
-        logger.error("%s is set, but experts are placed only with %s.", PLACEMENT, " and ".join(wrong))
+        logger.error(
+            "%s is set, but experts are placed only with %s.", PLACEMENT, " and ".join(wrong)
+        )
     return not wrong
 
 
 def can_record(server_args: Any, file: Path | None) -> bool:
-    """Whether this server records experts to `file`. Says what is wrong where it is asked to and cannot."""
+    """Whether this server records experts to `file`. Says what is wrong where it is asked to and
+    cannot.
+    """
     if file is None:
         return False
     if server_args.expert_distribution_recorder_mode is None:
         logger.error("%s is set, but experts are recorded only with %s.", RECORD_FILE, NEEDED_MODE)
         return False
     if server_args.enable_two_batch_overlap:
-        logger.error("Experts are not recorded with --enable-two-batch-overlap: its halves cannot be distinguished.")
+        logger.error(
+            "Experts are not recorded with --enable-two-batch-overlap: its halves cannot be "
+            "distinguished."
+        )
         return False
     return True
 
 
 class RoutingCounts:
-    """Counts of one process's tokens: `activations` [layers, experts], `transitions` [layers - 1, experts, experts].
+    """Counts of one process's tokens: `activations` [layers, experts], `transitions` [layers - 1,
+    experts, experts].
 
-    `transitions[i]` lead from layer i to the next layer that has experts. Float64 tensors on the device that routes,
-    made once, so that a CUDA graph which holds `add` counts at each replay.
+    `transitions[i]` lead from layer i to the next layer that has experts. Float64 tensors on the
+    device that routes, made once, so that a CUDA graph which holds `add` counts at each replay.
     """
 
     def __init__(self, layers: int, experts: int, device: Any) -> None:
         import torch
 
         self.activations = torch.zeros(layers, experts, dtype=torch.float64, device=device)
-        self.transitions = torch.zeros(max(layers - 1, 0), experts, experts, dtype=torch.float64, device=device)
+        self.transitions = torch.zeros(
+            max(layers - 1, 0), experts, experts, dtype=torch.float64, device=device
+        )
         self._experts = experts
         self._before: tuple[int, Any] | None = None
 
     def add(self, layer: int, experts: Any) -> None:
         """Count the choice of a layer: `experts` [tokens, top-k], with -1 where a token is padding.
 
-        Layers come in order, pass after pass. A layer is linked to the one before it in its pass if that had the
-        same tokens.
+        Layers come in order, pass after pass. A layer is linked to the one before it in its pass if
+        that had the same tokens.
         """
         import torch
 
         column = torch.where(experts < 0, self._experts, experts).long()
-        chosen = torch.zeros(len(experts), self._experts + 1, device=experts.device).scatter_(1, column, 1.0)
+        chosen = torch.zeros(len(experts), self._experts + 1, device=experts.device).scatter_(
+            1, column, 1.0
+        )
         chosen = chosen[:, : self._experts]
         self.activations[layer] += chosen.sum(dim=0)
         if self._before is not None:
@@ -133,7 +160,9 @@ class RoutingCounts:
 
 
 class ExpertCounter:
-    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes them to a `file`."""
+    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes
+    them to a `file`.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -143,13 +172,16 @@ class ExpertCounter:
         """After a recorder's `__init__`: its counts, before any CUDA graph is captured."""
         places = recorder._expert_location_metadata
         slots = places.physical_to_logical_map
-        self._counts[recorder] = RoutingCounts(places.num_layers, places.num_logical_experts, slots.device)
+        self._counts[recorder] = RoutingCounts(
+            places.num_layers, places.num_logical_experts, slots.device
+        )
 
     def count(self, on_select_experts: Callable[..., Any], recorder: Any, topk_ids: Any) -> None:
-        """Around a recorder's `on_select_experts`: what SGLang counts is counted here too, as the model's own experts.
+        """Around a recorder's `on_select_experts`: what SGLang counts is counted here too, as the
+        model's own experts.
 
-        Without an accelerator SGLang is asked only while it records: else it asks CUDA whether a graph is being
-        captured, which ends its scheduler.
+        Without an accelerator SGLang is asked only while it records: else it asks CUDA whether a
+        graph is being captured, which ends its scheduler.
         """
         import torch
 
@@ -162,13 +194,19 @@ class ExpertCounter:
             self._counts[recorder].add(layer, logical(topk_ids, expert_of_slot))
 
     def clear(self, _started: None, recorder: Any) -> None:
-        """After a recorder's `start_record`: nothing is counted, and no older file is taken for a new one."""
+        """After a recorder's `start_record`: nothing is counted, and no older file is taken for a
+        new one.
+        """
         self._counts[recorder].clear()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def write(self, dump_record: Callable[..., Any], recorder: Any, output_mode: str = "file") -> Any:
-        """Around a recorder's `dump_record`: a dump to a file writes ours too, of all ranks together, and clears it."""
+    def write(
+        self, dump_record: Callable[..., Any], recorder: Any, output_mode: str = "file"
+    ) -> Any:
+        """Around a recorder's `dump_record`: a dump to a file writes ours too, of all ranks
+        together, and clears it.
+        """
         dumped = dump_record(recorder, output_mode)
         if output_mode == "file" and self._file is not None:
             counts = self._counts[recorder]
@@ -179,38 +217,59 @@ class ExpertCounter:
         return dumped
 
     def transitions(self, recorder: Any) -> Any:
-        """Those of all ranks since the recording began, or since a dump: what follows what is the model's own."""
+        """Those of all ranks since the recording began, or since a dump: what follows what is the
+        model's own.
+        """
         summed = self._counts[recorder].transitions.clone()
         _over_ranks(summed)
         return summed
 
 
 class LivePlacement:
-    """The hook of SGLang's `EPLBManager` in one process: the placement by `algorithm` instead of SGLang's own."""
+    """The hook of SGLang's `EPLBManager` in one process: the placement by `algorithm` instead of
+    SGLang's own.
+    """
 
     def __init__(self, algorithm: str, counter: ExpertCounter) -> None:
-        self._algorithm, self._counter = algorithm, counter
+        self._algorithm = algorithm
+        self._counter = counter
 
-    def compute(self, sglangs: Callable[..., Any], manager: Any, logical_count: Any, **named: Any) -> Any:
+    def compute(
+        self, sglangs: Callable[..., Any], manager: Any, logical_count: Any, **named: Any
+    ) -> Any:
         """Around `EPLBManager._compute_expert_location_metadata`: the new metadata.
 
-        `logical_count` [(steps,) layers, experts] has been summed over all ranks. The first rank places, so that all
-        agree; the others wait for it, as they wait for the experts that move.
+        `logical_count` [(steps,) layers, experts] has been summed over all ranks. The first rank
+        places, so that all agree; the others wait for it, as they wait for the experts that move.
         """
         import torch
         from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
-        from sglang.srt.eplb.expert_location import ExpertLocationMetadata, get_global_expert_location_metadata
+        from sglang.srt.eplb.expert_location import (
+            ExpertLocationMetadata,
+            get_global_expert_location_metadata,
+        )
         from sglang.srt.runtime_context import get_exec
 
-        now, in_halves = get_global_expert_location_metadata(), get_exec().overlap.enable_two_batch_overlap
-        if now.num_physical_experts != now.num_logical_experts or in_halves or named.get("broadcast_over_world"):
+        now = get_global_expert_location_metadata()
+        in_halves = get_exec().overlap.enable_two_batch_overlap
+        if (
+            now.num_physical_experts != now.num_logical_experts
+            or in_halves
+            or named.get("broadcast_over_world")
+        ):
             return sglangs(manager, logical_count, **named)  # `can_place` has said why
         transitions = self._counter.transitions(get_global_expert_distribution_recorder())
         slots = now.physical_to_logical_map.clone().contiguous()
         is_shared = torch.distributed.is_initialized()
         if not is_shared or torch.distributed.get_rank() == 0:
             counted = logical_count.reshape(-1, *slots.shape).sum(dim=0).cpu().numpy()
-            found = placed(self._algorithm, counted, transitions.cpu().numpy(), slots.cpu().numpy(), now.ep_size)
+            found = placed(
+                self._algorithm,
+                counted,
+                transitions.cpu().numpy(),
+                slots.cpu().numpy(),
+                now.ep_size,
+            )
             slots.copy_(torch.from_numpy(found))
         if is_shared:
             torch.distributed.broadcast(slots, src=0)
@@ -218,8 +277,8 @@ class LivePlacement:
 
 
 def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus: int) -> Any:
-    """The expert in each slot [layers, experts], where now those of `slots` are; the same where moving gains too
-    little, or none can be placed: an engine that serves is not to end for it."""
+    """The expert in each slot [layers, experts], where now those of `slots` are; the same where
+    moving gains too little, or none can be placed: an engine that serves is not to end for it."""
     from shell_router.errors import ConfigError
     from shell_router.experts.placement import measures, place, record_of
     from shell_router.experts.placement.records import placement_of_slots, verdict
@@ -227,7 +286,8 @@ def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus:
     try:
         record = record_of(activations, transitions)
         layers = list(record.layers)
-        now, new = placement_of_slots(slots[layers], gpus), place(algorithm, record, gpus)
+        now = placement_of_slots(slots[layers], gpus)
+        new = place(algorithm, record, gpus)
     except (ConfigError, ValueError) as error:
         logger.error("Experts stay where they are: %s", error)
         return slots
@@ -241,7 +301,9 @@ def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus:
 
 
 def logical(slots: Any, expert_of_slot: Any) -> Any:
-    """The experts in `slots`, shaped alike; -1 for what is no slot: padding, and shared experts behind the last."""
+    """The experts in `slots`, shaped alike; -1 for what is no slot: padding, and shared experts
+    behind the last.
+    """
     import torch
 
     known = (slots >= 0) & (slots < len(expert_of_slot))
@@ -249,7 +311,9 @@ def logical(slots: Any, expert_of_slot: Any) -> Any:
 
 
 def _over_ranks(*counts: Any) -> int:
-    """Sum the counts over all ranks, as SGLang sums its own in a dump, and return this one's number."""
+    """Sum the counts over all ranks, as SGLang sums its own in a dump, and return this one's
+    number.
+    """
     import torch
 
     if not torch.distributed.is_initialized():
@@ -273,13 +337,22 @@ def feature(file: Path | None, algorithm: str | None) -> Feature:
     needed: Sequence[str] = ()
     if algorithm is not None:
         compute = LivePlacement(algorithm, counter).compute
-        placing = ((f"{EPLB}.eplb_manager.EPLBManager._compute_expert_location_metadata", compute, "AROUND"),)
+        placing = (
+            (
+                f"{EPLB}.eplb_manager.EPLBManager._compute_expert_location_metadata",
+                compute,
+                "AROUND",
+            ),
+        )
         needed = (
             f"{EPLB}.expert_distribution.get_global_expert_distribution_recorder",
             f"{EPLB}.expert_location.get_global_expert_location_metadata",
             f"{EPLB}.expert_location.ExpertLocationMetadata.init_by_mapping",
             "sglang.srt.runtime_context.get_exec",
-            *(f"{ARGUMENTS}.{name}" for name in ("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend")),
+            *(
+                f"{ARGUMENTS}.{name}"
+                for name in ("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend")
+            ),
         )
     return Feature(
         hooks=(
@@ -295,5 +368,11 @@ def feature(file: Path | None, algorithm: str | None) -> Feature:
             f"{ARGUMENTS}.enable_two_batch_overlap",
             *needed,
         ),
-        sets={f"{RECORDER}.__init__": ("_expert_location_metadata", "_current_layer_idx", "_disable_all")},
+        sets={
+            f"{RECORDER}.__init__": (
+                "_expert_location_metadata",
+                "_current_layer_idx",
+                "_disable_all",
+            )
+        },
     )

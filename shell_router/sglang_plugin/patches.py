@@ -9,7 +9,9 @@ from shell_router.sglang_plugin.compatibility import REQUEST, Feature
 logger = logging.getLogger(__name__)
 
 
-def unpinned(make: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+def unpinned(
+    make: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **named: Any
+) -> Any:
     """Around a function that makes a tensor: in ordinary memory."""
     return make(*arguments, **named)
 
@@ -20,10 +22,11 @@ def as_it_is(_pin: Callable[..., Any], tensor: Any, *_arguments: Any, **_named: 
 
 
 def index_on_host_without_cuda(kv_class: Any, *_arguments: Any, **_named: Any) -> None:
-    """After `get_kv_class`: a KV sender does not pin host memory through CUDA where there is no CUDA.
+    """After `get_kv_class`: a KV sender does not pin host memory through CUDA where there is no
+    CUDA.
 
-    In 0.5.23 `MooncakeKVSender.supports_host_tensor_indices` makes the prefill scheduler copy KV indices into pinned
-    memory, which ends it at the first transfer on a CPU.
+    In 0.5.23 `MooncakeKVSender.supports_host_tensor_indices` makes the prefill scheduler copy KV
+    indices into pinned memory, which ends it at the first transfer on a CPU.
     """
     if getattr(kv_class, "supports_host_tensor_indices", False):
         import torch
@@ -32,11 +35,12 @@ def index_on_host_without_cuda(kv_class: Any, *_arguments: Any, **_named: Any) -
 
 
 def status_of_room(check_status: Callable[..., Any], transfers: Any, room: int) -> Any:
-    """Around `CommonKVManager.check_status`: a room that has just been cleared has failed, instead of a KeyError.
+    """Around `CommonKVManager.check_status`: a room that has just been cleared has failed, instead
+    of a KeyError.
 
-    A transfer thread asks whether a room is known and then for its status; when the scheduler clears the room in
-    between, the KeyError ends the thread, and every later transfer on its queue stalls. `Failed` makes the
-    thread drop what it holds for that room, which is over.
+    A transfer thread asks whether a room is known and then for its status; when the scheduler
+    clears the room in between, the KeyError ends the thread, and every later transfer on its queue
+    stalls. `Failed` makes the thread drop what it holds for that room, which is over.
     """
     try:
         return check_status(transfers, room)
@@ -48,18 +52,21 @@ def status_of_room(check_status: Callable[..., Any], transfers: Any, room: int) 
 
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
-"""SGLang's own mark of a prefill without a decode partner (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`)."""
+"""SGLang's own mark of a prefill without a decode partner
+(`disaggregation.utils.FAKE_BOOTSTRAP_HOST`).
+"""
 
 PREFILL_ONLY_PORT: Final = -0x5348454C4C
-"""The bootstrap port of our prefill-only requests. SGLang carries a request's port to its scheduler and, for the fake
-host, never connects to it; no other client sends a negative port."""
+"""The bootstrap port of our prefill-only requests. SGLang carries a request's port to its scheduler
+and, for the fake host, never connects to it; no other client sends a negative port."""
 
 
 def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: Any) -> None:
     """After `Req.__init__`: let a prefill-only request of ours, and no other, into the radix cache.
 
-    SGLang bars every request with the fake host, since its own are warm-ups; ours are prefixes that a request will
-    need. A prompt with overridden embeddings stays out: its KV does not follow from its token ids.
+    SGLang bars every request with the fake host, since its own are warm-ups; ours are prefixes that
+    a request will need. A prompt with overridden embeddings stays out: its KV does not follow from
+    its token ids.
     """
     if is_ours(request) and request.positional_embed_overrides is None:
         request.skip_radix_cache_insert = False
@@ -67,11 +74,16 @@ def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: 
 
 def is_ours(request: Any) -> bool:
     """Whether it is a prefill-only request of ours."""
-    return bool(request.bootstrap_host == FAKE_BOOTSTRAP_HOST and request.bootstrap_port == PREFILL_ONLY_PORT)
+    return bool(
+        request.bootstrap_host == FAKE_BOOTSTRAP_HOST
+        and request.bootstrap_port == PREFILL_ONLY_PORT
+    )
 
 
 def feature() -> Feature:
-    """The hooks of every process. Where there is no device to pin memory for, SGLang's adapters are not to ask it."""
+    """The hooks of every process. Where there is no device to pin memory for, SGLang's adapters are
+    not to ask it.
+    """
     import torch
 
     pinning = (
@@ -83,7 +95,11 @@ def feature() -> Feature:
         hooks=(
             (REQUEST, keep_prefill_only_kv, "AFTER"),
             ("sglang.srt.disaggregation.utils.get_kv_class", index_on_host_without_cuda, "AFTER"),
-            ("sglang.srt.disaggregation.common.conn.CommonKVManager.check_status", status_of_room, "AROUND"),
+            (
+                "sglang.srt.disaggregation.common.conn.CommonKVManager.check_status",
+                status_of_room,
+                "AROUND",
+            ),
             *(() if torch.accelerator.is_available() else pinning),
         ),
         needs=(
@@ -91,5 +107,12 @@ def feature() -> Feature:
             "sglang.srt.plugins.hook_registry.HookRegistry.register",
             "sglang.srt.plugins.hook_registry.HookType",
         ),
-        sets={REQUEST: ("bootstrap_host", "bootstrap_port", "positional_embed_overrides", "skip_radix_cache_insert")},
+        sets={
+            REQUEST: (
+                "bootstrap_host",
+                "bootstrap_port",
+                "positional_embed_overrides",
+                "skip_radix_cache_insert",
+            )
+        },
     )

@@ -9,44 +9,63 @@ from typing import Any, Final
 
 from shell_router.sglang_plugin.compatibility import Feature
 from shell_router.sglang_plugin.drafts import asked
-from shell_router.sglang_plugin.experts import asked_algorithm, can_place, can_record, feature, record_file
+from shell_router.sglang_plugin.experts import (
+    asked_algorithm,
+    can_place,
+    can_record,
+    feature,
+    record_file,
+)
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 
 logger = logging.getLogger(__name__)
 
 CONTRACT: Final = 1
-"""Counts up when `/prefill_only` or `/shell_router/capabilities` change so that an older router would misread them."""
+"""Counts up when `/prefill_only` or `/shell_router/capabilities` change so that an older router
+would misread them.
+"""
 
 EXPERT_RECORD_PATH: Final = "/shell_router/expert_record"
 
 
 def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
-    """Before `launch_server`: `GET /shell_router/capabilities`, and the routes that this server can offer."""
+    """Before `launch_server`: `GET /shell_router/capabilities`, and the routes that this server can
+    offer.
+    """
     from sglang.srt.entrypoints import http_server
 
     if server_args.tokenizer_worker_num > 1:
         logger.warning(
-            "SGLang loads no plugins in its tokenizer workers, so --tokenizer-worker-num %d leaves out /prefill_only; "
+            "SGLang loads no plugins in its tokenizer workers, so --tokenizer-worker-num %d "
+            "leaves out /prefill_only; "
             "the router will prefill by real pairs. Use 1 for increments without KV transfer.",
             server_args.tokenizer_worker_num,
         )
         return
     from fastapi import Request, Response
 
-    found, file = capabilities(server_args, version("sglang")), record_file()
+    found = capabilities(server_args, version("sglang"))
+    file = record_file()
 
     async def report() -> dict[str, Any]:
         return found
 
     async def prefill_only(obj: http_server.GenerateReqInput, request: Request) -> Any:
-        """Takes a `/generate` body and answers as `/generate` does, once its KV is in the radix cache."""
-        return await http_server.generate_request(as_prefill_only(obj, random.getrandbits(62)), request)
+        """Takes a `/generate` body and answers as `/generate` does, once its KV is in the radix
+        cache.
+        """
+        return await http_server.generate_request(
+            as_prefill_only(obj, random.getrandbits(62)), request
+        )
 
     def expert_record() -> Any:  # no coroutine: reading a file would hold up the event loop
         """What the last dump wrote: an archive of NumPy's."""
         assert file is not None
         if not file.exists():
-            return Response("Nothing was dumped: call /dump_expert_distribution_record first.\n", status_code=404)
+            return Response(
+                "Nothing was dumped: call /dump_expert_distribution_record first.\n",
+                status_code=404,
+            )
         return Response(file.read_bytes(), media_type="application/octet-stream")
 
     http_server.app.add_api_route("/shell_router/capabilities", report, methods=["GET"])
@@ -56,11 +75,17 @@ def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
         http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record, methods=["GET"])
 
 
-def capabilities(server_args: Any, sglang_version: str, variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def capabilities(
+    server_args: Any, sglang_version: str, variables: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """What `GET /shell_router/capabilities` answers."""
     mode = server_args.disaggregation_mode
-    file, algorithm = record_file(variables), asked_algorithm(variables)
-    fits = not feature(file, algorithm).missing() if file or algorithm else False
+    file = record_file(variables)
+    algorithm = asked_algorithm(variables)
+    if file or algorithm:
+        fits = not feature(file, algorithm).missing()
+    else:
+        fits = False
     return {
         "contract": CONTRACT,
         "sglang_version": sglang_version,
@@ -73,11 +98,13 @@ def capabilities(server_args: Any, sglang_version: str, variables: Mapping[str, 
 
 
 def as_prefill_only(body: Any, room: int) -> Any:
-    """`body` (a `GenerateReqInput`, changed) as one prefill or a batch of them, without a decode partner.
+    """`body` (a `GenerateReqInput`, changed) as one prefill or a batch of them, without a decode
+    partner.
 
     Its own room is kept: SGLang chooses a data-parallel rank by it.
     """
-    body.bootstrap_host, body.bootstrap_port = FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
+    body.bootstrap_host = FAKE_BOOTSTRAP_HOST
+    body.bootstrap_port = PREFILL_ONLY_PORT
     if body.bootstrap_room is None:
         body.bootstrap_room = room
     body.stream = False
@@ -98,7 +125,10 @@ FEATURE: Final = Feature(
     needs=(
         f"{HTTP}.app.add_api_route",
         f"{HTTP}.generate_request",
-        *(f"{HTTP}.GenerateReqInput.{name}" for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")),
+        *(
+            f"{HTTP}.GenerateReqInput.{name}"
+            for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+        ),
         *(f"{ARGUMENTS}.{name}" for name in ("disaggregation_mode", "disable_radix_cache")),
         *(f"{ARGUMENTS}.{name}" for name in ("speculative_algorithm", "tokenizer_worker_num")),
     ),

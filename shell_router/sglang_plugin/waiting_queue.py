@@ -1,8 +1,9 @@
-"""SGLang's own waiting queue: prefill-only updates of ours yield to all other requests, a bounded number of times.
+"""SGLang's own waiting queue: prefill-only updates of ours yield to all other requests, a bounded
+number of times.
 
-Where SHELL_ROUTER_SHORTEST_PREFILL_AGE_S is set, the others are in the order of Gimbal's Algorithm 2: the shortest
-prefill first, but those that have waited for that many seconds before all. SGLang's `--schedule-policy
-shortest-prefill-first` never ages.
+Where SHELL_ROUTER_SHORTEST_PREFILL_AGE_S is set, the others are in the order of Gimbal's Algorithm
+2: the shortest prefill first, but those that have waited for that many seconds before all. SGLang's
+`--schedule-policy shortest-prefill-first` never ages.
 """
 
 import logging
@@ -17,13 +18,16 @@ from shell_router.sglang_plugin.patches import is_ours
 logger = logging.getLogger(__name__)
 
 TURNS: Final = 64
-"""How often a request of ours yields. Counted, not timed: all ranks of a server must choose alike."""
+"""How often a request of ours yields. Counted, not timed: all ranks of a server must choose alike.
+"""
 
 VARIABLE: Final = "SHELL_ROUTER_SHORTEST_PREFILL_AGE_S"
 
 
 def asked_age_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """The seconds that the environment asks for; None, with an error in the log, where they are no seconds."""
+    """The seconds that the environment asks for; None, with an error in the log, where they are no
+    seconds.
+    """
     given = environ.get(VARIABLE)
     if given is None:
         return None
@@ -33,22 +37,31 @@ def asked_age_s(environ: Mapping[str, str] = os.environ) -> float | None:
         age_s = 0.0
     if age_s > 0:
         return age_s
-    logger.error("%s is %r, and is ignored: no request ages. Set it to seconds above 0, such as 5.", VARIABLE, given)
+    logger.error(
+        "%s is %r, and is ignored: no request ages. Set it to seconds above 0, such as 5.",
+        VARIABLE,
+        given,
+    )
     return None
 
 
 def updates_last(
-    age_s: float | None, clock: Callable[[], float] = time.perf_counter, ranks: Callable[[], int] | None = None
+    age_s: float | None,
+    clock: Callable[[], float] = time.perf_counter,
+    ranks: Callable[[], int] | None = None,
 ) -> Callable[..., None]:
-    """What is to run after `SchedulePolicy.calc_priority`; `clock` is that of `wait_queue_entry_time`.
+    """What is to run after `SchedulePolicy.calc_priority`; `clock` is that of
+    `wait_queue_entry_time`.
 
-    It leaves alone servers that schedule by priority. Those of several ranks do not age: each rank's clock is its
-    own, and ranks that choose different requests deadlock.
+    It leaves alone servers that schedule by priority. Those of several ranks do not age: each
+    rank's clock is its own, and ranks that choose different requests deadlock.
     """
     count = ranks or world_size
     warned = False
 
-    def reorder(_sorted: None, policy: Any, waiting_queue: list[Any], *_arguments: Any, **_named: Any) -> None:
+    def reorder(
+        _sorted: None, policy: Any, waiting_queue: list[Any], *_arguments: Any, **_named: Any
+    ) -> None:
         nonlocal warned
         if len(waiting_queue) < 2 or policy.enable_priority_scheduling:
             return
@@ -66,7 +79,8 @@ def updates_last(
 
 def _key(request: Any, now_s: float, age_s: float) -> tuple[int, float]:
     """Aged requests by their arrival, then others, the shortest first, then updates that yield."""
-    arrived_s, last = request.time_stats.wait_queue_entry_time, _yields(request)
+    arrived_s = request.time_stats.wait_queue_entry_time
+    last = _yields(request)
     if now_s - arrived_s >= age_s and not last:
         return 0, arrived_s
     cached = getattr(request, "num_matched_prefix_tokens", 0)
@@ -85,7 +99,9 @@ def world_size() -> int:
     """How many ranks work together here."""
     import torch
 
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
 
 
 def feature(age_s: float | None) -> Feature:

@@ -16,13 +16,14 @@ def _ignore(*_: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt that writes `wanted` tokens; `on_progress` gets their number at the first and then every `interval`.
+    """A prompt that writes `wanted` tokens; `on_progress` gets their number at the first and then
+    every `interval`.
 
-    `on_preempt` is called when its KV is dropped in favor of others: it then waits at the head of the queue, and has to
-    be admitted and to join the batch again. `written` counts the tokens it had when it last joined or stopped, `joined`
-    is the step at which it would have begun to write, had it never stopped. `due` is the step at which its progress is
-    next reported, below 0 while it does not run. With drafts a step gives `per_pass` tokens in the mean, and computes
-    `width`.
+    `on_preempt` is called when its KV is dropped in favor of others: it then waits at the head of
+    the queue, and has to be admitted and to join the batch again. `written` counts the tokens it
+    had when it last joined or stopped, `joined` is the step at which it would have begun to write,
+    had it never stopped. `due` is the step at which its progress is next reported, below 0 while it
+    does not run. With drafts a step gives `per_pass` tokens in the mean, and computes `width`.
     """
 
     prompt_tokens: int
@@ -30,7 +31,9 @@ class Sequence:
     interval: int = 1
     on_progress: Callable[[int], None] = _ignore
     on_preempt: Callable[[], None] = _ignore
-    admission: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    admission: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     written: int = 0
     joined: float = 0
     due: int = -1
@@ -58,19 +61,24 @@ class Sequence:
         return math.ceil(self.joined + written / self.per_pass - _ROUNDING**2)
 
     def next_report(self, written: int) -> int:
-        """The number of written tokens at which progress is next reported: 1, 1 + interval, ..., wanted."""
+        """The number of written tokens at which progress is next reported: 1, 1 + interval, ...,
+        wanted.
+        """
         return min(written + self.interval - (written - 1) % self.interval, self.wanted)
 
 
 class KvCapacity:
-    """At most `max_batch_size` sequences with `tokens` tokens of KV; a sequence that would never fit runs alone.
+    """At most `max_batch_size` sequences with `tokens` tokens of KV; a sequence that would never
+    fit runs alone.
 
-    Without `reserved_tokens` a sequence holds all that it will write from its admission to its release. With it, a
-    sequence holds what it has, is admitted where that many tokens more are free for it and for every other, and
-    `grow`s.
+    Without `reserved_tokens` a sequence holds all that it will write from its admission to its
+    release. With it, a sequence holds what it has, is admitted where that many tokens more are free
+    for it and for every other, and `grow`s.
     """
 
-    def __init__(self, tokens: int, max_batch_size: int, reserved_tokens: int | None = None) -> None:
+    def __init__(
+        self, tokens: int, max_batch_size: int, reserved_tokens: int | None = None
+    ) -> None:
         self.tokens = tokens
         self.free_tokens = tokens
         self.waiting_tokens = 0
@@ -113,7 +121,8 @@ class KvCapacity:
             self._queue(sequence)
 
     def admit(self, next_step: int = 0) -> None:
-        """Admit those at the head of the queue that fit, leaving the tokens of the next step free."""
+        """Admit those at the head of the queue that fit, leaving the tokens of the next step
+        free."""
         while self._waiting and self._fits(sequence := next(iter(self._waiting)), next_step):
             self._unqueue(sequence)
             sequence.admitted = True
@@ -152,7 +161,9 @@ class KvCapacity:
         self.waiting_tokens -= sequence.tokens
 
     def _held(self, sequence: Sequence) -> int:
-        return sequence.tokens if self.grows else sequence.prompt_tokens + sequence.wanted
+        if self.grows:
+            return sequence.tokens
+        return sequence.prompt_tokens + sequence.wanted
 
     def _fits(self, sequence: Sequence, next_step: int) -> bool:
         if self.holders >= self._max_batch_size:

@@ -1,4 +1,6 @@
-"""A prefix cache by token ids, as SGLang's radix cache: what was prefilled once need not be computed again."""
+"""A prefix cache by token ids, as SGLang's radix cache: what was prefilled once need not be
+computed again.
+"""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -19,10 +21,11 @@ class Node:
 
 
 class PrefixCache:
-    """Holds at most `capacity` tokens of prompts; the least recently used leave first, ends before beginnings.
+    """Holds at most `capacity` tokens of prompts; the least recently used leave first, ends before
+    beginnings.
 
-    Prompts are all lists, all tuples or all bytes. Each `owner` has prefixes of its own (SGLang's extra key);
-    all share the capacity. Not thread-safe.
+    Prompts are all lists, all tuples or all bytes. Each `owner` has prefixes of its own (SGLang's
+    extra key); all share the capacity. Not thread-safe.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,7 +48,11 @@ class PrefixCache:
 
     def forget(self, owner: Hashable) -> None:
         """Drop all prefixes of an owner, alone or the first of a tuple, none of which is pinned."""
-        owners = [one for one in self._roots if one == owner or (isinstance(one, tuple) and one[0] == owner)]
+        owners = [
+            one
+            for one in self._roots
+            if one == owner or (isinstance(one, tuple) and one[0] == owner)
+        ]
         pending = [child for one in owners for child in self._roots.pop(one).children.values()]
         while pending:
             node = pending.pop()
@@ -54,27 +61,33 @@ class PrefixCache:
             self.tokens -= len(node.ids)
 
     def _descend(self, ids: Sequence[int], owner: Hashable) -> tuple[Node, int]:
-        """The last node of the way that `ids` go, split where they leave it, and how many ids lie on that way."""
+        """The last node of the way that `ids` go, split where they leave it, and how many ids lie
+        on that way.
+        """
         node = self._roots.get(owner)
         if node is None:
             node = self._roots[owner] = Node((), None)
         at = 0
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
             if ids[at : at + len(child.ids)] == child.ids:
-                node, at = child, at + len(child.ids)
+                node = child
+                at = at + len(child.ids)
                 continue
             shared = _common(child.ids, ids[at:])
             return self._split(child, shared), at + shared
         return node, at
 
     def _make_room(self, ids: Sequence[int], owner: Hashable) -> tuple[Node, int, int]:
-        """Evict until `ids` fit: the node they continue, and the part of them that is to be added there."""
+        """Evict until `ids` fit: the node they continue, and the part of them that is to be added
+        there.
+        """
         wanted = min(len(ids), self.capacity)
         node, start = self._descend(ids[:wanted] if wanted < len(ids) else ids, owner)
         if self.tokens + wanted - start > self.capacity:
             self._touch(node)
         while self.tokens + wanted - start > self.capacity:
-            # what was just touched comes last, and `node` first of it: when it is reached all else is gone or pinned
+            # what was just touched comes last, and `node` first of it: when it is reached all else
+            # is gone or pinned
             oldest = next((one for one in self._nodes if not one.pins), node)
             if oldest is node:
                 break
@@ -93,7 +106,8 @@ class PrefixCache:
         assert node.parent is not None
         before = Node(node.ids[:at], node.parent, node.pins)
         node.parent.children[before.ids[0]] = before
-        node.ids, node.parent = node.ids[at:], before
+        node.ids = node.ids[at:]
+        node.parent = before
         before.children[node.ids[0]] = node
         self._nodes[before] = None
         return before
@@ -119,7 +133,8 @@ def upwards(node: Node) -> Iterator[Node]:
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix, by bisection: slices compare at memory speed."""
-    low, high = 0, min(len(first), len(second))
+    low = 0
+    high = min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:

@@ -1,4 +1,5 @@
-"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events count into them.
+"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events
+count into them.
 
 Also measured here: stalls of the event loop, and the tokens that tenants use.
 """
@@ -26,7 +27,9 @@ SHARES = tuple(step / 10 for step in range(1, 11))
 
 
 class Family(Generic[Series]):
-    """A metric family; looking its series up costs a tenth of what prometheus_client's own `labels` does."""
+    """A metric family; looking its series up costs a tenth of what prometheus_client's own `labels`
+    does.
+    """
 
     def __init__(self, family: Series) -> None:
         self._family: Series = family
@@ -47,74 +50,136 @@ class Metrics:
     """
 
     def __init__(self, cache: CacheStats | None = None) -> None:
-        self.registry = CollectorRegistry(support_collectors_without_names=True)  # as engines.metrics is
+        self.registry = CollectorRegistry(
+            support_collectors_without_names=True
+        )  # as engines.metrics is
         self._routes_and_runs()
         self._agents_and_prefill()
         self._gate_and_batches()
         self.registry.register(_CacheMetrics(cache or CacheStats()))
 
     def _routes_and_runs(self) -> None:
-        count, seconds = self._counter, self._seconds
-        self.requests = count("http_requests", "HTTP answers; 499: the client left", "route", "status")
-        self.request_seconds = seconds("http_request_seconds", "Time from arrival to the answer's end", "route")
+        count = self._counter
+        seconds = self._seconds
+        self.requests = count(
+            "http_requests", "HTTP answers; 499: the client left", "route", "status"
+        )
+        self.request_seconds = seconds(
+            "http_request_seconds", "Time from arrival to the answer's end", "route"
+        )
         self.running_requests = self._gauge(
             "running_requests", "Running POST and PUT requests, and what goes on after them"
         )
-        self.longest_stall = self._gauge("event_loop_longest_stall_seconds", "Longest stall of the last minute or two")
-        self.tasks = self._gauge("asyncio_tasks", "asyncio tasks: as many as requests and connections need")
+        self.longest_stall = self._gauge(
+            "event_loop_longest_stall_seconds", "Longest stall of the last minute or two"
+        )
+        self.tasks = self._gauge(
+            "asyncio_tasks", "asyncio tasks: as many as requests and connections need"
+        )
         why = "Choices for `auto` and lists"
         self.model_choices = count("model_choices", why, "model", "policy", "why")
-        took, registry = "Time of one choice, predictions included", self.registry
-        self.model_choice_seconds = Histogram(PREFIX + "model_choice_seconds", took, buckets=SECONDS, registry=registry)
+        took = "Time of one choice, predictions included"
+        registry = self.registry
+        self.model_choice_seconds = Histogram(
+            PREFIX + "model_choice_seconds", took, buckets=SECONDS, registry=registry
+        )
         rules = "Rule `rule` of step `after` chose `step`, or `end`"
         self.steps_chosen = count("steps_chosen", rules, "target", "after", "rule", "step")
-        reloads = "Reads of changed topology files: loaded, or invalid where some kept their version before"
+        reloads = (
+            "Reads of changed topology files: loaded, or invalid where some kept their "
+            "version before"
+        )
         self.topology_reloads = count("topology_reloads", reloads, "outcome")
         lines = "Lines of trace files and access logs: written or lost"
         self.recorded_lines = count("recorded_lines", lines, "outcome")
         unread = "Log lines that were lost, as stderr was not read"
         self.log_lines_lost = Counter(PREFIX + "log_lines_lost", unread, registry=registry)
         self.otlp_spans = count("otlp_spans", "OpenTelemetry spans: exported or lost", "outcome")
-        self.first_token_seconds = seconds("first_token_seconds", "Time to the answer's first token", "target")
+        self.first_token_seconds = seconds(
+            "first_token_seconds", "Time to the answer's first token", "target"
+        )
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
         without = "Runs that went on without an update, the embedder or a predictor"
         self.degraded = count("degraded", without, "target", "what")
 
     def _agents_and_prefill(self) -> None:
-        count, model = self._counter, "model"
+        count = self._counter
+        model = "model"
         self.agents_started = count("agents_started", "Agents started", model)
-        self.agents_finished = count("agents_finished", "Agents that finished, by finish reason", model, "reason")
-        self.agents_failed = count("agents_failed", "Failed agents; dropped: the run went on", model, "dropped")
-        forwarded = "Agents that forwarded a precursor's output: because precursors agree, or by vote"
+        self.agents_finished = count(
+            "agents_finished", "Agents that finished, by finish reason", model, "reason"
+        )
+        self.agents_failed = count(
+            "agents_failed", "Failed agents; dropped: the run went on", model, "dropped"
+        )
+        forwarded = (
+            "Agents that forwarded a precursor's output: because precursors agree, or by vote"
+        )
         self.aggregations_skipped = count("aggregations_skipped", forwarded, model)
-        self.agents_stopped = count("agents_stopped", "Agents cut off: early_exit or unneeded", model, "why")
+        self.agents_stopped = count(
+            "agents_stopped", "Agents cut off: early_exit or unneeded", model, "why"
+        )
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of finished agents", model)
-        self.cached_tokens = count("cached_prompt_tokens", "Prompt tokens that requests found cached", model)
-        self.completion_tokens = count("completion_tokens", "Tokens decoded by finished agents", model)
+        self.cached_tokens = count(
+            "cached_prompt_tokens", "Prompt tokens that requests found cached", model
+        )
+        self.completion_tokens = count(
+            "completion_tokens", "Tokens decoded by finished agents", model
+        )
         per_token = "Time per output token after the first ones, of a finished agent"
         self.output_token_seconds = self._seconds("output_token_seconds", per_token, model)
-        self.drafted_tokens = count("drafted_tokens", "Tokens that finished agents' engines drafted", model)
-        self.accepted_tokens = count("accepted_draft_tokens", "Drafted tokens that were right", model)
-        self.wasted_tokens = count("wasted_tokens", "Tokens decoded by agents cut off later", model, "why")
+        self.drafted_tokens = count(
+            "drafted_tokens", "Tokens that finished agents' engines drafted", model
+        )
+        self.accepted_tokens = count(
+            "accepted_draft_tokens", "Drafted tokens that were right", model
+        )
+        self.wasted_tokens = count(
+            "wasted_tokens", "Tokens decoded by agents cut off later", model, "why"
+        )
         self.increments = count("prefill_increments", "Prefill-only updates that ended", model)
-        self.increment_seconds = self._seconds("prefill_increment_seconds", "Time of one prefill-only update", model)
-        self.increment_new_tokens = count("prefill_new_tokens", "Tokens that updates computed", model)
-        self.increment_cached_tokens = count("prefill_cached_tokens", "Tokens updates found cached", model)
+        self.increment_seconds = self._seconds(
+            "prefill_increment_seconds", "Time of one prefill-only update", model
+        )
+        self.increment_new_tokens = count(
+            "prefill_new_tokens", "Tokens that updates computed", model
+        )
+        self.increment_cached_tokens = count(
+            "prefill_cached_tokens", "Tokens updates found cached", model
+        )
         resident = "Tokens that earlier updates of the prompt prefilled"
         self.increment_resident_tokens = count("prefill_resident_tokens", resident, model)
         missing = "Resident tokens that an update did not find cached: evicted or tokenized anew"
         self.retokenized_tokens = count("retokenized_tokens", missing, model)
 
     def _gate_and_batches(self) -> None:
-        self.gate_decisions = self._counter("gate_decisions", "Scores of the early-exit gate", "target", "exited")
-        self.gate_seconds = self._seconds("gate_seconds", "Time of one score, embedding included", "target")
-        self.gate_confidence = self._share("gate_confidence", "Confidence C of scored clusters", "target")
-        self.gate_agreement = self._share("gate_agreement", "Weighted agreement P of scored clusters", "target")
-        self.gate_probability = self._share("gate_probability", "Exit probability Q of scored clusters", "target")
-        self.batches_ended = self._counter("batches_ended", "Batches that ended, by status", "status")
-        self.batch_lines = self._counter("batch_lines", "Batch lines with a result, by outcome", "outcome")
-        self.pool_loads = self._seconds("pool_load_seconds", "Time of one load by a worker of a batch pool", "kind")
-        self.pool_moved = self._counter("pool_moved_prompts", "Prompts of pools moved to another worker, by why", "why")
+        self.gate_decisions = self._counter(
+            "gate_decisions", "Scores of the early-exit gate", "target", "exited"
+        )
+        self.gate_seconds = self._seconds(
+            "gate_seconds", "Time of one score, embedding included", "target"
+        )
+        self.gate_confidence = self._share(
+            "gate_confidence", "Confidence C of scored clusters", "target"
+        )
+        self.gate_agreement = self._share(
+            "gate_agreement", "Weighted agreement P of scored clusters", "target"
+        )
+        self.gate_probability = self._share(
+            "gate_probability", "Exit probability Q of scored clusters", "target"
+        )
+        self.batches_ended = self._counter(
+            "batches_ended", "Batches that ended, by status", "status"
+        )
+        self.batch_lines = self._counter(
+            "batch_lines", "Batch lines with a result, by outcome", "outcome"
+        )
+        self.pool_loads = self._seconds(
+            "pool_load_seconds", "Time of one load by a worker of a batch pool", "kind"
+        )
+        self.pool_moved = self._counter(
+            "pool_moved_prompts", "Prompts of pools moved to another worker, by why", "why"
+        )
         self.running_batch_lines = self._gauge("running_batch_lines", "Running batch lines")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Family[Counter]:
@@ -124,10 +189,14 @@ class Metrics:
         return Gauge(PREFIX + name, meaning, registry=self.registry)
 
     def _seconds(self, name: str, meaning: str, *labels: str) -> Family[Histogram]:
-        return Family(Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=self.registry))
+        return Family(
+            Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=self.registry)
+        )
 
     def _share(self, name: str, meaning: str, *labels: str) -> Family[Histogram]:
-        return Family(Histogram(PREFIX + name, meaning, labels, buckets=SHARES, registry=self.registry))
+        return Family(
+            Histogram(PREFIX + name, meaning, labels, buckets=SHARES, registry=self.registry)
+        )
 
     def http_request_ended(self, route: str, status: int, took_s: float) -> None:
         """Count one HTTP request; `route` is the route's pattern, never a client's path."""
@@ -142,7 +211,10 @@ class _CacheMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         away = "1 while Redis is away and prompts are cached in memory"
         yield GaugeMetricFamily(PREFIX + "cache_degraded", away, float(self.stats.degraded))
-        about = "Failed reads and lost writes of Redis, entries skipped as senseless, logs withdrawn from sharing"
+        about = (
+            "Failed reads and lost writes of Redis, entries skipped as senseless, logs "
+            "withdrawn from sharing"
+        )
         faults = CounterMetricFamily(PREFIX + "cache_faults", about, labels=("what",))
         for what in ("failed_reads", "lost_writes", "skipped", "withdrawn"):
             faults.add_metric((what,), getattr(self.stats, what))
@@ -151,7 +223,8 @@ class _CacheMetrics(Collector):
 
 @dataclass(slots=True, eq=False)
 class RunMetrics:
-    """Counts one run's events, after `trace` has taken them; tokens of `answering` agents are its answer.
+    """Counts one run's events, after `trace` has taken them; tokens of `answering` agents are its
+    answer.
 
     Events name only the agent; its model, and how much it has decoded, are looked up in the trace.
     """
@@ -162,8 +235,11 @@ class RunMetrics:
     answered: bool = False
 
     def observe(self, event: events.Event) -> None:
-        """Count `event`. Events that are not named here count nothing; dispatchers count their choices themselves."""
-        metrics, target = self.metrics, self.trace.target
+        """Count `event`. Events that are not named here count nothing; dispatchers count their
+        choices themselves.
+        """
+        metrics = self.metrics
+        target = self.trace.target
         match event:
             case events.AgentTokens() | events.AgentThought():
                 self._written(event)
@@ -174,19 +250,26 @@ class RunMetrics:
             case events.PrefillIncrement():
                 self._increment(event)
             case events.AgentStopped():
-                model, tokens = self._model(event.agent), self.trace.agents[event.agent].tokens
+                model = self._model(event.agent)
+                tokens = self.trace.agents[event.agent].tokens
                 metrics.agents_stopped.labels(model, event.why).inc()
                 metrics.wasted_tokens.labels(model, event.why).inc(tokens)
             case events.AggregationSkipped():
                 metrics.aggregations_skipped.labels(self._model(event.agent)).inc()
                 self._written(event)
             case events.AgentErred():
-                metrics.agents_failed.labels(self._model(event.agent), str(event.dropped).lower()).inc()
+                metrics.agents_failed.labels(
+                    self._model(event.agent), str(event.dropped).lower()
+                ).inc()
             case events.ModelChosen():
                 metrics.model_choices.labels(event.model, event.policy, event.why).inc()
                 metrics.model_choice_seconds.observe(event.at_s - event.started_s)
             case events.StepChosen():
-                names = ("", "") if target == "inline" else (event.after, event.step)  # clients make those up
+                # clients make those up
+                if target == "inline":
+                    names = ("", "")
+                else:
+                    names = (event.after, event.step)
                 metrics.steps_chosen.labels(target, names[0], str(event.rule), names[1]).inc()
                 if event.text:
                     self._first_tokens(event.at_s)
@@ -201,13 +284,16 @@ class RunMetrics:
 
     def ended(self, at_s: float, outcome: str) -> None:
         """Record the run's length; `outcome` is finished, failed or cancelled."""
-        self.metrics.run_seconds.labels(self.trace.target, outcome).observe(at_s - self.trace.started_s)
+        self.metrics.run_seconds.labels(self.trace.target, outcome).observe(
+            at_s - self.trace.started_s
+        )
 
     def _model(self, agent: str) -> str:
         return self.trace.agents[agent].model
 
     def _finished(self, event: events.AgentFinished) -> None:
-        model, metrics = self._model(event.agent), self.metrics
+        model = self._model(event.agent)
+        metrics = self.metrics
         metrics.agents_finished.labels(model, event.reason).inc()
         metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
         metrics.cached_tokens.labels(model).inc(event.cached_tokens)
@@ -217,37 +303,48 @@ class RunMetrics:
         if (token_s := self.trace.agents[event.agent].token_s) is not None:
             metrics.output_token_seconds.labels(model).observe(token_s)
 
-    def _written(self, event: events.AgentTokens | events.AgentThought | events.AggregationSkipped) -> None:
+    def _written(
+        self, event: events.AgentTokens | events.AgentThought | events.AggregationSkipped
+    ) -> None:
         if not self.answered and event.agent in self.answering:
             self._first_tokens(event.at_s)
 
     def _first_tokens(self, at_s: float) -> None:
         if not self.answered:
             self.answered = True
-            self.metrics.first_token_seconds.labels(self.trace.target).observe(at_s - self.trace.started_s)
+            self.metrics.first_token_seconds.labels(self.trace.target).observe(
+                at_s - self.trace.started_s
+            )
 
     def _increment(self, event: events.PrefillIncrement) -> None:
-        model, metrics = self._model(event.agent), self.metrics
+        model = self._model(event.agent)
+        metrics = self.metrics
         metrics.increments.labels(model).inc()
         metrics.increment_seconds.labels(model).observe(event.at_s - event.started_s)
         metrics.increment_new_tokens.labels(model).inc(event.prompt_tokens - event.cached_tokens)
         metrics.increment_cached_tokens.labels(model).inc(event.cached_tokens)
         metrics.increment_resident_tokens.labels(model).inc(event.resident_tokens)
-        metrics.retokenized_tokens.labels(model).inc(max(0, event.resident_tokens - event.cached_tokens))
+        metrics.retokenized_tokens.labels(model).inc(
+            max(0, event.resident_tokens - event.cached_tokens)
+        )
 
 
 # --- measured elsewhere than in runs
 
-STALL_CHECK_S, LONG_STALL_S = 0.05, 0.1
+STALL_CHECK_S = 0.05
+LONG_STALL_S = 0.1
 
 
 class StallWatch:
-    """Measures until `close` by how much timers are late, which is how long `loop` was held up; `gauge` shows the
-    longest of late. What holds it up for more than LONG_STALL_S is a defect, and is logged.
+    """Measures until `close` by how much timers are late, which is how long `loop` was held up;
+    `gauge` shows the longest of late. What holds it up for more than LONG_STALL_S is a defect, and
+    is logged.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, gauge: Gauge) -> None:
-        self._loop, self._longest = loop, [0.0, 0.0]  # of this minute and the one before
+        # of this minute and the one before
+        self._loop = loop
+        self._longest = [0.0, 0.0]
         self._due_s = self._window_s = loop.time()
         gauge.set_function(lambda: max(self._longest))
         self._tick()
@@ -256,7 +353,8 @@ class StallWatch:
         now_s = self._loop.time()
         late_s = max(0.0, now_s - self._due_s)
         if now_s - self._window_s >= 60:
-            self._longest, self._window_s = [0.0, self._longest[0]], now_s
+            self._longest = [0.0, self._longest[0]]
+            self._window_s = now_s
         self._longest[0] = max(self._longest[0], late_s)
         if late_s > LONG_STALL_S:
             log.warning("the event loop was held up for %.0f ms: all requests waited", 1e3 * late_s)
@@ -269,10 +367,14 @@ class StallWatch:
 
 
 class TokenRates:
-    """The tokens that tenants used in the last minute, about: of the minute before this one a share counts."""
+    """The tokens that tenants used in the last minute, about: of the minute before this one a share
+    counts.
+    """
 
     def __init__(self) -> None:
-        self._used: dict[str, tuple[float, float, float]] = {}  # by tenant: minute, its tokens, those of the one before
+        self._used: dict[
+            str, tuple[float, float, float]
+        ] = {}  # by tenant: minute, its tokens, those of the one before
 
     def add(self, tenant: str, tokens: float, now_s: float) -> None:
         """The tenant has used tokens of prompts and outputs."""
@@ -285,9 +387,13 @@ class TokenRates:
         passed = now_s / 60 - minute
         if this >= limit:
             return 60 * (2 - passed - limit / this)
-        return max(0.0, 60 * (1 - passed - (limit - this) / before)) if before else 0.0
+        if before:
+            return max(0.0, 60 * (1 - passed - (limit - this) / before))
+        return 0.0
 
     def _at(self, tenant: str, now_s: float) -> tuple[float, float, float]:
         minute = now_s // 60
         known, this, before = self._used.get(tenant, (minute, 0.0, 0.0))
-        return (minute, 0.0, this if known == minute - 1 else 0.0) if known < minute else (known, this, before)
+        if known < minute:
+            return (minute, 0.0, this if known == minute - 1 else 0.0)
+        return (known, this, before)

@@ -1,6 +1,8 @@
-"""Sends finished runs to an OTLP/HTTP receiver, as OpenTelemetry spans that a process of its own makes and encodes.
+"""Sends finished runs to an OTLP/HTTP receiver, as OpenTelemetry spans that a process of its own
+makes and encodes.
 
-The router only pickles a run's trace, which takes a tenth of the CPU that making and encoding its spans takes.
+The router only pickles a run's trace, which takes a tenth of the CPU that making and encoding its
+spans takes.
 """
 
 import pickle
@@ -19,27 +21,45 @@ from shell_router.core.events import AgentFinished, AgentPlaced, PrefillIncremen
 from shell_router.telemetry.recorder import Outbox
 from shell_router.telemetry.trace import AgentTrace, Trace
 
-MOST_WAITING, MAX_BATCH_SIZE = 2_000, 16
-"""Runs. Pickling more would hold up the event loop, which shares the interpreter with this thread."""
+MOST_WAITING = 2_000
+MAX_BATCH_SIZE = 16
+"""Runs. Pickling more would hold up the event loop, which shares the interpreter with this thread.
+"""
 
 
 class SpanExport(Outbox[Trace]):
     """Sends the spans of finished runs to `endpoint`, each time within `limit_s`.
 
-    Headers, certificates, compression, the service's name and further attributes of it come from OpenTelemetry's own
-    environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`, ...). The process starts with the first
-    run, and again after its end. It needs the extra `otel`.
+    Headers, certificates, compression, the service's name and further attributes of it come from
+    OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`,
+    ...). The process starts with the first run, and again after its end. It needs the extra `otel`.
     """
 
     def __init__(
-        self, endpoint: str, count: Callable[[str, int], None], *, linger_s: float = 1.0, limit_s: float = 5.0
+        self,
+        endpoint: str,
+        count: Callable[[str, int], None],
+        *,
+        linger_s: float = 1.0,
+        limit_s: float = 5.0,
     ) -> None:
-        self._command = [sys.executable, "-m", "shell_router.telemetry.otlp_process", endpoint, str(limit_s)]
+        self._command = [
+            sys.executable,
+            "-m",
+            "shell_router.telemetry.otlp_process",
+            endpoint,
+            str(limit_s),
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
         self._is_closed = False
         super().__init__(
-            "spans", "exported", count, most_waiting=MOST_WAITING, max_batch_size=MAX_BATCH_SIZE, linger_s=linger_s
+            "spans",
+            "exported",
+            count,
+            most_waiting=MOST_WAITING,
+            max_batch_size=MAX_BATCH_SIZE,
+            linger_s=linger_s,
         )
 
     def close(self, limit_s: float = 10.0) -> None:
@@ -54,7 +74,9 @@ class SpanExport(Outbox[Trace]):
         try:
             spans, why = self._asked(items)
         except Exception as error:  # one run must not end the export of all others
-            self._lost(sum(map(self._size, items)), f"their process ended, or cannot take them: {error!r}")
+            self._lost(
+                sum(map(self._size, items)), f"their process ended, or cannot take them: {error!r}"
+            )
             return
         self._lost(spans, why) if why else self._done(spans)
 
@@ -66,9 +88,14 @@ class SpanExport(Outbox[Trace]):
             self._pipe, there = Pipe()
             with there:
                 # a Ctrl-C at the terminal is for the router, which then closes the pipe
-                command, inherited = [*self._command, str(there.fileno())], [there.fileno()]
+                command = [*self._command, str(there.fileno())]
+                inherited = [there.fileno()]
                 self._process = subprocess.Popen(
-                    command, pass_fds=inherited, start_new_session=True, stdin=subprocess.DEVNULL, stdout=sys.stderr
+                    command,
+                    pass_fds=inherited,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.stderr,
                 )
         self._pipe.send_bytes(pickled(items))
         found: tuple[int, str] = self._pipe.recv()
@@ -76,7 +103,11 @@ class SpanExport(Outbox[Trace]):
 
     def _size(self, item: Trace) -> int:
         agents = item.agents.values()
-        return 1 + len(item.exits) + sum(1 + len(one.increments) + (one.ready is not None) for one in agents)
+        return (
+            1
+            + len(item.exits)
+            + sum(1 + len(one.increments) + (one.ready is not None) for one in agents)
+        )
 
 
 def _by_position(of: type[Any]) -> Callable[[Any], tuple[type[Any], tuple[Any, ...]]]:
@@ -85,8 +116,12 @@ def _by_position(of: type[Any]) -> Callable[[Any], tuple[type[Any], tuple[Any, .
 
 
 MANY = (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished)
-REDUCED: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {one: _by_position(one) for one in MANY}
-"""How those classes are pickled of which a trace holds many: by name, their fields would take three times as long."""
+REDUCED: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {
+    one: _by_position(one) for one in MANY
+}
+"""How those classes are pickled of which a trace holds many: by name, their fields would take three
+times as long.
+"""
 
 
 def pickled(traces: Sequence[Trace]) -> bytes:

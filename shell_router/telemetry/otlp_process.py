@@ -1,7 +1,9 @@
-"""The process that sends finished runs as OpenTelemetry spans, which `SpanExport` starts. Needs the extra `otel`.
+"""The process that sends finished runs as OpenTelemetry spans, which `SpanExport` starts. Needs the
+extra `otel`.
 
-Names are those of the semantic conventions for generative AI, version 1.41.0, which are in development; what
-they have no name for begins with `shell_router.`. Content of prompts and answers is never exported.
+Names are those of the semantic conventions for generative AI, version 1.41.0, which are in
+development; what they have no name for begins with `shell_router.`. Content of prompts and answers
+is never exported.
 """
 
 import logging
@@ -33,7 +35,9 @@ Value = str | int | float | bool | Sequence[str]
 
 def main() -> None:
     """Export what comes to the endpoint that the command line names, until the router ends."""
-    endpoint, limit_s, pipe = sys.argv[1], float(sys.argv[2]), Connection(int(sys.argv[3]))
+    endpoint = sys.argv[1]
+    limit_s = float(sys.argv[2])
+    pipe = Connection(int(sys.argv[3]))
     exporter = OTLPSpanExporter(endpoint, timeout=limit_s)
     reason = _Reason(logging.getLogger(OTLPSpanExporter.__module__))
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "shell-router")})
@@ -42,7 +46,9 @@ def main() -> None:
             spans = [span for trace in pipe.recv() for span in spans_of(trace, resource)]
             parts = (spans[at : at + SPANS_AT_ONCE] for at in range(0, len(spans), SPANS_AT_ONCE))
             is_taken = all(exporter.export(part) is SpanExportResult.SUCCESS for part in parts)
-            pipe.send((len(spans), "" if is_taken else f"{endpoint} does not take them: {reason.last}"))
+            pipe.send(
+                (len(spans), "" if is_taken else f"{endpoint} does not take them: {reason.last}")
+            )
 
 
 class _Reason(logging.Handler):
@@ -61,20 +67,26 @@ class _Reason(logging.Handler):
 def spans_of(trace: Trace, resource: Resource) -> Iterator[ReadableSpan]:
     """The run, its agents, their prefill updates and decodes, and the early-exit gate's scores.
 
-    All are in the trace of the run's client, if it sent one. An agent's span links to those of the agents it reads.
+    All are in the trace of the run's client, if it sent one. An agent's span links to those of the
+    agents it reads.
     """
     return _Spans(trace, resource).all()
 
 
 class _Spans:
-    """Makes them directly: the SDK's own tracer would make the ids, which engines have been sent already."""
+    """Makes them directly: the SDK's own tracer would make the ids, which engines have been sent
+    already.
+    """
 
     def __init__(self, trace: Trace, resource: Resource) -> None:
         self._trace = trace
         self._run_span = trace.span
         self._resource = resource
         self._origin_ns = round((trace.wall_s - trace.started_s) * 1e9)
-        self._ended_s = trace.started_s if trace.ended_s is None else trace.ended_s
+        if trace.ended_s is None:
+            self._ended_s = trace.started_s
+        else:
+            self._ended_s = trace.ended_s
 
     def all(self) -> Iterator[ReadableSpan]:
         yield self._run()
@@ -98,12 +110,25 @@ class _Spans:
             "error.type": trace.error.partition(":")[0] or None,
         }
         events = [
-            *(self._event("model_chosen", one.at_s, model=one.model, why=one.why) for one in trace.choices),
-            *(self._event("step_chosen", one.at_s, step=one.step, why=one.why) for one in trace.steps),
-            *(self._event("degraded", one.at_s, what=one.what, error=one.error) for one in trace.degraded),
+            *(
+                self._event("model_chosen", one.at_s, model=one.model, why=one.why)
+                for one in trace.choices
+            ),
+            *(
+                self._event("step_chosen", one.at_s, step=one.step, why=one.why)
+                for one in trace.steps
+            ),
+            *(
+                self._event("degraded", one.at_s, what=one.what, error=one.error)
+                for one in trace.degraded
+            ),
         ]
-        name, span, parent = f"invoke_workflow {trace.target}", self._run_span, trace.parent
-        return self._span(name, span, parent, (trace.started_s, None), facts, events=events, error=trace.error)
+        name = f"invoke_workflow {trace.target}"
+        span = self._run_span
+        parent = trace.parent
+        return self._span(
+            name, span, parent, (trace.started_s, None), facts, events=events, error=trace.error
+        )
 
     def _agent(self, agent: str, ran: AgentTrace) -> ReadableSpan:
         facts: dict[str, Value | None] = {
@@ -113,25 +138,42 @@ class _Spans:
             "shell_router.agent.state": ran.state,
             "shell_router.agent.confidence": ran.confidence,
         }
-        read = [self._run_span.child(one) for one in self._trace.precursors.get(agent, ()) if one in self._trace.agents]
-        span, times = self._run_span.child(agent), (ran.started_s, ran.end.at_s if ran.end else None)
-        error = ran.end.error if isinstance(ran.end, AgentErred) else ""
-        return self._span(f"invoke_agent {agent}", span, self._run_span, times, facts, links=read, error=error)
+        read = [
+            self._run_span.child(one)
+            for one in self._trace.precursors.get(agent, ())
+            if one in self._trace.agents
+        ]
+        span = self._run_span.child(agent)
+        times = (ran.started_s, ran.end.at_s if ran.end else None)
+        if isinstance(ran.end, AgentErred):
+            error = ran.end.error
+        else:
+            error = ""
+        return self._span(
+            f"invoke_agent {agent}", span, self._run_span, times, facts, links=read, error=error
+        )
 
     def _update(self, agent: str, model: str, update: PrefillIncrement) -> ReadableSpan:
         facts: dict[str, Value | None] = {
             "gen_ai.request.model": model,
             "shell_router.prefill.slot": update.slot,
-            "shell_router.prefill.prompt_tokens": update.prompt_tokens,  # receivers add up gen_ai.usage over spans
+            # receivers add up gen_ai.usage over spans
+            "shell_router.prefill.prompt_tokens": update.prompt_tokens,
             "shell_router.prefill.cached_tokens": update.cached_tokens,
             "shell_router.prefill.resident_tokens": update.resident_tokens,
         }
-        span, times = self._run_span.child(agent, update.started_s), (update.started_s, update.at_s)
-        return self._span(f"prefill {model}", span, self._run_span.child(agent), times, facts, SpanKind.CLIENT)
+        span = self._run_span.child(agent, update.started_s)
+        times = (update.started_s, update.at_s)
+        return self._span(
+            f"prefill {model}", span, self._run_span.child(agent), times, facts, SpanKind.CLIENT
+        )
 
     def _decode(self, agent: str, ran: AgentTrace, ready_s: float) -> ReadableSpan:
         """From when the complete prompt was sent."""
-        end = ran.end if isinstance(ran.end, AgentFinished) else None
+        if isinstance(ran.end, AgentFinished):
+            end = ran.end
+        else:
+            end = None
         first_s = ran.first_token_s
         facts: dict[str, Value | None] = {
             "gen_ai.operation.name": "chat",
@@ -146,10 +188,16 @@ class _Spans:
             "shell_router.drafted_tokens": end.drafted_tokens if end else None,
             "shell_router.accepted_tokens": end.accepted_tokens if end else None,
         }
-        events = [] if first_s is None else [self._event("first_token", first_s)]
-        span, parent = self._run_span.child(agent, ready_s), self._run_span.child(agent)
+        if first_s is None:
+            events = []
+        else:
+            events = [self._event("first_token", first_s)]
+        span = self._run_span.child(agent, ready_s)
+        parent = self._run_span.child(agent)
         times = (ready_s, ran.end.at_s if ran.end else None)
-        return self._span(f"chat {ran.model}", span, parent, times, facts, SpanKind.CLIENT, events=events)
+        return self._span(
+            f"chat {ran.model}", span, parent, times, facts, SpanKind.CLIENT, events=events
+        )
 
     def _exit(self, scored: ExitScored) -> ReadableSpan:
         facts: dict[str, Value | None] = {
@@ -157,8 +205,11 @@ class _Spans:
             for name in ("cluster", "confidence", "agreement", "probability", "exited", "aborted")
         }
         read = [self._run_span.child(one) for one in scored.completed]
-        span, times = self._run_span.child("exit", scored.cluster, scored.started_s), (scored.started_s, scored.at_s)
-        return self._span(f"early_exit {scored.cluster}", span, self._run_span, times, facts, links=read)
+        span = self._run_span.child("exit", scored.cluster, scored.started_s)
+        times = (scored.started_s, scored.at_s)
+        return self._span(
+            f"early_exit {scored.cluster}", span, self._run_span, times, facts, links=read
+        )
 
     def _span(
         self,
@@ -198,8 +249,13 @@ class _Spans:
 
 
 def _context(span: SpanContext, *, is_remote: bool = False) -> OtelContext:
-    state = TraceState.from_header([span.state]) if span.state else None
-    return OtelContext(int(span.trace_id, 16), int(span.span_id, 16), is_remote, TraceFlags(span.flags), state)
+    if span.state:
+        state = TraceState.from_header([span.state])
+    else:
+        state = None
+    return OtelContext(
+        int(span.trace_id, 16), int(span.span_id, 16), is_remote, TraceFlags(span.flags), state
+    )
 
 
 if __name__ == "__main__":

@@ -19,17 +19,20 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 Lines = Callable[[], Sequence[Mapping[str, Any]]]
-"""Makes the lines of one run. Called in the recorder's thread: counting tokens takes longer than the loop has."""
+"""Makes the lines of one run. Called in the recorder's thread: counting tokens takes longer than
+the loop has.
+"""
 
 MOST_WAITING = 10_000
 
 
 class Outbox(ABC, Generic[Item]):
-    """Items that a thread of its own takes where they belong, `max_batch_size` together, so that no request waits.
+    """Items that a thread of its own takes where they belong, `max_batch_size` together, so that no
+    request waits.
 
-    What cannot be taken is lost, and no request with it: `count` is called with how many of `what` were `done` or
-    "lost", and the log says why when losing begins, and that it is over. With `linger_s` it waits for more items to
-    take together.
+    What cannot be taken is lost, and no request with it: `count` is called with how many of `what`
+    were `done` or "lost", and the log says why when losing begins, and that it is over. With
+    `linger_s` it waits for more items to take together.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class Outbox(ABC, Generic[Item]):
         max_batch_size: int = 1,
         linger_s: float = 0.0,
     ) -> None:
-        self._what, self._done_word, self._count = what, done, count
-        self._max_batch_size, self._linger_s = max_batch_size, linger_s
+        self._what = what
+        self._done_word = done
+        self._count = count
+        self._max_batch_size = max_batch_size
+        self._linger_s = linger_s
         self._waiting: queue.Queue[Item | None] = queue.Queue(most_waiting)
         self._ending = threading.Event()
         self._losing = False
@@ -58,14 +64,21 @@ class Outbox(ABC, Generic[Item]):
             self._lost(self._size(item), f"{self._waiting.maxsize} runs wait")
 
     def close(self, limit_s: float = 10.0) -> None:
-        """Take what waits, and end; what is not taken by the limit is lost. To be called off the event loop."""
+        """Take what waits, and end; what is not taken by the limit is lost. To be called off the
+        event loop.
+        """
         self._ending.set()
         until_s = time.monotonic() + limit_s
         with contextlib.suppress(queue.Full):  # logged below
             self._waiting.put(None, timeout=limit_s)
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("%s of %d runs were not %s before the end", self._what, self._waiting.qsize(), self._done_word)
+            log.warning(
+                "%s of %d runs were not %s before the end",
+                self._what,
+                self._waiting.qsize(),
+                self._done_word,
+            )
 
     def _take_until_end(self) -> None:
         ended = False
@@ -102,16 +115,24 @@ class Outbox(ABC, Generic[Item]):
 
 
 class Recorder(Outbox[Lines]):
-    """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`, files of about `max_file_bytes`.
+    """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`, files of about
+    `max_file_bytes`.
 
     The log calls them lines of `what`. `prompts` says to who makes them whether texts are wanted.
     """
 
     def __init__(
-        self, what: str, folder: Path, max_file_bytes: int, count: Callable[[str, int], None], *, prompts: bool = False
+        self,
+        what: str,
+        folder: Path,
+        max_file_bytes: int,
+        count: Callable[[str, int], None],
+        *,
+        prompts: bool = False,
     ) -> None:
         self.prompts = prompts
-        self._folder, self._max_file_bytes = folder, max_file_bytes
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
         self._stem = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
         self._number = 0
         super().__init__(f"{what}: lines", "written", count, most_waiting=MOST_WAITING)
@@ -146,15 +167,18 @@ class Recorder(Outbox[Lines]):
 
 
 class LogLines(logging.Handler):
-    """Log lines for `file`, written by a thread: a reader of stderr that stalls holds up no request.
+    """Log lines for `file`, written by a thread: a reader of stderr that stalls holds up no
+    request.
 
-    Beyond 10,000 that wait, lines are lost: `lost` is called with 1 for each, and the log says how many were.
+    Beyond 10,000 that wait, lines are lost: `lost` is called with 1 for each, and the log says how
+    many were.
     """
 
     def __init__(self, file: int = 2) -> None:
         super().__init__()
         self.lost: Callable[[int], object] = int
-        self._file, self._missing = file, 0
+        self._file = file
+        self._missing = 0
         self._lines: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
         threading.Thread(target=self._write, name="log lines", daemon=True).start()
 
@@ -165,7 +189,10 @@ class LogLines(logging.Handler):
         except Exception as error:  # what logs goes on
             text = f"A line of {record.name} could not be made: {type(error).__name__}: {error}"
         line = text.encode("utf-8", "backslashreplace") + b"\n"
-        gap = b"%d log lines are lost: those before were not read in time\n" % self._missing if self._missing else b""
+        if self._missing:
+            gap = b"%d log lines are lost: those before were not read in time\n" % self._missing
+        else:
+            gap = b""
         try:
             self._lines.put_nowait(gap + line)
             self._missing = 0
@@ -176,7 +203,9 @@ class LogLines(logging.Handler):
     def flush(self) -> None:
         """Wait until all is written, a second at most; called before the process ends."""
         with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout=1.0)
+            self._lines.all_tasks_done.wait_for(
+                lambda: not self._lines.unfinished_tasks, timeout=1.0
+            )
 
     def _write(self) -> None:
         while True:

@@ -16,8 +16,8 @@ from shell_router.errors import UnknownTrace
 class PrefillTimes:
     """`hidden_s`: time of prefill-only updates spent while inputs were still being written.
 
-    `exposed_s`: from the last input's end to the first decoded token, which nothing hides: what is left of
-    the prefill, the queue, and the KV transfer.
+    `exposed_s`: from the last input's end to the first decoded token, which nothing hides: what is
+    left of the prefill, the queue, and the KV transfer.
     """
 
     hidden_s: float
@@ -38,8 +38,12 @@ def summed(times: Collection[PrefillTimes]) -> PrefillTimes:
     return PrefillTimes(sum(one.hidden_s for one in times), sum(one.exposed_s for one in times))
 
 
-def critical_path(root: str, precursors: Mapping[str, Sequence[str]], ended_s: Mapping[str, float]) -> tuple[str, ...]:
-    """From a leaf to `root`, the precursor that ended last at each step: the chain that set the latency."""
+def critical_path(
+    root: str, precursors: Mapping[str, Sequence[str]], ended_s: Mapping[str, float]
+) -> tuple[str, ...]:
+    """From a leaf to `root`, the precursor that ended last at each step: the chain that set the
+    latency.
+    """
     path = [root]
     while last := [agent for agent in precursors.get(path[-1], ()) if agent in ended_s]:
         path.append(max(last, key=ended_s.__getitem__))
@@ -91,7 +95,9 @@ class AgentTrace:
     @property
     def confidence(self) -> float | None:
         """Geometric mean token probability of the output, where measured."""
-        return self.end.confidence if isinstance(self.end, events.AgentFinished | events.AggregationSkipped) else None
+        if isinstance(self.end, events.AgentFinished | events.AggregationSkipped):
+            return self.end.confidence
+        return None
 
     @property
     def token_s(self) -> float | None:
@@ -104,7 +110,9 @@ class AgentTrace:
         """Hidden and exposed prefill, once the first token is there."""
         if self.first_token_s is None:
             return None
-        hidden = sum(max(0.0, min(one.at_s, inputs_done_s) - one.started_s) for one in self.increments)
+        hidden = sum(
+            max(0.0, min(one.at_s, inputs_done_s) - one.started_s) for one in self.increments
+        )
         return PrefillTimes(hidden, max(0.0, self.first_token_s - inputs_done_s))
 
     def as_json(self, origin_s: float) -> dict[str, Any]:
@@ -125,15 +133,23 @@ class AgentTrace:
     def _spans(self, origin_s: float) -> list[dict[str, Any]]:
         spans = [_span("queue", self.started_s, self._left_queue_s, origin_s)]
         for one in self.increments:
-            facts = {name: getattr(one, name) for name in ("slot", "prompt_tokens", "cached_tokens", "resident_tokens")}
+            facts = {
+                name: getattr(one, name)
+                for name in ("slot", "prompt_tokens", "cached_tokens", "resident_tokens")
+            }
             spans.append(_span("prefill_increment", one.started_s, one.at_s, origin_s) | facts)
         if self.ready is not None:  # the real request, from when it was sent to its first token
-            cached = self.end.cached_tokens if isinstance(self.end, events.AgentFinished) else None
+            if isinstance(self.end, events.AgentFinished):
+                cached = self.end.cached_tokens
+            else:
+                cached = None
             tokens = {"prompt_tokens": self.ready.prompt_tokens, "cached_tokens": cached}
             spans.append(_span("prefill", self.ready.at_s, self.first_token_s, origin_s) | tokens)
         if self.first_token_s is not None:
             ended_s = self.end.at_s if self.end else None
-            spans.append(_span("decode", self.first_token_s, ended_s, origin_s) | {"tokens": self.tokens})
+            spans.append(
+                _span("decode", self.first_token_s, ended_s, origin_s) | {"tokens": self.tokens}
+            )
         return spans
 
     @property
@@ -159,7 +175,10 @@ END_FACTS: Mapping[type, tuple[str, ...]] = {
 
 def _span(name: str, start_s: float, end_s: float | None, origin_s: float) -> dict[str, Any]:
     """One span; an end not yet known is None."""
-    ended = None if end_s is None else since(end_s, origin_s)
+    if end_s is None:
+        ended = None
+    else:
+        ended = since(end_s, origin_s)
     return {"name": name, "start_s": since(start_s, origin_s), "end_s": ended}
 
 
@@ -172,10 +191,10 @@ def since(at_s: float, origin_s: float) -> float:
 class Trace:
     """Spans and figures of one run; readable while it runs.
 
-    `precursors` is the graph, by agent; where it is not known (agent requests) an agent's inputs count as done
-    when its prompt is ready. `root` answers, where steps do not choose another. `started_s` is the run's clock,
-    `wall_s` the same moment in Unix time. `parent` is the client's span. `outcome` is running, finished, failed or
-    cancelled, `ended_s` None until then.
+    `precursors` is the graph, by agent; where it is not known (agent requests) an agent's inputs
+    count as done when its prompt is ready. `root` answers, where steps do not choose another.
+    `started_s` is the run's clock, `wall_s` the same moment in Unix time. `parent` is the client's
+    span. `outcome` is running, finished, failed or cancelled, `ended_s` None until then.
     """
 
     id: str
@@ -204,7 +223,9 @@ class Trace:
     def first_token_s(self) -> float | None:
         """When the answer began, in seconds since the run did."""
         root = self.agents.get(self.root)
-        return None if root is None or root.first_token_s is None else since(root.first_token_s, self.started_s)
+        if root is None or root.first_token_s is None:
+            return None
+        return since(root.first_token_s, self.started_s)
 
     @property
     def usage(self) -> tuple[int, int]:
@@ -212,12 +233,15 @@ class Trace:
         prompts = outputs = 0
         for agent in self.agents.values():
             prompt, output = agent.usage
-            prompts, outputs = prompts + prompt, outputs + output
+            prompts = prompts + prompt
+            outputs = outputs + output
         return prompts, outputs
 
     def add(self, event: events.Event) -> None:
         """Take in the next event."""
-        if isinstance(event, (events.AgentTokens, events.AgentThought)):  # the one kind of which there are many
+        if isinstance(
+            event, (events.AgentTokens, events.AgentThought)
+        ):  # the one kind of which there are many
             agent = self._agent(event.agent, event.at_s)
             if agent.first_token_s is None:
                 agent.first_token_s, agent.first_tokens = event.at_s, len(event.ids)
@@ -232,7 +256,12 @@ class Trace:
                 self._agent(event.agent, event.at_s).ready = event
             case events.AgentPlaced():
                 self._agent(event.agent, event.at_s).placed = event
-            case events.AgentFinished() | events.AggregationSkipped() | events.AgentStopped() | events.AgentErred():
+            case (
+                events.AgentFinished()
+                | events.AggregationSkipped()
+                | events.AgentStopped()
+                | events.AgentErred()
+            ):
                 self._agent(event.agent, event.at_s).end = event
             case events.ModelChosen():
                 self.choices.append(event)
@@ -254,11 +283,15 @@ class Trace:
     def placed(self) -> tuple[Placement, ...]:
         """Where the root's request went last, and why; empty before that."""
         root = self.agents.get(self.root)
-        return root.placed.placed if root is not None and root.placed is not None else ()
+        if root is not None and root.placed is not None:
+            return root.placed.placed
+        return ()
 
     def ended(self, at_s: float, outcome: str, error: str = "") -> None:
         """Close the trace; `outcome` is finished, failed or cancelled."""
-        self.ended_s, self.outcome, self.error = at_s, outcome, error
+        self.ended_s = at_s
+        self.outcome = outcome
+        self.error = error
 
     def summary(self) -> dict[str, Any]:
         """One line of a list of traces; `agents` counts those that were begun."""
@@ -267,13 +300,17 @@ class Trace:
             "model": self.target,
             "created": int(self.wall_s),
             "status": self.outcome,
-            "duration_ms": None if self.ended_s is None else round(1e3 * (self.ended_s - self.started_s), 3),
+            "duration_ms": None
+            if self.ended_s is None
+            else round(1e3 * (self.ended_s - self.started_s), 3),
             "agents": len(self.agents),
         }
 
     def as_json(self) -> dict[str, Any]:
         """The whole trace; all times are seconds since the request began."""
-        ended = {agent: trace.end.at_s for agent, trace in self.agents.items() if trace.end is not None}
+        ended = {
+            agent: trace.end.at_s for agent, trace in self.agents.items() if trace.end is not None
+        }
         return {
             "id": self.id,
             "object": "trace",
@@ -286,15 +323,25 @@ class Trace:
             "steps": [self._timed_json(step) for step in self.steps],
             "agents": {agent: self._agent_json(agent, ended) for agent in self.agents},
             "exits": [self._timed_json(scored) for scored in self.exits],
-            "degraded": [asdict(event) | {"at_s": since(event.at_s, self.started_s)} for event in self.degraded],
+            "degraded": [
+                asdict(event) | {"at_s": since(event.at_s, self.started_s)}
+                for event in self.degraded
+            ],
             "overlap": self._overlap_json(ended),
         }
 
     def _agent_json(self, agent: str, ended: Mapping[str, float]) -> dict[str, Any]:
-        facts, times = self.agents[agent].as_json(self.started_s), self._times(agent, ended)
-        return facts | {"precursors": list(self.precursors.get(agent, ()))} | (times.as_json() if times else {})
+        facts = self.agents[agent].as_json(self.started_s)
+        times = self._times(agent, ended)
+        return (
+            facts
+            | {"precursors": list(self.precursors.get(agent, ()))}
+            | (times.as_json() if times else {})
+        )
 
-    def _timed_json(self, event: events.ModelChosen | events.StepChosen | events.ExitScored) -> dict[str, Any]:
+    def _timed_json(
+        self, event: events.ModelChosen | events.StepChosen | events.ExitScored
+    ) -> dict[str, Any]:
         facts = asdict(event)
         for text in ("text", "reasoning"):  # traces hold no texts
             facts.pop(text, None)
@@ -302,23 +349,38 @@ class Trace:
         return {name: since(at, self.started_s) for name, at in times.items()} | facts
 
     def _times(self, agent: str, ended: Mapping[str, float]) -> PrefillTimes | None:
-        """From when the agent's last input was complete; a leaf's inputs are there when it starts."""
+        """From when the agent's last input was complete; a leaf's inputs are there when it
+        starts."""
         trace = self.agents[agent]
         if agent not in self.precursors:
-            return trace.prefill_times(trace.ready.at_s) if trace.ready else None
+            if trace.ready:
+                return trace.prefill_times(trace.ready.at_s)
+            return None
         return trace.prefill_times(
             max((ended[p] for p in self.precursors[agent] if p in ended), default=trace.started_s)
         )
 
     def _overlap_json(self, ended: Mapping[str, float]) -> dict[str, Any]:
-        """Over agents that read others (a leaf has nothing to hide behind), and along the slowest chain."""
-        readers = [agent for agent in self.agents if self.precursors.get(agent) or self.agents[agent].increments]
+        """Over agents that read others (a leaf has nothing to hide behind), and along the slowest
+        chain.
+        """
+        readers = [
+            agent
+            for agent in self.agents
+            if self.precursors.get(agent) or self.agents[agent].increments
+        ]
         path = critical_path(self.root, self.precursors, ended)
-        known = {agent: times for agent in self.agents if (times := self._times(agent, ended)) is not None}
+        known = {
+            agent: times
+            for agent in self.agents
+            if (times := self._times(agent, ended)) is not None
+        }
         return {
             **summed([known[agent] for agent in readers if agent in known]).as_json(),
             "critical_path": list(path),
-            "critical_exposed_prefill_s": summed([known[agent] for agent in path if agent in known]).exposed_s,
+            "critical_exposed_prefill_s": summed(
+                [known[agent] for agent in path if agent in known]
+            ).exposed_s,
         }
 
 
@@ -342,7 +404,11 @@ class TraceStore:
 
     def latest(self, tenant: str, wanted: Callable[[Trace], bool], limit: int) -> list[Trace]:
         """The tenant's latest `wanted` ones, at most `limit`, the last first."""
-        found = (trace for trace in reversed(self._traces.values()) if trace.tenant == tenant and wanted(trace))
+        found = (
+            trace
+            for trace in reversed(self._traces.values())
+            if trace.tenant == tenant and wanted(trace)
+        )
         return list(islice(found, limit))
 
     def get(self, tenant: str, trace_id: str) -> Trace:
@@ -351,6 +417,9 @@ class TraceStore:
         if trace is None or trace.tenant != tenant:
             raise UnknownTrace(
                 f"No trace {trace_id!r} is held.",
-                remedy=f"A router keeps the last {self._capacity} of its own: behind a load balancer, ask one router.",
+                remedy=(
+                    f"A router keeps the last {self._capacity} of its own: behind a load "
+                    "balancer, ask one router."
+                ),
             )
         return trace

@@ -7,7 +7,16 @@ from typing import Any, Literal
 
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.topology.document import Path, Values
-from shell_router.topology.graph import AUTO, VOTE, Agent, Cluster, Conditional, Prefill, Step, Topology
+from shell_router.topology.graph import (
+    AUTO,
+    VOTE,
+    Agent,
+    Cluster,
+    Conditional,
+    Prefill,
+    Step,
+    Topology,
+)
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
 from shell_router.topology.rules import END, START, Classifier, Rule, Subject, When
 
@@ -22,19 +31,28 @@ def merged(base: Values, own: Values) -> dict[str, Any]:
 def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str, dict[str, Any]]:
     """Agents of a checked short form, as the full form's `agents` would hold them, leaves first.
 
-    In a layer the agents take turns through `models`, so that a cluster of a 9-3-1 tree over three models holds
-    each of them once; the root has the last, or `root_model`.
+    In a layer the agents take turns through `models`, so that a cluster of a 9-3-1 tree over three
+    models holds each of them once; the root has the last, or `root_model`.
     """
     layers = agent_ids(layered["shape"])
     agents: dict[str, dict[str, Any]] = {}
     for depth, layer in enumerate(layers):
         below = layers[depth - 1] if depth else []
-        width = len(below) // len(layer) if form == "tree" else 0
+        if form == "tree":
+            width = len(below) // len(layer)
+        else:
+            width = 0
         role = _role(layered, depth, len(layers))
         for position, agent in enumerate(layer):
-            mine = below[position * width : (position + 1) * width] if width else below
+            if width:
+                mine = below[position * width : (position + 1) * width]
+            else:
+                mine = below
             models: Sequence[str] = layered["models"]
-            model = models[position % len(models)] if depth < len(layers) - 1 else layered.get("root_model", models[-1])
+            if depth < len(layers) - 1:
+                model = models[position % len(models)]
+            else:
+                model = layered.get("root_model", models[-1])
             asked = {} if "vote" in role else {"model": model}
             agents[agent] = {**role, **asked, "precursors": list(mine)}
     return agents
@@ -43,12 +61,16 @@ def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str,
 def agent_ids(shape: Sequence[int]) -> list[list[str]]:
     """Ids per layer, leaves first: proposer-1, ..., aggregator-1, ..., root.
 
-    With several layers of aggregators the layer's number joins in: aggregator2-1, ..., aggregator3-1.
+    With several layers of aggregators the layer's number joins in: aggregator2-1, ...,
+    aggregator3-1.
     """
     several = len(shape) > 3
     layers = [[f"proposer-{n}" for n in range(1, shape[0] + 1)]]
     for depth, size in enumerate(shape[1:-1], start=2):
-        stem = f"aggregator{depth}" if several else "aggregator"
+        if several:
+            stem = f"aggregator{depth}"
+        else:
+            stem = "aggregator"
         layers.append([f"{stem}-{n}" for n in range(1, size + 1)])
     return [*layers, ["root"]]
 
@@ -64,7 +86,8 @@ def _role(layered: Values, depth: int, layers: int) -> dict[str, Any]:
     return merged(aggregator, layered.get("root", {}))
 
 
-_ON, _OFF = (True, "on"), (False, "off")
+_ON = (True, "on")
+_OFF = (False, "off")
 
 
 def agents_in(file: Values) -> Mapping[str, Values]:
@@ -79,10 +102,17 @@ def agents_in(file: Values) -> Mapping[str, Values]:
 def assemble(file: Values, *, name: str) -> Topology:
     """Build the topology that a checked file describes; `name` is used when the file gives none."""
     said = agents_in(file)
-    order = list(TopologicalSorter({agent: said[agent].get("precursors", ()) for agent in said}).static_order())
+    order = list(
+        TopologicalSorter(
+            {agent: said[agent].get("precursors", ()) for agent in said}
+        ).static_order()
+    )
     agents = {agent: agent_of(agent, said[agent], file) for agent in order}
-    agents[order[-1]] = replace(agents[order[-1]], on_failure="fail")  # without the root there is no answer
-    bare, prefill = Topology(name=file.get("name", name), agents=agents), dict(file.get("prefill", {}))
+    agents[order[-1]] = replace(
+        agents[order[-1]], on_failure="fail"
+    )  # without the root there is no answer
+    bare = Topology(name=file.get("name", name), agents=agents)
+    prefill = dict(file.get("prefill", {}))
     return replace(
         bare,
         clusters=tuple(_clusters(bare, file)),
@@ -92,7 +122,8 @@ def assemble(file: Values, *, name: str) -> Topology:
 
 
 def early_exit_in(said: Any, base: Any = False) -> EarlyExit | None:
-    """An `early_exit` value: None for off, else settings over those of `base`, the topology's own value.
+    """An `early_exit` value: None for off, else settings over those of `base`, the topology's own
+    value.
 
     Raises ValueError for settings that contradict each other.
     """
@@ -101,22 +132,44 @@ def early_exit_in(said: Any, base: Any = False) -> EarlyExit | None:
     own = said if isinstance(said, Mapping) else {}
     inherited = base if isinstance(base, Mapping) else {}
     settings = {**inherited, **own}
-    switches = {key: settings[key] in _ON for key in ("skip_aggregation", "self_similarity") if key in settings}
+    switches = {
+        key: settings[key] in _ON
+        for key in ("skip_aggregation", "self_similarity")
+        if key in settings
+    }
     return EarlyExit(**{**settings, **switches})
 
 
 def agent_of(agent_id: str, own: Values, file: Values) -> Agent:
     """One agent of a checked file, what it does not say itself taken from the rest of the file."""
-    topology_wide = {"on_failure": file["on_failure"]} if "on_failure" in file else {}
+    if "on_failure" in file:
+        topology_wide = {"on_failure": file["on_failure"]}
+    else:
+        topology_wide = {}
     said = merged(merged(topology_wide, file.get("defaults", {})), own)
     precursors = tuple(said.pop("precursors", ()))
     if "vote" in own:
-        return Agent(agent_id, VOTE, precursors, on_failure=said.get("on_failure", "fail"), votes=True)
+        return Agent(
+            agent_id, VOTE, precursors, on_failure=said.get("on_failure", "fail"), votes=True
+        )
     prompt = replace(AGGREGATOR if precursors else PROPOSER, **said.pop("prompt", {}))
     drafts = said.pop("drafts", bool(precursors)) in _ON
-    models, fallbacks = said.pop("model"), tuple(said.pop("fallbacks", ()))
-    named = {"model": models} if isinstance(models, str) else {"model": AUTO, "candidates": tuple(models)}
-    return Agent(id=agent_id, precursors=precursors, prompt=prompt, drafts=drafts, fallbacks=fallbacks, **named, **said)
+    models = said.pop("model")
+    fallbacks = tuple(said.pop("fallbacks", ()))
+    named = (
+        ({"model": models})
+        if (isinstance(models, str))
+        else ({"model": AUTO, "candidates": tuple(models)})
+    )
+    return Agent(
+        id=agent_id,
+        precursors=precursors,
+        prompt=prompt,
+        drafts=drafts,
+        fallbacks=fallbacks,
+        **named,
+        **said,
+    )
 
 
 def _clusters(topology: Topology, file: Values) -> Iterator[Cluster]:
@@ -126,7 +179,9 @@ def _clusters(topology: Topology, file: Values) -> Iterator[Cluster]:
     """
     base = file.get("early_exit", False)
     for cluster, block in file.get("clusters", {}).items():
-        yield Cluster(cluster, tuple(block["agents"]), early_exit_in(block.get("early_exit", base), base))
+        yield Cluster(
+            cluster, tuple(block["agents"]), early_exit_in(block.get("early_exit", base), base)
+        )
     if "clusters" in file:
         return
     early_exit = early_exit_in(base)
@@ -146,7 +201,10 @@ def rules_of(file: Values) -> Iterator[tuple[str, Path, Values]]:
     A bare step id is a rule without a condition.
     """
     said: dict[str, tuple[Path, Any]] = {START: (("start",), file.get("start", []))}
-    said |= {step: (("steps", step, "then"), one.get("then", [])) for step, one in file.get("steps", {}).items()}
+    said |= {
+        step: (("steps", step, "then"), one.get("then", []))
+        for step, one in file.get("steps", {}).items()
+    }
     for place, (at, rules) in said.items():
         if isinstance(rules, str):
             yield place, at, {"go": rules}
@@ -178,8 +236,12 @@ def assemble_steps(file: Values, *, name: str, topologies: Mapping[str, Topology
         start=_rules(file["start"], at_start=True),
         steps={step: _step(step, own, file, topologies) for step in order},
         classifiers={
-            one: Classifier(one, {label: tuple(texts) for label, texts in said.pop("examples").items()}, **said)
-            for one, said in ((one, dict(said)) for one, said in file.get("classifiers", {}).items())
+            one: Classifier(
+                one, {label: tuple(texts) for label, texts in said.pop("examples").items()}, **said
+            )
+            for one, said in (
+                (one, dict(said)) for one, said in file.get("classifiers", {}).items()
+            )
         },
         description=file.get("description", ""),
     )
@@ -199,8 +261,12 @@ def _rules(said: Any, *, at_start: bool) -> tuple[Rule, ...]:
     """With a last one that always holds: what no rule takes ends the request."""
     if isinstance(said, str):
         return (Rule(said),)
-    rules = tuple(Rule(one["go"], _when(one["when"], at_start) if "when" in one else None) for one in said)
-    return rules if rules[-1].when is None else (*rules, Rule(END))
+    rules = tuple(
+        Rule(one["go"], _when(one["when"], at_start) if "when" in one else None) for one in said
+    )
+    if rules[-1].when is None:
+        return rules
+    return (*rules, Rule(END))
 
 
 def _when(said: Values, at_start: bool) -> When:
@@ -216,4 +282,6 @@ def _when(said: Values, at_start: bool) -> When:
 
 
 def _several(said: Any) -> tuple[str, ...]:
-    return (said,) if isinstance(said, str) else tuple(said)
+    if isinstance(said, str):
+        return (said,)
+    return tuple(said)

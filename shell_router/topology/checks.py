@@ -1,6 +1,8 @@
-"""What a file's form cannot show: keys that contradict each other, names that lead nowhere, graphs that cannot run.
+"""What a file's form cannot show: keys that contradict each other, names that lead nowhere, graphs
+that cannot run.
 
-The checks run in stages, each on what the stage before has found sound, so that one slip is reported once.
+The checks run in stages, each on what the stage before has found sound, so that one slip is
+reported once.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -8,14 +10,21 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
-from shell_router.topology.assemble import agents_in, early_exit_in, predecessors, rules_of, subject_of
+from shell_router.topology.assemble import (
+    agents_in,
+    early_exit_in,
+    predecessors,
+    rules_of,
+    subject_of,
+)
 from shell_router.topology.document import Path, Problem, Values
 from shell_router.topology.forms import shown, spelled, suggestion
 from shell_router.topology.graph import AUTO
 from shell_router.topology.rules import END, START, pattern_error
 from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS, MAX_STEPS
 
-LAYERED, ROLES = ("tree", "all_to_all"), ("proposer", "aggregator", "root")
+LAYERED = ("tree", "all_to_all")
+ROLES = ("proposer", "aggregator", "root")
 
 # --- stage 1: keys
 
@@ -28,7 +37,9 @@ def form_problems(file: Values) -> Iterator[Problem]:
         yield Problem((), "No graph is described.", f"Add one of {choices}.")
     for extra in given[1:]:
         remedy = f"Keep one of {choices}."
-        yield Problem((extra,), f"The graph is described twice, by '{given[0]}' and by '{extra}'.", remedy)
+        yield Problem(
+            (extra,), f"The graph is described twice, by '{given[0]}' and by '{extra}'.", remedy
+        )
     if len(given) != 1:
         return
     for form in LAYERED:
@@ -61,7 +72,12 @@ CLASHES = (
         "Write it in the topology that a step names, and remove it here.",
     ),
     *(
-        (form, ("start", "classifiers"), "'{key}' goes with 'steps'.", "Remove '{key}', or describe steps.")
+        (
+            form,
+            ("start", "classifiers"),
+            "'{key}' goes with 'steps'.",
+            "Remove '{key}', or describe steps.",
+        )
         for form in GRAPH_FORMS
         if form != "steps"
     ),
@@ -73,33 +89,49 @@ def _clashes(at: Path, block: Values) -> Iterator[Problem]:
     for sign, others, wrong, remedy in CLASHES:
         for key in others if sign in block else ():
             if key in block:
-                yield Problem((*at, key), wrong.format(at=spelled(at), key=key), remedy.format(key=key))
+                yield Problem(
+                    (*at, key), wrong.format(at=spelled(at), key=key), remedy.format(key=key)
+                )
     if block.get("readers_get") == "all" and "max_thinking_tokens" in block:
         wrong = f"{spelled(at)} has max_thinking_tokens, and its readers get all that it writes."
-        yield Problem((*at, "max_thinking_tokens"), wrong, "Leave max_thinking_tokens or readers_get out.")
+        yield Problem(
+            (*at, "max_thinking_tokens"), wrong, "Leave max_thinking_tokens or readers_get out."
+        )
 
 
 def _blocks(file: Values) -> Iterator[tuple[Path, Values]]:
     """The file, and the blocks that say something of agents."""
     yield (), file
     yield ("defaults",), file.get("defaults", {})
-    yield from (((form, role), file.get(form, {}).get(role, {})) for form in LAYERED for role in ROLES)
+    yield from (
+        ((form, role), file.get(form, {}).get(role, {})) for form in LAYERED for role in ROLES
+    )
     yield from ((at, block) for _, at, block in _nodes(file))
 
 
 def _nodes(file: Values) -> Iterator[tuple[str, Path, Values]]:
-    """Agents and steps of the full forms: their names in messages, where they stand, and what they say."""
+    """Agents and steps of the full forms: their names in messages, where they stand, and what they
+    say.
+    """
     for form, noun in (("agents", "Agent"), ("steps", "Step")):
-        yield from ((f"{noun} '{one}'", (form, one), block) for one, block in file.get(form, {}).items())
+        yield from (
+            (f"{noun} '{one}'", (form, one), block) for one, block in file.get(form, {}).items()
+        )
 
 
 def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
     shape = layered["shape"]
     at = (form, "shape")
     if sum(shape) > MAX_AGENTS:
-        yield Problem(at, f"The layers hold {sum(shape)} agents.", f"Write at most {MAX_AGENTS} in all.")
+        yield Problem(
+            at, f"The layers hold {sum(shape)} agents.", f"Write at most {MAX_AGENTS} in all."
+        )
     if shape[-1] != 1:
-        yield Problem(at, f"The last layer of shape {shape} is not 1.", f"Write {[*shape, 1]}, or end it with 1.")
+        yield Problem(
+            at,
+            f"The last layer of shape {shape} is not 1.",
+            f"Write {[*shape, 1]}, or end it with 1.",
+        )
     for below, layer in pairwise(shape) if form == "tree" else ():
         if below % layer:
             yield Problem(
@@ -108,7 +140,11 @@ def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
                 f"Make {below} a multiple of {layer}, or use the full form, 'agents'.",
             )
     if "root_model" in layered and "vote" in layered.get("root", {}):
-        yield Problem((form, "root_model"), "The root votes, so that it asks no model.", "Remove one of the two.")
+        yield Problem(
+            (form, "root_model"),
+            "The root votes, so that it asks no model.",
+            "Remove one of the two.",
+        )
     if "slot" in layered.get("proposer", {}).get("prompt", {}):
         yield _idle_slot("a proposer", (form, "proposer"))
 
@@ -119,9 +155,11 @@ def _idle_slot(who: str, at: Path) -> Problem:
 
 
 def _exit_problems(file: Values) -> Iterator[Problem]:
-    base, clusters = file.get("early_exit", False), file.get("clusters", {})
+    base = file.get("early_exit", False)
+    clusters = file.get("clusters", {})
     said: dict[Path, Any] = {("early_exit",): base} | {
-        ("clusters", cluster, "early_exit"): block.get("early_exit", False) for cluster, block in clusters.items()
+        ("clusters", cluster, "early_exit"): block.get("early_exit", False)
+        for cluster, block in clusters.items()
     }
     for at, value in said.items():
         try:
@@ -141,18 +179,25 @@ def _step_form_problems(file: Values) -> Iterator[Problem]:
     if "start" not in file:
         yield Problem((), "No step is named as the first.", "Add 'start', a step's id or rules.")
     if len(file["steps"]) > MAX_STEPS:
-        yield Problem(("steps",), f"There are {len(file['steps'])} steps.", f"Write at most {MAX_STEPS}.")
+        yield Problem(
+            ("steps",), f"There are {len(file['steps'])} steps.", f"Write at most {MAX_STEPS}."
+        )
 
 
 # --- stage 2: names
 
 
 def name_problems(
-    file: Values, models: Collection[str] | None, topologies: Collection[str] = (), with_steps: Collection[str] = ()
+    file: Values,
+    models: Collection[str] | None,
+    topologies: Collection[str] = (),
+    with_steps: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Models, precursors, members, steps, topologies and classes that do not exist or may not stand where they do.
+    """Models, precursors, members, steps, topologies and classes that do not exist or may not stand
+    where they do.
 
-    `models` are None where they are not known. Steps may name `topologies`, and none of those `with_steps`.
+    `models` are None where they are not known. Steps may name `topologies`, and none of those
+    `with_steps`.
     """
     yield from _model_problems(file, models)
     for who, at, said in _nodes(file):
@@ -162,9 +207,15 @@ def name_problems(
         name = said.get("topology")
         if name in with_steps:
             wrong = f"The topology '{name}' has steps itself."
-            yield Problem((*at, "topology"), wrong, "Write its steps here, or name one without steps.")
+            yield Problem(
+                (*at, "topology"), wrong, "Write its steps here, or name one without steps."
+            )
         elif name is not None and name not in topologies:
-            yield Problem((*at, "topology"), f"Unknown topology '{name}'.", suggestion(name, sorted(topologies)))
+            yield Problem(
+                (*at, "topology"),
+                f"Unknown topology '{name}'.",
+                suggestion(name, sorted(topologies)),
+            )
     if "steps" in file:
         yield from _rule_problems(file)
     else:
@@ -177,11 +228,18 @@ def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pr
     default = file.get("defaults", {}).get("model")
     for who, at, said in _nodes(file):
         if default is None and not {"model", "vote", "topology"} & said.keys():
-            kinds = "neither a model nor a topology" if at[0] == "steps" else "no model"
+            if at[0] == "steps":
+                kinds = "neither a model nor a topology"
+            else:
+                kinds = "no model"
             yield Problem(at, f"{who} has {kinds}.", "Give it a 'model', or one to 'defaults'.")
     for at, model, may_be_auto in _models_named(file):
         if model == AUTO and not may_be_auto:
-            yield Problem(at, "'auto' stands for several models itself.", "Write it alone as 'model', or name models.")
+            yield Problem(
+                at,
+                "'auto' stands for several models itself.",
+                "Write it alone as 'model', or name models.",
+            )
         elif model != AUTO and models is not None and model not in models:
             yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
 
@@ -194,27 +252,40 @@ def _models_named(file: Values) -> Iterator[tuple[Path, str, bool]]:
             yield (*at, "model"), named, True
         for key, several in (("model", named), ("fallbacks", said.get("fallbacks", ()))):
             if not isinstance(several, str):
-                yield from (((*at, key, position), model, False) for position, model in enumerate(several))
+                yield from (
+                    ((*at, key, position), model, False) for position, model in enumerate(several)
+                )
     for form in LAYERED:
         layered = file.get(form, {})
-        yield from (((form, "models", position), one, True) for position, one in enumerate(layered.get("models", ())))
+        yield from (
+            ((form, "models", position), one, True)
+            for position, one in enumerate(layered.get("models", ()))
+        )
         if "root_model" in layered:
             yield (form, "root_model"), layered["root_model"], True
     for _, at, rule in rules_of(file):
         yield from (
-            ((*at, "when", "score_below", one), one, False) for one in rule.get("when", {}).get("score_below", ())
+            ((*at, "when", "score_below", one), one, False)
+            for one in rule.get("when", {}).get("score_below", ())
         )
 
 
-def _precursor_problems(who: str, at: Path, precursors: Iterable[str], known: Collection[str]) -> Iterator[Problem]:
+def _precursor_problems(
+    who: str, at: Path, precursors: Iterable[str], known: Collection[str]
+) -> Iterator[Problem]:
     for position, precursor in enumerate(precursors):
         place = (*at, "precursors", position)
         if precursor == at[-1]:
             yield Problem(place, f"{who} reads itself.", "Remove it from its own precursors.")
         elif precursor not in known:
-            noun = "an agent" if at[0] == "agents" else "a step"
+            if at[0] == "agents":
+                noun = "an agent"
+            else:
+                noun = "a step"
             wrong = f"{who} reads '{precursor}', which is not {noun}."
-            yield Problem(place, wrong, suggestion(precursor, [other for other in known if other != at[-1]]))
+            yield Problem(
+                place, wrong, suggestion(precursor, [other for other in known if other != at[-1]])
+            )
 
 
 def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Problem]:
@@ -242,8 +313,11 @@ def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]
 
 
 def _rule_problems(file: Values) -> Iterator[Problem]:
-    """Targets and classifiers that do not exist; conditions that cannot be asked; rules never reached."""
-    targets, classifiers = [*file["steps"], END], file.get("classifiers", {})
+    """Targets and classifiers that do not exist; conditions that cannot be asked; rules never
+    reached.
+    """
+    targets = [*file["steps"], END]
+    classifiers = file.get("classifiers", {})
     always: dict[str, Path] = {}
     used: set[str] = set()
     for step in {START, END} & file["steps"].keys():
@@ -253,8 +327,14 @@ def _rule_problems(file: Values) -> Iterator[Problem]:
             wrong = f"{spelled(at)} is never reached: {spelled(always[place])} always holds."
             yield Problem(at, wrong, "Put the rule without 'when' last.")
         if rule["go"] not in targets or (place == START and rule["go"] == END):
-            known = list(file["steps"]) if place == START else targets
-            where = (*at, "go") if isinstance(at[-1], int) else at
+            if place == START:
+                known = list(file["steps"])
+            else:
+                known = targets
+            if isinstance(at[-1], int):
+                where = (*at, "go")
+            else:
+                where = at
             yield Problem(where, f"'{rule['go']}' is not a step.", suggestion(rule["go"], known))
         if "when" in rule:
             yield from _when_problems(rule["when"], (*at, "when"), at_start=place == START)
@@ -266,29 +346,46 @@ def _rule_problems(file: Values) -> Iterator[Problem]:
         wrong = "A request may meet no rule of 'start'."
         yield Problem(("start",), wrong, "End it with a rule without 'when', such as {go: ...}.")
     for one in classifiers.keys() - used:
-        yield Problem(("classifiers", one), f"No rule uses the classifier '{one}'.", "Remove it, or use it in a rule.")
+        yield Problem(
+            ("classifiers", one),
+            f"No rule uses the classifier '{one}'.",
+            "Remove it, or use it in a rule.",
+        )
 
 
 def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Problem]:
     if not when.keys() - {"of"}:
         yield Problem(at, f"{spelled(at)} has no condition.", "Add one, or leave 'when' out.")
     elif "of" in when and not {"matches", "classifier"} & when.keys():
-        yield Problem((*at, "of"), f"{spelled(at)} reads no text.", "Remove 'of', or add 'matches' or 'classifier'.")
+        yield Problem(
+            (*at, "of"),
+            f"{spelled(at)} reads no text.",
+            "Remove 'of', or add 'matches' or 'classifier'.",
+        )
     if at_start and ("confidence_below" in when or subject_of(when, at_start=True) == "output"):
         key = "of" if "of" in when else "confidence_below"
         yield Problem((*at, key), "At the start there is no output yet.", "Ask about the request.")
     if error := pattern_error(when.get("matches", "")):
         remedy = "Patterns are RE2's: no look-around, no back-references, at most 1 MiB compiled."
-        yield Problem((*at, "matches"), f"{spelled((*at, 'matches'))} is not a regular expression: {error}.", remedy)
+        yield Problem(
+            (*at, "matches"),
+            f"{spelled((*at, 'matches'))} is not a regular expression: {error}.",
+            remedy,
+        )
 
 
 def _class_problems(when: Values, at: Path, classifiers: Values) -> Iterator[Problem]:
-    name, named = when.get("classifier"), when.get("is", [])
+    name = when.get("classifier")
+    named = when.get("is", [])
     if (name is None) != ("is" not in when):
         wrong = f"{spelled(at)} has only one of 'classifier' and 'is'."
         yield Problem(at, wrong, "Write both: which classifier, and which class.")
     elif name is not None and name not in classifiers:
-        yield Problem((*at, "classifier"), f"Unknown classifier '{name}'.", suggestion(name, list(classifiers)))
+        yield Problem(
+            (*at, "classifier"),
+            f"Unknown classifier '{name}'.",
+            suggestion(name, list(classifiers)),
+        )
     elif name is not None:
         classes = list(classifiers[name]["examples"])
         for one in named if isinstance(named, list) else [named]:
@@ -301,9 +398,11 @@ def _class_problems(when: Values, at: Path, classifiers: Values) -> Iterator[Pro
 
 
 def graph_problems(file: Values) -> Iterator[Problem]:
-    """Of agents: cycles; else several roots, agents that nothing connects, and a root that may be cut off or dropped.
+    """Of agents: cycles; else several roots, agents that nothing connects, and a root that may be
+    cut off or dropped.
 
-    Of steps: cycles; else steps that nothing leads to, and outputs that are never there when they are read.
+    Of steps: cycles; else steps that nothing leads to, and outputs that are never there when they
+    are read.
     """
     if "steps" in file:
         before: Mapping[str, Collection[str]] = predecessors(file)
@@ -314,7 +413,9 @@ def graph_problems(file: Values) -> Iterator[Problem]:
     except CycleError as error:
         yield _cycle(error.args[1], is_of_steps="steps" in file)
         return
-    yield from _order_problems(file, before, order) if "steps" in file else _root_problems(file, before)
+    yield from (
+        _order_problems(file, before, order) if "steps" in file else _root_problems(file, before)
+    )
 
 
 def _cycle(circle: list[str], *, is_of_steps: bool) -> Problem:
@@ -323,10 +424,14 @@ def _cycle(circle: list[str], *, is_of_steps: bool) -> Problem:
         remedy = "Remove one of these ways; for a second round write steps of its own."
         return Problem(("steps", circle[0], "then"), f"Steps lead in a circle: {drawn}.", remedy)
     remedy = f"Remove one of these links, say '{circle[0]}' from the precursors of '{circle[1]}'."
-    return Problem(("agents", circle[1], "precursors"), f"Outputs run in a circle: {drawn}.", remedy)
+    return Problem(
+        ("agents", circle[1], "precursors"), f"Outputs run in a circle: {drawn}.", remedy
+    )
 
 
-def _order_problems(file: Values, before: Mapping[str, Collection[str]], order: list[str]) -> Iterator[Problem]:
+def _order_problems(
+    file: Values, before: Mapping[str, Collection[str]], order: list[str]
+) -> Iterator[Problem]:
     first = {rule["go"] for place, _, rule in rules_of(file) if place == START}
     reached: set[str] = set()
     earlier: dict[str, set[str]] = {}
@@ -336,28 +441,47 @@ def _order_problems(file: Values, before: Mapping[str, Collection[str]], order: 
             reached.add(step)
     for step, said in file["steps"].items():
         if step not in reached:
-            wrong = f"Step '{step}' is unreachable: neither 'start' nor any step that can run leads to it."
+            wrong = (
+                f"Step '{step}' is unreachable: neither 'start' nor any step that can run "
+                "leads to it."
+            )
             yield Problem(("steps", step), wrong, "Let a rule lead to it, or remove it.")
         for position, read in enumerate(said.get("precursors", ())):
             if read not in earlier[step]:
                 wrong = f"Step '{step}' reads '{read}', which never runs before it."
-                yield Problem(("steps", step, "precursors", position), wrong, "Name steps that lead to it.")
+                yield Problem(
+                    ("steps", step, "precursors", position), wrong, "Name steps that lead to it."
+                )
 
 
 def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
-    """Of several agents without successors, those without precursors are unreachable, the others roots."""
+    """Of several agents without successors, those without precursors are unreachable, the others
+    roots.
+    """
     read = {agent for read in precursors.values() for agent in read}
     ends = [agent for agent in precursors if agent not in read]
     roots = [agent for agent in ends if precursors[agent]] or ends
     for agent in ends:
         if agent not in roots:
-            unreachable = f"Agent '{agent}' is unreachable: it has neither precursors nor successors."
-            yield Problem(("agents", agent), unreachable, "Name it among another's precursors, or remove it.")
+            unreachable = (
+                f"Agent '{agent}' is unreachable: it has neither precursors nor successors."
+            )
+            yield Problem(
+                ("agents", agent), unreachable, "Name it among another's precursors, or remove it."
+            )
     if len(roots) > 1:
-        counts = "two roots" if len(roots) == 2 else f"{len(roots)} roots"
+        if len(roots) == 2:
+            counts = "two roots"
+        else:
+            counts = f"{len(roots)} roots"
         named = " and ".join(f"'{agent}'" for agent in roots)
-        remedy = "Exactly one agent may have no successor; name the others among some agent's precursors."
-        yield Problem(("agents", roots[1]), f"The graph has {counts}: {named} have no successor.", remedy)
+        remedy = (
+            "Exactly one agent may have no successor; name the others among some agent's "
+            "precursors."
+        )
+        yield Problem(
+            ("agents", roots[1]), f"The graph has {counts}: {named} have no successor.", remedy
+        )
         return
     (root,) = roots
     for cluster, said in file.get("clusters", {}).items():
@@ -368,4 +492,8 @@ def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> I
     for form in GRAPH_FORMS:
         if file.get(form, {}).get(root, {}).get("on_failure") == "drop":
             at = (form, root, "on_failure")
-            yield Problem(at, "The root cannot be dropped: its output is the answer.", "Write 'fail', or remove it.")
+            yield Problem(
+                at,
+                "The root cannot be dropped: its output is the answer.",
+                "Write 'fail', or remove it.",
+            )

@@ -11,8 +11,14 @@ _ABOVE = "↑ above"
 
 def draw(graph: Graph) -> str:
     """A topology of either kind: its size and description, and then the graph."""
-    lines = _steps(graph) if isinstance(graph, Conditional) else _agents(graph)
-    description = [graph.description] if graph.description else []
+    if isinstance(graph, Conditional):
+        lines = _steps(graph)
+    else:
+        lines = _agents(graph)
+    if graph.description:
+        description = [graph.description]
+    else:
+        description = []
     return "\n".join([f"{graph.name}: {_size(graph)}", *description, "", *lines, ""])
 
 
@@ -24,10 +30,11 @@ def _size(graph: Graph) -> str:
 
 
 def _agents(topology: Topology) -> Iterator[str]:
-    """The graph as a tree from the root down, each agent with its model and cluster, then clusters and prefill.
+    """The graph as a tree from the root down, each agent with its model and cluster, then clusters
+    and prefill.
 
-    An agent that several successors read is drawn out once and elsewhere marked as standing above. So is a whole
-    set of precursors that an agent shares with one drawn before.
+    An agent that several successors read is drawn out once and elsewhere marked as standing above.
+    So is a whole set of precursors that an agent shares with one drawn before.
     """
     yield from _tree(topology)
     yield ""
@@ -35,8 +42,14 @@ def _agents(topology: Topology) -> Iterator[str]:
     yield "Clusters:" if topology.clusters else "Clusters: none"
     for cluster in topology.clusters:
         first, *others = cluster.agents
-        several = f"{first} ... {others[-1]}, {len(cluster.agents)} agents" if len(others) > 3 else ""
-        yield f"  {cluster.id:<{width}}  {_exit_text(cluster.early_exit)}; {several or ', '.join(cluster.agents)}"
+        if len(others) > 3:
+            several = f"{first} ... {others[-1]}, {len(cluster.agents)} agents"
+        else:
+            several = ""
+        yield (
+            f"  {cluster.id:<{width}}  {_exit_text(cluster.early_exit)}; "
+            f"{several or ', '.join(cluster.agents)}"
+        )
     yield _prefill_line(topology)
 
 
@@ -54,11 +67,16 @@ def _tree(topology: Topology) -> Iterator[str]:
         precursors = topology.agents[agent_id].precursors
         inner = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
         if len(precursors) > 1 and precursors in first_reader:
-            yield f"{inner}└─ the {len(precursors)} precursors of {first_reader[precursors]}  {_ABOVE}"
+            yield (
+                f"{inner}└─ the {len(precursors)} precursors of {first_reader[precursors]}  "
+                f"{_ABOVE}"
+            )
             continue
         first_reader[precursors] = agent_id
         last = len(precursors) - 1
-        stack += reversed([(inner, "└─ " if n == last else "├─ ", one) for n, one in enumerate(precursors)])
+        stack += reversed(
+            [(inner, "└─ " if n == last else "├─ ", one) for n, one in enumerate(precursors)]
+        )
 
 
 def _label(topology: Topology, agent_id: str) -> str:
@@ -74,25 +92,42 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
         return f"cut off {early_exit.grace_s:g} s after {count(early_exit.min_completed, 'output')}"
     if early_exit.policy == "in_flight":
         agreed = count(early_exit.min_completed, "equal answer")
-        passed = ", aggregation skipped" if early_exit.skip_aggregation else ""
-        return f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on{passed}"
-    policy = early_exit.policy if early_exit.policy == "stochastic" else f"at Q >= {early_exit.threshold:g}"
+        if early_exit.skip_aggregation:
+            passed = ", aggregation skipped"
+        else:
+            passed = ""
+        return (
+            f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on{passed}"
+        )
+    if early_exit.policy == "stochastic":
+        policy = early_exit.policy
+    else:
+        policy = f"at Q >= {early_exit.threshold:g}"
     start = f"from {count(early_exit.min_completed, 'output')} on"
     return f"early exit {policy}, tau {early_exit.tau:g}, {start}"
 
 
 def _prefill_line(topology: Topology) -> str:
-    prefill, chunk = topology.prefill, topology.prefill.chunk_tokens
+    prefill = topology.prefill
+    chunk = topology.prefill.chunk_tokens
     if not prefill.incremental:
         return "Prefill: when all precursors have ended"
-    size = "adaptive chunks" if chunk == "adaptive" else f"chunks of {count(chunk, 'token')}"
-    order = "as declared" if prefill.slot_order == "declared" else "by expected finish"
+    if chunk == "adaptive":
+        size = "adaptive chunks"
+    else:
+        size = f"chunks of {count(chunk, 'token')}"
+    if prefill.slot_order == "declared":
+        order = "as declared"
+    else:
+        order = "by expected finish"
     return f"Prefill: incremental, {size}, slots {order}"
 
 
 def count(number: int, noun: str) -> str:
     """`1 agent`, `2 agents`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def _steps(topology: Conditional) -> Iterator[str]:
@@ -100,14 +135,22 @@ def _steps(topology: Conditional) -> Iterator[str]:
     yield START
     yield from _rule_branches(topology.start)
     for step in topology.steps.values():
-        reads = f", reads {', '.join(step.reads)}" if step.reads else ""
+        if step.reads:
+            reads = f", reads {', '.join(step.reads)}"
+        else:
+            reads = ""
         agents = step.topology.agents
         is_agent = len(agents) == 1 and step.root == step.id
-        asked = agents[step.id].model_name if is_agent else f"{step.topology.name}: {count(len(agents), 'agent')}"
+        if is_agent:
+            asked = agents[step.id].model_name
+        else:
+            asked = f"{step.topology.name}: {count(len(agents), 'agent')}"
         yield f"{step.id} [{asked}]{reads}"
         yield from _rule_branches(step.then)
     for one in topology.classifiers.values():
-        examples = ", ".join(f"{label} ({count(len(texts), 'example')})" for label, texts in one.examples.items())
+        examples = ", ".join(
+            f"{label} ({count(len(texts), 'example')})" for label, texts in one.examples.items()
+        )
         yield f"Classifier {one.id}: {examples}"
 
 

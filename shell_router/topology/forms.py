@@ -1,4 +1,5 @@
-"""Forms that values in a YAML file may have. Each checks a value and describes itself as JSON Schema.
+"""Forms that values in a YAML file may have. Each checks a value and describes itself as JSON
+Schema.
 
 One table of forms feeds both the loader and the editors' schema, so the two cannot disagree.
 """
@@ -46,12 +47,19 @@ class Form:
 
 def check(form: Form, value: object, at: Path) -> Iterator[Problem]:
     """Everything wrong with `value`, which stands at `at`."""
-    return form.problems(value, at) if form.fits(value) else iter([_not_a(form, value, at, _remedy(form, value))])
+    if form.fits(value):
+        return form.problems(value, at)
+    return iter([_not_a(form, value, at, _remedy(form, value))])
 
 
 def _not_a(form: Form, value: object, at: Path, remedy: str = "") -> Problem:
-    found = _kind(value) if isinstance(form, Secret) else shown(value)
-    return Problem(at, f"{spelled(at)} must be {form.noun}, not {found}.", remedy or f"Write {form.noun}.")
+    if isinstance(form, Secret):
+        found = _kind(value)
+    else:
+        found = shown(value)
+    return Problem(
+        at, f"{spelled(at)} must be {form.noun}, not {found}.", remedy or f"Write {form.noun}."
+    )
 
 
 def _remedy(form: Form, value: object) -> str:
@@ -83,7 +91,9 @@ def shown(value: object) -> str:
         case list():
             return "a list"
         case int() | float():
-            return f"{value:.6g}" if isinstance(value, float) or abs(value) < 10**15 else "a huge number"
+            if isinstance(value, float) or abs(value) < 10**15:
+                return f"{value:.6g}"
+            return "a huge number"
     text = str(value)
     return repr(text if len(text) <= 40 else text[:40] + "...")
 
@@ -92,13 +102,17 @@ def _kind(value: object) -> str:
     """What `shown` tells of a secret."""
     if isinstance(value, str):
         return "this text"
-    return "a number" if isinstance(value, int | float) else shown(value)
+    if isinstance(value, int | float):
+        return "a number"
+    return shown(value)
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
     """A remedy for an unknown name: the closest known one, or all of them."""
     close = get_close_matches(name, known, n=1)
-    return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(known) or 'none'}."
+    if close:
+        return f"Did you mean '{close[0]}'?"
+    return f"Known: {', '.join(known) or 'none'}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +129,10 @@ class Text(Form):
             yield _not_a(self, value, at)
 
     def schema(self) -> Schema:
-        pattern = {"pattern": f"^(?:{self.pattern})$"} if self.pattern else {}
+        if self.pattern:
+            pattern = {"pattern": f"^(?:{self.pattern})$"}
+        else:
+            pattern = {}
         return {"type": "string", "description": self.about, **pattern}
 
 
@@ -129,7 +146,9 @@ def name_form(about: str) -> Text:
 
 def model_name_form(about: str) -> Text:
     """A name that requests ask for, as those of models on hubs: `Qwen/Qwen3-8B`."""
-    return Text(about, NAME_PATTERN.replace("_-", "_/-"), "a name of letters, digits, '.', '_', '-' and '/'")
+    return Text(
+        about, NAME_PATTERN.replace("_-", "_/-"), "a name of letters, digits, '.', '_', '-' and '/'"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +173,8 @@ class OneOf(Form):
 
 @dataclass(frozen=True, slots=True)
 class Switch(Form):
-    """On or off. YAML 1.1 reads bare `on` as true; editors, which follow YAML 1.2, read it as text."""
+    """On or off. YAML 1.1 reads bare `on` as true; editors, which follow YAML 1.2, read it as
+    text."""
 
     noun = "on or off"
 
@@ -180,10 +200,16 @@ class Number(Form):
     def noun(self) -> str:
         bounds = [
             f"{word} {bound:g}"
-            for word, bound in (("above", self.above), ("at least", self.at_least), ("at most", self.at_most))
+            for word, bound in (
+                ("above", self.above),
+                ("at least", self.at_least),
+                ("at most", self.at_most),
+            )
             if bound is not None
         ]
-        return " ".join(["a whole number" if self.whole else "a number", " and ".join(bounds)]).strip()
+        return " ".join(
+            ["a whole number" if self.whole else "a number", " and ".join(bounds)]
+        ).strip()
 
     def fits(self, value: object) -> bool:
         return not isinstance(value, bool) and isinstance(value, int if self.whole else int | float)
@@ -224,13 +250,19 @@ class ListOf(Form):
     def problems(self, value: list[object], at: Path) -> Iterator[Problem]:
         if not self.at_least <= len(value) <= self.at_most:
             wanted = f"{self.at_least} to {self.at_most} items"
-            yield Problem(at, f"{spelled(at)} must hold {wanted}, not {len(value)}.", f"Write {wanted}.")
+            yield Problem(
+                at, f"{spelled(at)} must hold {wanted}, not {len(value)}.", f"Write {wanted}."
+            )
         seen: set[str] = set()
         for position, item in enumerate(value):
             yield from check(self.item, item, (*at, position))
             if self.distinct and isinstance(item, str):
                 if item in seen:
-                    yield Problem((*at, position), f"{spelled(at)} names {shown(item)} twice.", "Name it once.")
+                    yield Problem(
+                        (*at, position),
+                        f"{spelled(at)} names {shown(item)} twice.",
+                        "Name it once.",
+                    )
                 seen.add(item)
 
     def schema(self) -> Schema:
@@ -242,7 +274,8 @@ class ListOf(Form):
 
 @dataclass(frozen=True, slots=True)
 class MappingOf(Form):
-    """A mapping from names of the user's choice to values of one form, at least `at_least` of them."""
+    """A mapping from names of the user's choice to values of one form, at least `at_least` of
+    them."""
 
     key: Form
     item: Form
@@ -259,7 +292,8 @@ class MappingOf(Form):
             yield from check(self.item, item, (*at, key))
 
     def schema(self) -> Schema:
-        names, values = self.key.schema(), self.item.schema()
+        names = self.key.schema()
+        values = self.item.schema()
         about = {"description": self.about, "minProperties": self.at_least}
         return {"type": "object", **about, "propertyNames": names, "additionalProperties": values}
 
@@ -268,7 +302,8 @@ class MappingOf(Form):
 class Block(Form):
     """A mapping with known keys. With `open_to` other keys are accepted, of that form.
 
-    A block with a `name` stands once in the JSON Schema, under `$defs`, and is referred to elsewhere.
+    A block with a `name` stands once in the JSON Schema, under `$defs`, and is referred to
+    elsewhere.
     """
 
     fields: Mapping[str, Form]
@@ -284,7 +319,9 @@ class Block(Form):
             form = self.fields.get(key, self.open_to)
             if form is None:
                 place = f" in {spelled(at)}" if at else ""
-                yield Problem((*at, key), f"Unknown key '{key}'{place}.", suggestion(key, tuple(self.fields)))
+                yield Problem(
+                    (*at, key), f"Unknown key '{key}'{place}.", suggestion(key, tuple(self.fields))
+                )
             else:
                 yield from check(form, item, (*at, key))
         for key in self.required:
@@ -292,14 +329,18 @@ class Block(Form):
                 yield Problem(at, f"{spelled(at)} lacks '{key}'.", f"Add '{key}'.")
 
     def schema(self) -> Schema:
-        return {"$ref": f"#/$defs/{self.name}"} if self.name else self.definition()
+        if self.name:
+            return {"$ref": f"#/$defs/{self.name}"}
+        return self.definition()
 
     def definition(self) -> Schema:
         """The block spelled out."""
         schema: Schema = {"type": "object", "description": self.about}
         schema["properties"] = {key: form.schema() for key, form in self.fields.items()}
         schema["additionalProperties"] = self.open_to.schema() if self.open_to else False
-        return {**schema, "required": list(self.required)} if self.required else schema
+        if self.required:
+            return {**schema, "required": list(self.required)}
+        return schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +365,9 @@ class Either(Form):
 
 @dataclass(frozen=True, slots=True)
 class Secret(Form):
-    """A value of another form that is, or holds, a secret: errors, which logs take, name its kind alone."""
+    """A value of another form that is, or holds, a secret: errors, which logs take, name its kind
+    alone.
+    """
 
     form: Form
 

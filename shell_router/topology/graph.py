@@ -1,4 +1,6 @@
-"""Agent graphs as values: a topology of agents, and a conditional topology of steps chosen by rules."""
+"""Agent graphs as values: a topology of agents, and a conditional topology of steps chosen by
+rules.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,9 +22,10 @@ VOTE = "vote"
 class Prompt:
     """How an agent's prompt is put together: S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1).
 
-    `{question}` in `system`, `prefix` and `suffix` is the text of the last user message. `slot` is written once per
-    precursor, with `{output}` exactly once, and optionally `{agent}` and `{index}` (1, 2, ... in prompt order); a
-    slot whose precursor was cut off or dropped leaves nothing behind.
+    `{question}` in `system`, `prefix` and `suffix` is the text of the last user message. `slot` is
+    written once per precursor, with `{output}` exactly once, and optionally `{agent}` and `{index}`
+    (1, 2, ... in prompt order); a slot whose precursor was cut off or dropped leaves nothing
+    behind.
     """
 
     system: str = ""
@@ -35,12 +38,14 @@ class Prompt:
 class Agent:
     """One node. `precursors` stand in slot order; `sampling` holds SGLang's `sampling_params`.
 
-    Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
-    `given` are outputs that are there before it is asked, each with the name of who wrote it; they fill slots before
-    those of precursors. An agent that `votes` asks no model: it forwards the output that most precursors agree with.
-    With `drafts` its engine may draft what it writes from what it reads. Of a model whose thinking is separated it
-    thinks at most `max_thinking_tokens`, and `readers_get` says whether its readers get the thinking too.
-    `fallbacks` are models that take its place, in order, where its model fails before it has written anything.
+    Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where
+    there are none. `given` are outputs that are there before it is asked, each with the name of who
+    wrote it; they fill slots before those of precursors. An agent that `votes` asks no model: it
+    forwards the output that most precursors agree with. With `drafts` its engine may draft what it
+    writes from what it reads. Of a model whose thinking is separated it thinks at most
+    `max_thinking_tokens`, and `readers_get` says whether its readers get the thinking too.
+    `fallbacks` are models that take its place, in order, where its model fails before it has
+    written anything.
     """
 
     id: str
@@ -62,7 +67,9 @@ class Agent:
     @property
     def model_name(self) -> str:
         """The model as people read it."""
-        return "majority vote" if self.votes else " or ".join(self.candidates) or self.model
+        if self.votes:
+            return "majority vote"
+        return " or ".join(self.candidates) or self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +94,15 @@ class Prefill:
 
     def __post_init__(self) -> None:
         if self.chunk_tokens != "adaptive" and self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be 'adaptive' or at least 1, not {self.chunk_tokens!r}")
+            raise ValueError(
+                f"chunk_tokens must be 'adaptive' or at least 1, not {self.chunk_tokens!r}"
+            )
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A checked graph: acyclic, one root, every agent reaches it, every agent in at most one cluster.
+    """A checked graph: acyclic, one root, every agent reaches it, every agent in at most one
+    cluster.
 
     `agents` is in topological order, precursors first; the root is last.
     """
@@ -121,7 +131,8 @@ class Topology:
 
     @cached_property
     def voters(self) -> Mapping[str, bool]:
-        """The agents that some vote reads, and whether their outputs may be the answer as they are."""
+        """The agents that some vote reads, and whether their outputs may be the answer as they
+        are."""
         found: dict[str, bool] = {}
         for agent in reversed(tuple(self.agents.values())):
             if agent.votes:
@@ -161,12 +172,19 @@ class Topology:
     def readers_of(self, cluster: Cluster) -> tuple[str, ...]:
         """The agents that read all of the cluster and nothing else."""
         members = set(cluster.agents)
-        return tuple(one.id for one in self.agents.values() if set(one.precursors) == members and not one.given)
+        return tuple(
+            one.id
+            for one in self.agents.values()
+            if set(one.precursors) == members and not one.given
+        )
 
     @cached_property
     def embeds(self) -> bool:
         """Whether an early exit has to embed outputs."""
-        return any(cluster.early_exit is not None and cluster.early_exit.embeds for cluster in self.clusters)
+        return any(
+            cluster.early_exit is not None and cluster.early_exit.embeds
+            for cluster in self.clusters
+        )
 
     @cached_property
     def layers(self) -> tuple[tuple[str, ...], ...]:
@@ -183,11 +201,16 @@ class Topology:
         """The same graph, the agents of `chosen` with these models."""
         if not chosen:
             return self
-        decided = {agent: replace(self.agents[agent], model=model, candidates=()) for agent, model in chosen.items()}
+        decided = {
+            agent: replace(self.agents[agent], model=model, candidates=())
+            for agent, model in chosen.items()
+        }
         return replace(self, agents={**self.agents, **decided})
 
     def inside(self, step: str) -> "Topology":
-        """The same graph, its agents and clusters named `step/...`, so that several may take part in one request."""
+        """The same graph, its agents and clusters named `step/...`, so that several may take part
+        in one request.
+        """
 
         def named(ids: Iterable[str]) -> tuple[str, ...]:
             return tuple(f"{step}/{one}" for one in ids)
@@ -196,11 +219,15 @@ class Topology:
             replace(agent, id=f"{step}/{agent.id}", precursors=named(agent.precursors))
             for agent in self.agents.values()
         ]
-        clusters = tuple(replace(one, id=f"{step}/{one.id}", agents=named(one.agents)) for one in self.clusters)
+        clusters = tuple(
+            replace(one, id=f"{step}/{one.id}", agents=named(one.agents)) for one in self.clusters
+        )
         return replace(self, agents={agent.id: agent for agent in moved}, clusters=clusters)
 
     def needed(self, gone: Collection[str]) -> frozenset[str]:
-        """Agents whose output can still reach the root when those in `gone` have ended or been cut off."""
+        """Agents whose output can still reach the root when those in `gone` have ended or been cut
+        off.
+        """
         found: set[str] = set()
         frontier = [self.root.id]
         while frontier:
@@ -214,10 +241,11 @@ class Topology:
 
 @dataclass(frozen=True)
 class Step:
-    """One expert: an agent, which is a topology of one, or a whole topology, with agents named `step/...`.
+    """One expert: an agent, which is a topology of one, or a whole topology, with agents named
+    `step/...`.
 
-    `reads` are earlier steps whose outputs stand in the agent's prompt, as far as they ran. `then` says what follows;
-    its last rule always holds.
+    `reads` are earlier steps whose outputs stand in the agent's prompt, as far as they ran. `then`
+    says what follows; its last rule always holds.
     """
 
     id: str
@@ -248,13 +276,15 @@ class Step:
     @property
     def reads_confidence(self) -> bool:
         """Whether a rule asks how sure its output is."""
-        return any(rule.when is not None and rule.when.confidence_below is not None for rule in self.then)
+        return any(
+            rule.when is not None and rule.when.confidence_below is not None for rule in self.then
+        )
 
 
 @dataclass(frozen=True)
 class Conditional:
-    """Steps without circles, all of which some request may reach, in an order in which each stands after those that
-    lead to it. `start` chooses the first; its last rule always holds.
+    """Steps without circles, all of which some request may reach, in an order in which each stands
+    after those that lead to it. `start` chooses the first; its last rule always holds.
     """
 
     name: str
@@ -280,7 +310,9 @@ class Conditional:
 
     @cached_property
     def answering(self) -> frozenset[str]:
-        """Agents whose tokens are the answer as they come: the roots of steps that nothing can follow."""
+        """Agents whose tokens are the answer as they come: the roots of steps that nothing can
+        follow.
+        """
         return frozenset(step.root for step in self.steps.values() if step.is_last)
 
     @cached_property
@@ -295,9 +327,12 @@ class Conditional:
 
     @cached_property
     def waits_for(self) -> Mapping[str, tuple[str, ...]]:
-        """Per agent those that end before its prompt is complete: precursors, or roots of steps that lead to its."""
+        """Per agent those that end before its prompt is complete: precursors, or roots of steps
+        that lead to its.
+        """
         return {
-            agent.id: agent.precursors or tuple(self.steps[before].root for before in self.preceded_by[step.id])
+            agent.id: agent.precursors
+            or tuple(self.steps[before].root for before in self.preceded_by[step.id])
             for step in self.steps.values()
             for agent in step.topology.agents.values()
         }
@@ -306,7 +341,9 @@ class Conditional:
     def scored_models(self) -> tuple[str, ...]:
         """Models whose chances of being right some rule asks for."""
         rules = [*self.start, *(rule for step in self.steps.values() for rule in step.then)]
-        return tuple(dict.fromkeys(model for rule in rules if rule.when for model in rule.when.scores_below))
+        return tuple(
+            dict.fromkeys(model for rule in rules if rule.when for model in rule.when.scores_below)
+        )
 
     @property
     def embeds(self) -> bool:

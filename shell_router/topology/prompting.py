@@ -1,7 +1,8 @@
 """Prompt templates: what they may hold, the defaults, and how they are filled (Faster-MoA, 2.1).
 
-Templates use the braces of `str.format` and nothing else of it: a placeholder is a bare name; `{{` and `}}` are
-braces meant as text. What is put in is never scanned again, so a question may hold any braces it likes.
+Templates use the braces of `str.format` and nothing else of it: a placeholder is a bare name; `{{`
+and `}}` are braces meant as text. What is put in is never scanned again, so a question may hold any
+braces it likes.
 """
 
 from collections.abc import Mapping
@@ -14,14 +15,18 @@ PROPOSER = Prompt()
 
 AGGREGATOR = Prompt(
     prefix=(
-        "Several assistants have each drafted an answer to the question below. A draft may be wrong, incomplete "
-        "or cut short. Check their reasoning, keep what is sound, correct what is not, and write one complete "
+        "Several assistants have each drafted an answer to the question below. A draft may be "
+        "wrong, incomplete "
+        "or cut short. Check their reasoning, keep what is sound, correct what is not, and write "
+        "one complete "
         "answer that stands on its own.\n\nQuestion:\n{question}"
     ),
     slot="\n\nDraft {index}:\n{output}",
     suffix="\n\nNow your answer:",
 )
-"""What an agent with precursors is asked by default. The suffix is short: it cannot be prefilled early."""
+"""What an agent with precursors is asked by default. The suffix is short: it cannot be prefilled
+early.
+"""
 
 
 def template_pieces(template: str) -> list[tuple[str, str | None]]:
@@ -38,14 +43,18 @@ def template_pieces(template: str) -> list[tuple[str, str | None]]:
 
 
 def fill_text(template: str, question: str) -> str:
-    """Fill a system text, prefix or suffix. Raises ValueError for a placeholder other than `{question}`."""
+    """Fill a system text, prefix or suffix. Raises ValueError for a placeholder other than
+    `{question}`.
+    """
     return _filled(template_pieces(template), {"question": question})
 
 
 def slot_parts(template: str, agent: str, index: int) -> tuple[str, str]:
-    """The texts before and after the output in the slot of precursor `agent`, the `index`-th in the prompt.
+    """The texts before and after the output in the slot of precursor `agent`, the `index`-th in the
+    prompt.
 
-    Raises ValueError unless the template holds `{output}` once, and otherwise only `{agent}` and `{index}`.
+    Raises ValueError unless the template holds `{output}` once, and otherwise only `{agent}` and
+    `{index}`.
     """
     pieces = template_pieces(template)
     names = [name for _, name in pieces]

@@ -13,8 +13,13 @@ def pattern_error(pattern: str) -> str:
     try:
         _compiled(pattern)
     except re2.error as error:
-        said = error.args[0] if error.args else "cannot be read"
-        return said.decode() if isinstance(said, bytes) else str(said)
+        if error.args:
+            said = error.args[0]
+        else:
+            said = "cannot be read"
+        if isinstance(said, bytes):
+            return said.decode()
+        return str(said)
     return ""
 
 
@@ -31,7 +36,8 @@ def _compiled(pattern: str) -> Any:
     return re2.compile(pattern, options)
 
 
-START, END = "start", "end"
+START = "start"
+END = "end"
 """Where a request begins, and where it has its answer: no step may have these names."""
 
 Subject = Literal["request", "output"]
@@ -52,7 +58,9 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class Classed:
-    """What a classifier says: the class, empty where no example is like enough, and the nearest one's similarity."""
+    """What a classifier says: the class, empty where no example is like enough, and the nearest
+    one's similarity.
+    """
 
     name: str
     similarity: float
@@ -62,10 +70,10 @@ class Classed:
 class When:
     """What has to hold, all of it.
 
-    `labels` are the values that the request's labels may have. `matches` is a pattern that the text named by `of` holds
-    somewhere. `classifier` must put that text into one of `classes`. `confidence_below` is
-    compared with the geometric mean token probability of the output, `scores_below` per model with the predicted chance
-    that it would answer the request rightly.
+    `labels` are the values that the request's labels may have. `matches` is a pattern that the text
+    named by `of` holds somewhere. `classifier` must put that text into one of `classes`.
+    `confidence_below` is compared with the geometric mean token probability of the output,
+    `scores_below` per model with the predicted chance that it would answer the request rightly.
     """
 
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -79,8 +87,14 @@ class When:
     def __str__(self) -> str:
         said = [f"label {key} is {_either(values)}" for key, values in self.labels.items()]
         said += [f"{self.of} matches '{self.matches}'"] if self.matches else []
-        said += [f"{self.classifier} of the {self.of} is {_either(self.classes)}"] if self.classifier else []
-        said += [] if self.confidence_below is None else [f"confidence below {self.confidence_below:g}"]
+        said += (
+            [f"{self.classifier} of the {self.of} is {_either(self.classes)}"]
+            if self.classifier
+            else []
+        )
+        said += (
+            [] if self.confidence_below is None else [f"confidence below {self.confidence_below:g}"]
+        )
         said += [f"score of {model} below {limit:g}" for model, limit in self.scores_below.items()]
         return " and ".join(said)
 
@@ -97,8 +111,9 @@ class Rule:
 class Facts:
     """What rules read: the request, and the output of the step that has just ended.
 
-    `confidence` is None where nothing was decoded. `classes` holds what classifiers said of which text, None where one
-    could not be asked. `scores` are predicted chances by model, None before they are predicted; models may be missing.
+    `confidence` is None where nothing was decoded. `classes` holds what classifiers said of which
+    text, None where one could not be asked. `scores` are predicted chances by model, None before
+    they are predicted; models may be missing.
     """
 
     labels: Mapping[str, str]
@@ -110,12 +125,16 @@ class Facts:
 
     def text(self, of: Subject) -> str:
         """The text that a rule speaks of."""
-        return self.request if of == "request" else self.output
+        if of == "request":
+            return self.request
+        return self.output
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The target that was chosen, the number of the rule among those asked, from 1, and what made it hold."""
+    """The target that was chosen, the number of the rule among those asked, from 1, and what made
+    it hold.
+    """
 
     go: str
     rule: int
@@ -162,12 +181,18 @@ def _why(when: When, facts: Facts) -> str | Missing | None:
 
 
 def _parts(when: When, facts: Facts) -> Iterator[str | Missing | None]:
-    """What makes each part of `when` hold, None for one that does not. Predictors and classifiers are asked last."""
+    """What makes each part of `when` hold, None for one that does not. Predictors and classifiers
+    are asked last.
+    """
     for key, values in when.labels.items():
         label = facts.labels.get(key)
         yield f"label {key} is {label!r}" if label in values else None
     if when.matches:
-        yield f"{when.of} matches '{when.matches}'" if found_in(when.matches, facts.text(when.of)) else None
+        yield (
+            f"{when.of} matches '{when.matches}'"
+            if found_in(when.matches, facts.text(when.of))
+            else None
+        )
     if (limit := when.confidence_below) is not None:
         confidence = facts.confidence or 0.0  # no tokens: no confidence
         yield f"confidence {confidence:.3f} is below {limit:g}" if confidence < limit else None

@@ -1,4 +1,6 @@
-"""What every Agent Prompt Cache promises: in memory, over Redis, and over Redis between two processes."""
+"""What every Agent Prompt Cache promises: in memory, over Redis, and over Redis between two
+processes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -90,7 +92,9 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
         yield await redis_backend(server, stack, remote="between" in request.param)
 
 
-async def read_all(cache: AgentPromptCache, key: LogKey = KEY, position: int = 0) -> tuple[LogRead, list[LogRead]]:
+async def read_all(
+    cache: AgentPromptCache, key: LogKey = KEY, position: int = 0
+) -> tuple[LogRead, list[LogRead]]:
     """Reads to the end mark: all of it as one, and the reads as they came."""
     reads = []
     while True:
@@ -102,7 +106,9 @@ async def read_all(cache: AgentPromptCache, key: LogKey = KEY, position: int = 0
             return LogRead(text, ids, position, reads[-1].end, reads[-1].detail), reads
 
 
-async def begin(cache: AgentPromptCache, key: LogKey, *chunks: Chunk, end: End | None = None) -> LogWriter:
+async def begin(
+    cache: AgentPromptCache, key: LogKey, *chunks: Chunk, end: End | None = None
+) -> LogWriter:
     log = await cache.create(key)
     for chunk in chunks:
         log.append(chunk)
@@ -117,14 +123,18 @@ HELLO, WORLD = Chunk("Hello", (1, 2)), Chunk(" world", (3,))
 async def test_a_late_reader_sees_all(backend: Backend) -> None:
     await begin(backend.writer, KEY, HELLO, WORLD, end=End.FINISHED)
     await backend.settle()
-    assert await backend.reader.read(KEY, wait_s=LIMIT_S) == LogRead("Hello world", (1, 2, 3), 3, End.FINISHED)
+    assert await backend.reader.read(KEY, wait_s=LIMIT_S) == LogRead(
+        "Hello world", (1, 2, 3), 3, End.FINISHED
+    )
 
 
 async def test_a_reader_goes_on_from_the_position_it_was_given(backend: Backend) -> None:
     log = await begin(backend.writer, KEY, HELLO)
     first = await backend.reader.read(KEY, wait_s=LIMIT_S)
     log.append(WORLD)
-    assert await backend.reader.read(KEY, first.position, wait_s=LIMIT_S) == LogRead(" world", (3,), 3)
+    assert await backend.reader.read(KEY, first.position, wait_s=LIMIT_S) == LogRead(
+        " world", (3,), 3
+    )
 
 
 async def test_every_boundary_between_chunks_is_a_position(backend: Backend) -> None:
@@ -190,7 +200,9 @@ async def test_a_reader_that_wants_more_gets_it_at_once_when_it_is_there(backend
     assert after.result() == LogRead(" world!", (3, 4), 4)
 
 
-async def test_a_reader_that_wants_more_than_there_will_be_gets_all_with_the_end(backend: Backend) -> None:
+async def test_a_reader_that_wants_more_than_there_will_be_gets_all_with_the_end(
+    backend: Backend,
+) -> None:
     async with asyncio.TaskGroup() as group:
         reading = group.create_task(backend.reader.read(KEY, at_least=1000, wait_s=LIMIT_S))
         await backend.blocked(1)
@@ -203,7 +215,9 @@ async def test_a_reader_that_wants_more_than_there_will_be_gets_all_with_the_end
     assert reading.result() == LogRead("Hello world", (1, 2, 3), 3, End.ABORTED, "cut")
 
 
-async def test_a_reader_that_wants_more_gets_what_there_is_when_its_time_is_over(backend: Backend) -> None:
+async def test_a_reader_that_wants_more_gets_what_there_is_when_its_time_is_over(
+    backend: Backend,
+) -> None:
     log = await begin(backend.writer, KEY, HELLO)
     await backend.settle()
     assert await backend.reader.read(KEY, at_least=3, wait_s=0.01) == LogRead("Hello", (1, 2), 2)
@@ -268,13 +282,23 @@ async def test_an_empty_chunk_changes_nothing(backend: Backend) -> None:
 
 
 async def test_positions_count_characters_where_there_are_no_ids(backend: Backend) -> None:
-    await begin(backend.writer, KEY, Chunk("añb"), HELLO, Chunk("", (9,)), Chunk("\U0001f600"), end=End.FINISHED)
+    await begin(
+        backend.writer,
+        KEY,
+        Chunk("añb"),
+        HELLO,
+        Chunk("", (9,)),
+        Chunk("\U0001f600"),
+        end=End.FINISHED,
+    )
     whole, reads = await read_all(backend.reader)
     assert whole == LogRead("añbHello\U0001f600", (1, 2, 9), 7, End.FINISHED)
     assert reads[-1].position == 7
 
 
-@pytest.mark.parametrize("text", ["日本語\n", "\U0001f468‍\U0001f469", "\x00\r\n", "\ud83d", '"quoted" \\', " "])
+@pytest.mark.parametrize(
+    "text", ["日本語\n", "\U0001f468‍\U0001f469", "\x00\r\n", "\ud83d", '"quoted" \\', " "]
+)
 async def test_any_text_comes_back_as_it_went_in(backend: Backend, text: str) -> None:
     log = await begin(backend.writer, KEY, Chunk(text, (2**31, 0)))
     log.end(End.FAILED, text)
@@ -298,14 +322,18 @@ async def test_of_many_who_begin_a_log_at_once_one_succeeds(backend: Backend) ->
 
 
 @pytest.mark.parametrize("wait_s", [0, 0.01])
-async def test_a_read_of_a_log_that_never_begins_ends_at_its_limit(backend: Backend, wait_s: float) -> None:
+async def test_a_read_of_a_log_that_never_begins_ends_at_its_limit(
+    backend: Backend, wait_s: float
+) -> None:
     with pytest.raises(LogTimeout, match="nothing came") as raised:
         await backend.reader.read(KEY, wait_s=wait_s)
     assert not raised.value.begun
 
 
 @pytest.mark.parametrize("wait_s", [0, 0.01])
-async def test_a_read_that_ends_at_its_limit_tells_whether_the_log_had_begun(backend: Backend, wait_s: float) -> None:
+async def test_a_read_that_ends_at_its_limit_tells_whether_the_log_had_begun(
+    backend: Backend, wait_s: float
+) -> None:
     await begin(backend.writer, KEY)
     await backend.settle()
     with pytest.raises(LogTimeout) as raised:
@@ -384,7 +412,12 @@ async def test_programs_are_forgotten_one_by_one(backend: Backend) -> None:
 
 async def test_names_cannot_run_into_each_other(backend: Backend) -> None:
     names = ["a", "a:b", ":", "{a}", "a}", "%3A", "ä/ b\n", "log:a", "\ud83d", ""]
-    keys = [LogKey(tenant, program, agent) for tenant in names[:4] for program in names[:4] for agent in names]
+    keys = [
+        LogKey(tenant, program, agent)
+        for tenant in names[:4]
+        for program in names[:4]
+        for agent in names
+    ]
     for key in keys:
         await begin(backend.writer, key, Chunk(repr(key)), end=End.FINISHED)
     for key in keys:
@@ -416,7 +449,9 @@ async def test_a_cancelled_reader_leaves_nothing_behind(backend: Backend) -> Non
     async with asyncio.TaskGroup() as group:
         staying = group.create_task(backend.reader.read(KEY, 2, wait_s=LIMIT_S))
         leaving = [group.create_task(backend.reader.read(KEY, 2, wait_s=LIMIT_S)) for _ in range(3)]
-        waiting = group.create_task(backend.reader.read(LogKey("tenant", "program", "x"), wait_s=LIMIT_S))
+        waiting = group.create_task(
+            backend.reader.read(LogKey("tenant", "program", "x"), wait_s=LIMIT_S)
+        )
         await backend.blocked(5)
         for reading in (*leaving, waiting):
             reading.cancel()

@@ -37,13 +37,18 @@ class UnderTest:
     plain: Callable[[Any], Any] = lambda output: output
 
     async def outputs(self, component: Component, place: str) -> list[Any]:
-        return [self.plain(output) for output in await self.components.run(component, place, self.samples)]
+        return [
+            self.plain(output)
+            for output in await self.components.run(component, place, self.samples)
+        ]
 
 
 @asynccontextmanager
 async def simulated(_: Path) -> AsyncIterator[UnderTest]:
     executors = [ExecutorSettings(name, 100, {"net": COSTS}) for name in (FIRST, SECOND)]
-    components = SimulatedComponents(executors, {FIRST: "gpu", SECOND: "gpu"}, lambda name, sample: (name, sample))
+    components = SimulatedComponents(
+        executors, {FIRST: "gpu", SECOND: "gpu"}, lambda name, sample: (name, sample)
+    )
     yield UnderTest(components, Component("a", "net", 1), Component("b", "net", 1), None, [1, 2, 3])
 
 
@@ -77,7 +82,9 @@ async def under_test(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
         yield found
 
 
-async def test_an_expert_that_was_unloaded_and_loaded_again_answers_as_before(under_test: UnderTest) -> None:
+async def test_an_expert_that_was_unloaded_and_loaded_again_answers_as_before(
+    under_test: UnderTest,
+) -> None:
     components, a, b = under_test.components, under_test.a, under_test.b
     seen = {}
     for component in (a, b, a, b):
@@ -92,12 +99,17 @@ async def test_an_expert_that_was_unloaded_and_loaded_again_answers_as_before(un
 async def test_outputs_come_in_the_order_of_the_samples(under_test: UnderTest) -> None:
     await under_test.components.load(under_test.a, FIRST)
     together = await under_test.outputs(under_test.a, FIRST)
-    alone = [(await under_test.components.run(under_test.a, FIRST, [sample]))[0] for sample in under_test.samples]
+    alone = [
+        (await under_test.components.run(under_test.a, FIRST, [sample]))[0]
+        for sample in under_test.samples
+    ]
     assert together == [under_test.plain(output) for output in alone]
     await under_test.components.unload(under_test.a, FIRST)
 
 
-async def test_an_expert_at_two_places_stays_at_one_when_it_leaves_the_other(under_test: UnderTest) -> None:
+async def test_an_expert_at_two_places_stays_at_one_when_it_leaves_the_other(
+    under_test: UnderTest,
+) -> None:
     components, a = under_test.components, under_test.a
     await asyncio.gather(components.load(a, FIRST), components.load(a, SECOND))
     both = await asyncio.gather(under_test.outputs(a, FIRST), under_test.outputs(a, SECOND))

@@ -1,4 +1,5 @@
-"""What breaks on a pair, embedded or real SGLang: one error that names the server, the other freed, the next served.
+"""What breaks on a pair, embedded or real SGLang: one error that names the server, the other freed,
+the next served.
 
 The end of the run prints how long that takes.
 """
@@ -57,7 +58,10 @@ class Served:
     async def until_prefilling(self) -> None:
         """Return once prefill computes a prompt for which decode waits."""
         async with asyncio.timeout(FREED_LIMIT_S):
-            while not (await self._slots("prefill")).tokens or not (await self._slots("decode")).requests:
+            while (
+                not (await self._slots("prefill")).tokens
+                or not (await self._slots("decode")).requests
+            ):
                 pass
 
     async def _slots(self, role: str) -> Slots:
@@ -87,7 +91,9 @@ class Served:
     async def drops(self, what: str, *roles: str) -> None:
         """The servers of these roles come to have no request; KV may be held."""
         began_s = monotonic()
-        dropped_s = await idle(self.session, *map(self.servers.url, roles), limit_s=FREED_LIMIT_S, but_kv=True)
+        dropped_s = await idle(
+            self.session, *map(self.servers.url, roles), limit_s=FREED_LIMIT_S, but_kv=True
+        )
         self.measured(f"{what}: {' and '.join(roles)} without a request after", dropped_s - began_s)
 
     async def serves(self) -> None:
@@ -99,9 +105,14 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("embedded", marks=pytest.mark.slow), pytest.param("sglang", marks=pytest.mark.sglang)],
+    params=[
+        pytest.param("embedded", marks=pytest.mark.slow),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ],
 )
-def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakablePair]:
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BreakablePair]:
     if request.param == "sglang":
         yield BreakablePair(request.getfixturevalue("own_sglang"))
         return
@@ -120,7 +131,10 @@ def timed(request: pytest.FixtureRequest, measured: Measured) -> Measured:
 @pytest_asyncio.fixture
 async def at(servers: BreakablePair, timed: Measured) -> AsyncIterator[Served]:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    async with aiohttp.ClientSession(connector=connector) as session, client_of(servers.address) as client:
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        client_of(servers.address) as client,
+    ):
         yield Served(servers, client, session, timed)
     await servers.mend()
 
@@ -135,7 +149,9 @@ async def client_of(address: PairAddress, limits: PairLimits = LIMITS) -> AsyncI
 
 
 def request(new_tokens: int, prompt_tokens: int = PROMPT) -> Generation:
-    """A greedy request of a fixed length, with drafts, whose prompt shares no prefix with any other's."""
+    """A greedy request of a fixed length, with drafts, whose prompt shares no prefix with any
+    other's.
+    """
     salt = next(_unique)
     ids = [20 + salt, *(20 + (at * 7 + salt) % 200 for at in range(prompt_tokens - 1))]
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
@@ -204,7 +220,9 @@ async def test_a_caller_that_leaves_during_decode_frees_both(at: Served) -> None
     await at.serves()
 
 
-async def test_an_abort_by_another_caller_before_the_first_token_is_one_error_and_frees_both(at: Served) -> None:
+async def test_an_abort_by_another_caller_before_the_first_token_is_one_error_and_frees_both(
+    at: Served,
+) -> None:
     asked, what = request(LONG, LONG_PROMPT), "aborted by another caller before the first token"
     url = f"{at.servers.url('decode')}/abort_request"
     async with prefilling(at, asked) as task:
@@ -227,7 +245,9 @@ async def test_a_decode_that_stalls_in_mid_stream_is_freed_when_it_goes_on(at: S
     await at.serves()
 
 
-async def test_a_decode_that_stalls_before_the_first_token_is_freed_when_it_goes_on(at: Served) -> None:
+async def test_a_decode_that_stalls_before_the_first_token_is_freed_when_it_goes_on(
+    at: Served,
+) -> None:
     what = "decode stalls before the first token, limit 2 s"
     async with client_of(at.servers.address, IMPATIENT) as impatient:
         with at.servers.paused("decode"):
@@ -237,7 +257,9 @@ async def test_a_decode_that_stalls_before_the_first_token_is_freed_when_it_goes
     await at.serves()
 
 
-async def test_a_decode_is_killed_in_mid_stream_comes_back_with_less_context_and_is_restarted(at: Served) -> None:
+async def test_a_decode_is_killed_in_mid_stream_comes_back_with_less_context_and_is_restarted(
+    at: Served,
+) -> None:
     what = "decode killed in mid-stream"
     async with decoding(at.client) as stream:
         at.servers.kill("decode")
@@ -247,12 +269,17 @@ async def test_a_decode_is_killed_in_mid_stream_comes_back_with_less_context_and
     await comes_back_with_less_context_and_is_restarted(at, "decode")
 
 
-async def test_a_prefill_is_killed_during_prefill_comes_back_with_less_context_and_is_restarted(at: Served) -> None:
-    """SGLang's decode keeps the request's KV for 30 s, as a dead prefill cannot say that it no longer writes there."""
+async def test_a_prefill_is_killed_during_prefill_comes_back_with_less_context_and_is_restarted(
+    at: Served,
+) -> None:
+    """SGLang's decode keeps the request's KV for 30 s, as a dead prefill cannot say that it no
+    longer writes there.
+    """
     what = "prefill killed during prefill"
     async with prefilling(at, request(LONG, LONG_PROMPT)) as task:
         at.servers.kill("prefill")
-        # whichever leg is the first to notice: the prefill's broken connection, or decode that cannot fetch the KV
+        # whichever leg is the first to notice: the prefill's broken connection, or decode that
+        # cannot fetch the KV
         noticed = (EngineUnreachable, EngineRejected)
         async with at.fails(what, noticed, names="prefill engine|transfer failed"):
             await task
@@ -261,7 +288,8 @@ async def test_a_prefill_is_killed_during_prefill_comes_back_with_less_context_a
 
 
 async def comes_back_with_less_context_and_is_restarted(at: Served, role: str) -> None:
-    """Through all of it the router's client is the same, with the connections that it had before."""
+    """Through all of it the router's client is the same, with the connections that it had
+    before."""
     await at.servers.start(role, *LESS_CONTEXT)
     await at.serves()
     what = f"prompt too long for {role} alone"

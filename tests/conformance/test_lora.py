@@ -1,6 +1,7 @@
 """LoRA adapters on the wire, asked of real SGLang.
 
-What it must say is what merged weights say: W + alpha / r * B A, merged by hand and run by transformers.
+What it must say is what merged weights say: W + alpha / r * B A, merged by hand and run by
+transformers.
 """
 
 import asyncio
@@ -69,27 +70,48 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairUnderTe
     if venv is None:
         pytest.skip("real SGLang is not built for these tests")
     model = make_checkpoint(tmp_path_factory.mktemp("sglang-lora-model"), context_length=2048)
-    with cpu_pair(model, venv, tmp_path_factory.mktemp("sglang-lora"), options=SGLANG_FLAGS) as pair:
-        yield of_model(PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port), model)
+    with cpu_pair(
+        model, venv, tmp_path_factory.mktemp("sglang-lora"), options=SGLANG_FLAGS
+    ) as pair:
+        yield of_model(
+            PairAddress(
+                pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port
+            ),
+            model,
+        )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def adapted(under_test: PairUnderTest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
+async def adapted(
+    under_test: PairUnderTest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Adapted]:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session:
         model, root = under_test.needs_model(), tmp_path_factory.mktemp("adapters")
-        folders = {name: make_adapter(root / name, model, **arguments) for name, arguments in ADAPTERS.items()}
-        networks = {None: plain(model), **{name: merge(model, folder) for name, folder in folders.items()}}
+        folders = {
+            name: make_adapter(root / name, model, **arguments)
+            for name, arguments in ADAPTERS.items()
+        }
+        networks = {
+            None: plain(model),
+            **{name: merge(model, folder) for name, folder in folders.items()},
+        }
         found = Adapted(Wire(under_test, session), folders, networks)
         for url in found.urls:
             for name, folder in folders.items():
-                status, answer = await found.change(url, "load_lora_adapter", lora_name=name, lora_path=str(folder))
+                status, answer = await found.change(
+                    url, "load_lora_adapter", lora_name=name, lora_path=str(folder)
+                )
                 assert status == 200, answer
         yield found
 
 
-async def test_requests_of_all_adapters_together_say_what_merged_weights_say(adapted: Adapted) -> None:
-    asked = [(prompt(20 + 9 * at), name) for at, name in enumerate((None, *ADAPTERS, None, *ADAPTERS))]
+async def test_requests_of_all_adapters_together_say_what_merged_weights_say(
+    adapted: Adapted,
+) -> None:
+    asked = [
+        (prompt(20 + 9 * at), name) for at, name in enumerate((None, *ADAPTERS, None, *ADAPTERS))
+    ]
     answers = await asyncio.gather(*(adapted.ask(*each) for each in asked))
     assert [answer["output_ids"] for answer in answers] == [adapted.right(*each) for each in asked]
 
@@ -98,7 +120,9 @@ async def test_a_prefix_is_cached_for_its_own_adapter_alone(adapted: Adapted) ->
     ids = prompt(60)
     names = (None, "algebra", "history", None, "algebra", "history")
     found = [(await adapted.ask(ids, name))["meta_info"]["cached_tokens"] for name in names]
-    assert all(cached <= 1 for cached in found[:3])  # prompts begin with a token that others had, too
+    assert all(
+        cached <= 1 for cached in found[:3]
+    )  # prompts begin with a token that others had, too
     assert all(cached >= 58 for cached in found[3:])
 
 
@@ -110,10 +134,16 @@ async def test_an_adapter_that_was_never_loaded_is_refused_by_both(adapted: Adap
         assert "unknown" in orjson.loads(answer)["error"]["message"]
 
 
-async def test_a_change_that_is_refused_is_400_and_says_why(adapted: Adapted, tmp_path: Path) -> None:
+async def test_a_change_that_is_refused_is_400_and_says_why(
+    adapted: Adapted, tmp_path: Path
+) -> None:
     wide = make_adapter(tmp_path / "wide", adapted.wire.under_test.needs_model(), rank=9)
     cases = [
-        ("load_lora_adapter", {"lora_name": "algebra", "lora_path": str(adapted.folders["algebra"])}, "already loaded"),
+        (
+            "load_lora_adapter",
+            {"lora_name": "algebra", "lora_path": str(adapted.folders["algebra"])},
+            "already loaded",
+        ),
         ("load_lora_adapter", {"lora_name": "wide", "lora_path": str(wide)}, "rank 9"),
         ("unload_lora_adapter", {"lora_name": "unknown"}, "LoRA with name unknown does not exist"),
     ]
@@ -134,7 +164,9 @@ async def test_an_adapter_goes_and_another_comes_under_its_name(adapted: Adapted
         assert (status, answer["success"]) == (200, True)
         assert set(answer["loaded_adapters"]) == {"algebra", "history"}
         path = str(adapted.folders["history"])
-        status, answer = await adapted.change(url, "load_lora_adapter", lora_name="poems", lora_path=path)
+        status, answer = await adapted.change(
+            url, "load_lora_adapter", lora_name="poems", lora_path=path
+        )
         assert (status, answer["success"]) == (200, True)
         assert answer["loaded_adapters"]["poems"] == path
     answer = await adapted.ask(ids, "poems")

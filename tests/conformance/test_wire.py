@@ -1,6 +1,8 @@
-"""What the router needs of a prefill-decode pair on the wire, asked of every kind of pair in the same words.
+"""What the router needs of a prefill-decode pair on the wire, asked of every kind of pair in the
+same words.
 
-Each point is checked on the raw HTTP answers, and where the router reads them, through its own client as well.
+Each point is checked on the raw HTTP answers, and where the router reads them, through its own
+client as well.
 """
 
 import asyncio
@@ -42,7 +44,12 @@ class Wire:
 
     def body(self, ids: list[int], new_tokens: int = 12, **more: Any) -> dict[str, Any]:
         """A greedy request of a fixed length, with the fields that pair its two legs."""
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **more.pop("sampling", {})}
+        sampling = {
+            "temperature": 0,
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+            **more.pop("sampling", {}),
+        }
         pairing = {
             "bootstrap_host": self.address.bootstrap_host,
             "bootstrap_port": self.address.bootstrap_port,
@@ -65,7 +72,8 @@ class Wire:
     async def pair(self, body: dict[str, Any]) -> tuple[Output, Output]:
         """Both legs' whole answers to one body: prefill's, then decode's."""
         answers = await asyncio.gather(
-            self.post(self.address.prefill_url, "generate", body), self.post(self.address.decode_url, "generate", body)
+            self.post(self.address.prefill_url, "generate", body),
+            self.post(self.address.decode_url, "generate", body),
         )
         assert [status for status, _ in answers] == [200, 200], answers
         return orjson.loads(answers[0][1]), orjson.loads(answers[1][1])
@@ -85,7 +93,10 @@ class Wire:
                 await asyncio.sleep(0)
 
     async def held(self) -> int:
-        found = [await self.get(url, "v1/loads") for url in (self.address.prefill_url, self.address.decode_url)]
+        found = [
+            await self.get(url, "v1/loads")
+            for url in (self.address.prefill_url, self.address.decode_url)
+        ]
         ranks = [rank for one in found for rank in one["loads"]]
         return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in ranks)
 
@@ -93,7 +104,11 @@ class Wire:
 def prompt(length: int = 40) -> list[int]:
     """A prompt that shares no prefix with any other of this run."""
     salt = next(_unique)
-    return [20 + salt // 150 % 150, 20 + salt % 150, *(20 + (salt * 31 + at * 7) % 150 for at in range(length - 2))]
+    return [
+        20 + salt // 150 % 150,
+        20 + salt % 150,
+        *(20 + (salt * 31 + at * 7) % 150 for at in range(length - 2)),
+    ]
 
 
 def folded(payloads: list[bytes]) -> tuple[list[int], str, list[list[Any]]]:
@@ -144,7 +159,9 @@ async def client(wire: Wire) -> AsyncIterator[SglangPair]:
     await pair.aclose()
 
 
-async def collect(client: SglangPair, request: Generation) -> tuple[list[int], str, list[float], Finish]:
+async def collect(
+    client: SglangPair, request: Generation
+) -> tuple[list[int], str, list[float], Finish]:
     ids: list[int] = []
     text, logprobs, finish = "", [], None
     async for event in client.generate(request):
@@ -162,7 +179,10 @@ async def collect(client: SglangPair, request: Generation) -> tuple[list[int], s
 def generation(body: dict[str, Any]) -> Generation:
     """The same request for the router's client."""
     return Generation(
-        f"{body['rid']}-client", body["input_ids"], body["sampling_params"], logprobs=body.get("return_logprob", False)
+        f"{body['rid']}-client",
+        body["input_ids"],
+        body["sampling_params"],
+        logprobs=body.get("return_logprob", False),
     )
 
 
@@ -178,10 +198,14 @@ async def test_streamed_and_whole_answers_agree(wire: Wire, client: SglangPair) 
 
 async def test_only_the_last_event_has_a_finish_reason(wire: Wire) -> None:
     events = [orjson.loads(payload) for payload in (await wire.stream(wire.body(prompt())))[:-1]]
-    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
+    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (
+        len(events) - 1
+    ) + [False]
 
 
-async def test_a_stream_sends_its_first_token_and_then_as_many_at_a_time_as_were_asked_for(wire: Wire) -> None:
+async def test_a_stream_sends_its_first_token_and_then_as_many_at_a_time_as_were_asked_for(
+    wire: Wire,
+) -> None:
     body = wire.body(prompt(), new_tokens=10)
     body["sampling_params"]["stream_interval"] = 4
     events = [orjson.loads(payload) for payload in (await wire.stream(body))[:-1]]
@@ -209,12 +233,16 @@ async def test_log_probabilities_come_one_for_each_id(wire: Wire, client: Sglang
     assert all(logprob <= 0 for logprob, _, _ in rows)
     streamed = folded(await wire.stream(wire.body(ids, return_logprob=True)))[2]
     assert [token for _, token, _ in streamed] == whole["output_ids"]
-    seen_ids, _, logprobs, _ = await collect(client, generation(wire.body(ids, return_logprob=True)))
+    seen_ids, _, logprobs, _ = await collect(
+        client, generation(wire.body(ids, return_logprob=True))
+    )
     assert seen_ids == whole["output_ids"]
     assert logprobs == pytest.approx([logprob for logprob, _, _ in rows], abs=1e-4)
 
 
-async def test_a_stop_token_ends_the_output_and_is_its_last_id(wire: Wire, client: SglangPair) -> None:
+async def test_a_stop_token_ends_the_output_and_is_its_last_id(
+    wire: Wire, client: SglangPair
+) -> None:
     ids = prompt()
     _, whole = await wire.pair(wire.body(ids))
     stop = whole["output_ids"][5]
@@ -228,7 +256,11 @@ async def test_a_stop_token_ends_the_output_and_is_its_last_id(wire: Wire, clien
         body = wire.body(ids, sampling=sampling, return_logprob=logprobs)
         seen_ids, text, found, finish = await collect(client, generation(body))
         assert seen_ids == whole["output_ids"][:first]
-        assert (text, finish.reason, finish.completion_tokens) == (stopped["text"], "stop", first + 1)
+        assert (text, finish.reason, finish.completion_tokens) == (
+            stopped["text"],
+            "stop",
+            first + 1,
+        )
         assert len(found) == (first if logprobs else 0)
 
 
@@ -241,7 +273,9 @@ async def test_a_stop_string_ends_the_output_before_it(wire: Wire, client: Sglan
     _, stopped = await wire.pair(wire.body(ids, sampling={"stop": [stop]}))
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert stopped["text"] == text[: text.index(stop)]
-    _, seen, _, finish = await collect(client, generation(wire.body(ids, sampling={"stop": [stop]})))
+    _, seen, _, finish = await collect(
+        client, generation(wire.body(ids, sampling={"stop": [stop]}))
+    )
     assert (seen, finish.reason) == (stopped["text"], "stop")
 
 
@@ -256,7 +290,9 @@ async def test_prefill_only_finds_what_was_prefilled_before(wire: Wire, client: 
         before = end
     again = await client.prefill(Generation(f"grow-{next(_unique)}", ids))
     assert again.cached_tokens == 399  # the last token is always computed again
-    *_, finish = await collect(client, Generation("final", [*ids, 30, 31], {"max_new_tokens": 2, "temperature": 0}))
+    *_, finish = await collect(
+        client, Generation("final", [*ids, 30, 31], {"max_new_tokens": 2, "temperature": 0})
+    )
     assert finish.cached_tokens >= 0.99 * 400
 
 
@@ -282,10 +318,16 @@ async def test_an_abort_ends_the_stream_and_frees_both_servers(wire: Wire) -> No
     body = wire.body(prompt(), new_tokens=1500, stream=True)
     headers = {"Content-Type": "application/json"}
     sent = orjson.dumps(body)
-    prefill = asyncio.create_task(wire.post(wire.address.prefill_url, "generate", {**body, "stream": False}))
-    async with wire.session.post(f"{wire.address.decode_url}/generate", data=sent, headers=headers) as answer:
+    prefill = asyncio.create_task(
+        wire.post(wire.address.prefill_url, "generate", {**body, "stream": False})
+    )
+    async with wire.session.post(
+        f"{wire.address.decode_url}/generate", data=sent, headers=headers
+    ) as answer:
         received = await answer.content.readuntil(b"\n")
-        assert (await wire.post(wire.address.decode_url, "abort_request", {"rid": body["rid"]}))[0] == 200
+        assert (await wire.post(wire.address.decode_url, "abort_request", {"rid": body["rid"]}))[
+            0
+        ] == 200
         received += await answer.content.read()
     await prefill
     last = [line[6:] for line in received.split(b"\n") if line.startswith(b"data: {")][-1]
@@ -294,7 +336,9 @@ async def test_an_abort_ends_the_stream_and_frees_both_servers(wire: Wire) -> No
 
 
 async def test_a_caller_that_leaves_frees_both_servers(wire: Wire, client: SglangPair) -> None:
-    async with aclosing(client.generate(generation(wire.body(prompt(), new_tokens=1500)))) as stream:
+    async with aclosing(
+        client.generate(generation(wire.body(prompt(), new_tokens=1500)))
+    ) as stream:
         await anext(stream)
         while not await wire.held():  # SGLang tells its load every 15 steps of its decoding
             await anext(stream)
@@ -351,7 +395,9 @@ async def test_bad_bodies_get_a_4xx(wire: Wire, body: bytes) -> None:
 async def test_unknown_fields_change_nothing(wire: Wire) -> None:
     ids = prompt()
     _, plain = await wire.pair(wire.body(ids))
-    _, with_more = await wire.pair(wire.body(ids, user="someone", a_field_of_next_year={"deep": [1, None]}))
+    _, with_more = await wire.pair(
+        wire.body(ids, user="someone", a_field_of_next_year={"deep": [1, None]})
+    )
     assert with_more["output_ids"] == plain["output_ids"]
 
 
@@ -367,7 +413,9 @@ async def test_text_is_tokenized_as_the_router_tokenizes_it(wire: Wire) -> None:
 
 
 async def test_streamed_text_has_no_broken_characters(wire: Wire) -> None:
-    """Many prompts of bytes that are parts of characters: what is streamed adds up to the whole text."""
+    """Many prompts of bytes that are parts of characters: what is streamed adds up to the whole
+    text.
+    """
     for _ in range(5):
         ids = prompt()
         _, whole = await wire.pair(wire.body(ids, new_tokens=32))
@@ -424,26 +472,36 @@ async def test_the_prefills_answer_holds_one_input_log_probability_per_prompt_to
     _, plain = await wire.pair(wire.body(ids))
     first_rows: list[list[Any]] = []
     for start in (0, 300, 520, 599):
-        prefill, decode = await wire.pair(wire.body(ids, return_logprob=True, logprob_start_len=start))
+        prefill, decode = await wire.pair(
+            wire.body(ids, return_logprob=True, logprob_start_len=start)
+        )
         assert decode["output_ids"] == plain["output_ids"]
         rows = prefill["meta_info"]["input_token_logprobs"]
         first_rows = first_rows or rows
         assert [token for _, token, _ in rows] == ids[start:]
         assert rows[0][0] is None
         found = [logprob for logprob, _, _ in rows[1:]]
-        assert found == pytest.approx([logprob for logprob, _, _ in first_rows[start + 1 :]], abs=1e-4)
+        assert found == pytest.approx(
+            [logprob for logprob, _, _ in first_rows[start + 1 :]], abs=1e-4
+        )
         assert prefill["meta_info"]["cached_tokens"] == start  # what follows is computed again
         assert decode["meta_info"]["input_token_logprobs"] == []
 
 
-async def test_an_input_log_probability_is_that_with_which_the_token_would_be_generated(wire: Wire) -> None:
-    last = wire.under_test.vocabulary - 1  # SGLang calls it 0 among the prompt's, as it does what stands for images
+async def test_an_input_log_probability_is_that_with_which_the_token_would_be_generated(
+    wire: Wire,
+) -> None:
+    last = (
+        wire.under_test.vocabulary - 1
+    )  # SGLang calls it 0 among the prompt's, as it does what stands for images
     generated = [last]
     while last in generated:
         ids = prompt()
         _, whole = await wire.pair(wire.body(ids, return_logprob=True))
         generated = whole["output_ids"][:-1]
-    prefill, _ = await wire.pair(wire.body([*ids, *generated], return_logprob=True, logprob_start_len=len(ids) - 1))
+    prefill, _ = await wire.pair(
+        wire.body([*ids, *generated], return_logprob=True, logprob_start_len=len(ids) - 1)
+    )
     rows = prefill["meta_info"]["input_token_logprobs"]
     assert [token for _, token, _ in rows[1:]] == generated
     expected = [logprob for logprob, *_ in whole["meta_info"]["output_token_logprobs"][:-1]]
@@ -457,7 +515,11 @@ async def test_without_a_start_neither_answer_holds_input_log_probabilities(
     ids = prompt()
     await wire.pair(wire.body(ids))
     prefill, decode = await wire.pair(wire.body(ids, return_logprob=True, **start))
-    assert prefill["meta_info"]["input_token_logprobs"] == decode["meta_info"]["input_token_logprobs"] == []
+    assert (
+        prefill["meta_info"]["input_token_logprobs"]
+        == decode["meta_info"]["input_token_logprobs"]
+        == []
+    )
     assert prefill["meta_info"]["cached_tokens"] == 39
 
 
@@ -480,7 +542,9 @@ async def test_a_relayed_answer_holds_its_prompts_log_probabilities(
     async with client.forward("generate", orjson.dumps(body)) as answer:
         relayed = b"".join([chunk async for chunk in answer.chunks])
     payloads = (
-        [line[6:] for line in relayed.split(b"\n") if line.startswith(b"data: ")] if stream else [relayed, b"[DONE]"]
+        [line[6:] for line in relayed.split(b"\n") if line.startswith(b"data: ")]
+        if stream
+        else [relayed, b"[DONE]"]
     )
     assert payloads.pop() == b"[DONE]"
     outputs = [orjson.loads(payload) for payload in payloads]

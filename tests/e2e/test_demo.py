@@ -39,17 +39,31 @@ async def test_the_demo_opens_the_page_adds_one_mechanism_at_a_time_draws_both_e
     assert (tmp_path / "opened").read_text(encoding="utf-8").split() == [url[0]]
     lines = output.splitlines()
     assert "embedded pair, cpu" in output
-    rows = [next(line.split("│") for line in lines if line.startswith(f"│ {name} ")) for name in SETTINGS]
+    rows = [
+        next(line.split("│") for line in lines if line.startswith(f"│ {name} "))
+        for name in SETTINGS
+    ]
     assert rows[0][8].strip() == "1.00", "latency, relative to the baseline"
     assert all(float(row[8]) > 0 for row in rows)
-    answers = [line for line in lines if re.match(rf"({'|'.join(SETTINGS)}): .*\((right|wrong), [0-9.]+ s\)$", line)]
+    answers = [
+        line
+        for line in lines
+        if re.match(rf"({'|'.join(SETTINGS)}): .*\((right|wrong), [0-9.]+ s\)$", line)
+    ]
     assert len(answers) == len(SETTINGS)
-    assert any(line.startswith("aggregator") and "█" in line for line in lines), "the baseline is drawn"
+    assert any(line.startswith("aggregator") and "█" in line for line in lines), (
+        "the baseline is drawn"
+    )
     axes = [line.split() for line in lines if re.match(r" +0\.00?s ", line)]
     assert len(axes) == 2 and axes[0] == axes[1], "both timelines have one scale"
-    shares = {name: next(line for line in reversed(lines) if line.startswith(f"│ {name} ")) for name in SETTINGS[1:]}
+    shares = {
+        name: next(line for line in reversed(lines) if line.startswith(f"│ {name} "))
+        for name in SETTINGS[1:]
+    }
     for name, words in zip(
-        SETTINGS[1:], ("13 agents instead of 19", "% of the prefill", "cut off", "drafted"), strict=True
+        SETTINGS[1:],
+        ("13 agents instead of 19", "% of the prefill", "cut off", "drafted"),
+        strict=True,
     ):
         assert words in shares[name]
     assert lines[-1].startswith("Next: shell-router serve"), "the next command to type"

@@ -63,12 +63,16 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
         yield client
 
 
-async def test_a_straggler_that_is_cut_off_leaves_the_decode_server(served: Served, measured: Measured) -> None:
+async def test_a_straggler_that_is_cut_off_leaves_the_decode_server(
+    served: Served, measured: Measured
+) -> None:
     for straggler in range(STRAGGLERS):
         request = Generation(f"straggler.{straggler}", list(range(20, 400)), long_output())
         async with aclosing(served.pair.generate(request)) as stream:
             await anext(stream)
-            while not await held(served.session, *served.urls):  # SGLang tells its load every 15 steps of its decoding
+            while not await held(
+                served.session, *served.urls
+            ):  # SGLang tells its load every 15 steps of its decoding
                 await anext(stream)
             cut_s = monotonic()
         gone_s = await idle(served.session, *served.urls, limit_s=10)
@@ -81,21 +85,30 @@ async def test_a_run_that_exits_early_ends_before_its_stragglers_and_leaves_noth
     events = Recorder()
     question = ({"role": "user", "content": "Which number comes next?"},)
 
-    answer = await executor_of(served).run(with_stragglers(TREE), MoaRequest("early", "test", question), events.emit)
+    answer = await executor_of(served).run(
+        with_stragglers(TREE), MoaRequest("early", "test", question), events.emit
+    )
     ended_s = monotonic()
     gone_s = await idle(served.session, *served.urls, limit_s=10)
 
     assert [stopped.why for stopped in events.of(AgentStopped)] == ["early_exit"] * 3
     assert all(usage.completion_tokens < LONG for usage in answer.agents.values())
-    measured("after a 9-3-1 run with three cut stragglers, its engines are idle after", gone_s - ended_s)
+    measured(
+        "after a 9-3-1 run with three cut stragglers, its engines are idle after", gone_s - ended_s
+    )
 
 
 def executor_of(served: Served) -> Executor:
     """An executor that serves every alias by the one pair."""
     tokenizer = HfTokenizer.from_folder(served.under_test.needs_model())
     length = served.under_test.context_length
-    models = {alias: ServedModel(alias, served.pair, tokenizer, length) for alias in ("small", "medium", "large")}
-    return Executor(models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic)
+    models = {
+        alias: ServedModel(alias, served.pair, tokenizer, length)
+        for alias in ("small", "medium", "large")
+    }
+    return Executor(
+        models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic
+    )
 
 
 def long_output(new_tokens: int = LONG) -> Mapping[str, Any]:
@@ -103,10 +116,16 @@ def long_output(new_tokens: int = LONG) -> Mapping[str, Any]:
 
 
 def with_stragglers(topology: Topology) -> Topology:
-    """Each cluster of leaves exits at its second completion, and its last agent would write far longer."""
+    """Each cluster of leaves exits at its second completion, and its last agent would write far
+    longer.
+    """
     exits = EarlyExit(policy="threshold", threshold=0, min_completed=2)
     leaves = set(topology.layers[0])
-    judged = [replace(found, early_exit=exits) for found in topology.clusters if leaves.issuperset(found.agents)]
+    judged = [
+        replace(found, early_exit=exits)
+        for found in topology.clusters
+        if leaves.issuperset(found.agents)
+    ]
     last = {cluster.agents[-1] for cluster in judged}
     agents = {
         name: replace(agent, sampling=long_output(LONG if name in last else 24))

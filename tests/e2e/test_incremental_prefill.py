@@ -1,4 +1,6 @@
-"""Incremental prefill on real engines: the same outputs with it and without, and a prefix cache that is really hit."""
+"""Incremental prefill on real engines: the same outputs with it and without, and a prefix cache
+that is really hit.
+"""
 
 import asyncio
 import random
@@ -34,22 +36,46 @@ TOPOLOGIES = {
 PROMPTS = 50
 AT_ONCE = 8
 SEEDS = random.Random(11)
-WORDS = ("river", "seven", "why", "and", "Zürich", "3.14", "{x}", "\n\n", "if", "銀行", "don't", "  ", "answer:", "😀")
+WORDS = (
+    "river",
+    "seven",
+    "why",
+    "and",
+    "Zürich",
+    "3.14",
+    "{x}",
+    "\n\n",
+    "if",
+    "銀行",
+    "don't",
+    "  ",
+    "answer:",
+    "😀",
+)
 QUESTIONS = [" ".join(SEEDS.choices(WORDS, k=SEEDS.randrange(3, 60))) for _ in range(PROMPTS)]
 
-# which tokenizer family serves each alias: one for all (token mode), or two that no agent shares with its precursors
+# which tokenizer family serves each alias: one for all (token mode), or two that no agent shares
+# with its precursors
 FAMILIES = {"token": ("a", "a", "a"), "text": ("a", "b", "a")}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def families(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mapping[str, ServedModel]]:
-    """Two tiny models of different tokenizers on embedded pairs, in float64: outputs then depend on the ids alone."""
+async def families(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Mapping[str, ServedModel]]:
+    """Two tiny models of different tokenizers on embedded pairs, in float64: outputs then depend on
+    the ids alone.
+    """
     folders = {
         "a": make_checkpoint(tmp_path_factory.mktemp("a"), seed=1),
-        "b": make_checkpoint(tmp_path_factory.mktemp("b"), seed=2, tokenizer_variant=1, architecture="llama"),
+        "b": make_checkpoint(
+            tmp_path_factory.mktemp("b"), seed=2, tokenizer_variant=1, architecture="llama"
+        ),
     }
     settings = {
-        family: EmbeddedSettings(str(folder), dtype="float64", max_running_requests=128, max_total_tokens=500_000)
+        family: EmbeddedSettings(
+            str(folder), dtype="float64", max_running_requests=128, max_total_tokens=500_000
+        )
         for family, folder in folders.items()
     }
     async with AsyncExitStack() as stack:
@@ -58,7 +84,9 @@ async def families(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ma
         for family in settings:
             pair = SglangPair(fleet[family].address)
             stack.push_async_callback(pair.aclose)
-            models[family] = ServedModel(family, pair, HfTokenizer.from_folder(folders[family]), 8192)
+            models[family] = ServedModel(
+                family, pair, HfTokenizer.from_folder(folders[family]), 8192
+            )
         yield models
 
 
@@ -81,7 +109,9 @@ async def run(executor: Executor, topology: Topology, number: int, run_id: str) 
     return Outcome(outputs, tuple(events.of(PrefillIncrement)), tuple(events.of(AgentFinished)))
 
 
-async def run_all(executor: Executor, topology: Topology, run_id: str, prompts: int = PROMPTS) -> list[Outcome]:
+async def run_all(
+    executor: Executor, topology: Topology, run_id: str, prompts: int = PROMPTS
+) -> list[Outcome]:
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> Outcome:
@@ -133,5 +163,7 @@ def assert_cache_is_hit(outcomes: list[Outcome]) -> None:
         final += [(end, sent[end.agent]) for end in outcome.finished if end.agent in sent]
     assert final
     assert [
-        (end, tokens) for end, tokens in final if end.cached_tokens < 0.99 * min(tokens, end.prompt_tokens - 1)
+        (end, tokens)
+        for end, tokens in final
+        if end.cached_tokens < 0.99 * min(tokens, end.prompt_tokens - 1)
     ] == []

@@ -1,4 +1,6 @@
-"""The live page in a real browser, over scripted engines, and over the shipped models as a newcomer starts them."""
+"""The live page in a real browser, over scripted engines, and over the shipped models as a newcomer
+starts them.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,15 @@ from shell_router.api import ApiSettings, add_page
 from shell_router.app import running_server
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
-from shell_router.config import BatchesSettings, Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
+from shell_router.config import (
+    BatchesSettings,
+    Config,
+    EmbedderSettings,
+    Limits,
+    Listen,
+    ModelSettings,
+    PairSettings,
+)
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.topology import Agent, Cluster, Prompt, Topology
@@ -28,7 +38,9 @@ from tests.fakes.command import ROOT, running_command
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Gates, Script
 
-pytest.importorskip("axe_playwright_python", reason="pip install -e '.[ci]'")  # the fast suite runs without
+pytest.importorskip(
+    "axe_playwright_python", reason="pip install -e '.[ci]'"
+)  # the fast suite runs without
 pytest.importorskip("playwright")
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import (
@@ -45,7 +57,9 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install --no-install-recommends chromium"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="needs Chromium: apt-get install --no-install-recommends chromium"
+    ),
 ]
 LIMIT_MS = 60_000
 expect.set_options(timeout=LIMIT_MS)
@@ -61,7 +75,13 @@ EXITING = Topology(
 SKIPPING = replace(
     EXITING,
     name="skipping",
-    clusters=(Cluster("cluster-1", ("a", "b", "c"), EarlyExit("in_flight", threshold=0.6, skip_aggregation=True)),),
+    clusters=(
+        Cluster(
+            "cluster-1",
+            ("a", "b", "c"),
+            EarlyExit("in_flight", threshold=0.6, skip_aggregation=True),
+        ),
+    ),
 )
 INHERITED = Topology(
     name="inherited",
@@ -78,7 +98,10 @@ FORTY = Topology(
         "root": Agent("root", "large", tuple(f"agent-{number}" for number in range(40))),
     },
 )
-HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=1'> <b>bold</b> $& ]]> end"
+HOSTILE = (
+    "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=1'> "
+    "<b>bold</b> $& ]]> end"
+)
 
 
 class Rounds:
@@ -111,8 +134,12 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def opened(browser: Browser, url: str, *, allowed: str = r"404", **options: object) -> AsyncIterator[Page]:
-    """The page in a tab of its own. Fails where it asked another host, or an error was logged that is not allowed."""
+async def opened(
+    browser: Browser, url: str, *, allowed: str = r"404", **options: object
+) -> AsyncIterator[Page]:
+    """The page in a tab of its own. Fails where it asked another host, or an error was logged that
+    is not allowed.
+    """
     async with await browser.new_context(viewport=WIDE, **options) as context:  # type: ignore[arg-type]
         hosts, errors = set[str](), list[str]()
         context.set_default_timeout(LIMIT_MS)
@@ -139,7 +166,9 @@ async def watched(context: BrowserContext, errors: list[str], allowed: str) -> P
 
 @asynccontextmanager
 async def served(moa: ScriptedMoa | None = None, **fields: object) -> AsyncIterator[Api]:
-    async with api(moa, extend=add_page, topologies=(DUO, EXITING, FORTY, INHERITED, SKIPPING), **fields) as running:  # type: ignore[arg-type]
+    async with api(
+        moa, extend=add_page, topologies=(DUO, EXITING, FORTY, INHERITED, SKIPPING), **fields
+    ) as running:  # type: ignore[arg-type]
         yield running
 
 
@@ -159,12 +188,21 @@ def card(page: Page, agent: str) -> Locator:
     return page.locator(f'[data-agent="{agent}"]')
 
 
-async def test_a_9_3_1_run_streams_to_its_end_and_compares_with_all_to_all(browser: Browser) -> None:
-    async with running_command("serve", "--config", "configs/embedded.yaml", "--port", "0") as command:
+async def test_a_9_3_1_run_streams_to_its_end_and_compares_with_all_to_all(
+    browser: Browser,
+) -> None:
+    async with running_command(
+        "serve", "--config", "configs/embedded.yaml", "--port", "0"
+    ) as command:
         url = (await command.line_with("Serving on", limit_s=180)).split()[-1]
         async with opened(browser, url) as page:
             await expect(page.locator("#health")).to_have_text("3 of 3 models ready")
-            await ask(page, "tree-9-3-1", "all-to-all-9-9-1", "Tom has 24 pens. Tom buys 13 more pens. How many pens?")
+            await ask(
+                page,
+                "tree-9-3-1",
+                "all-to-all-9-9-1",
+                "Tom has 24 pens. Tom buys 13 more pens. How many pens?",
+            )
             await ended(page)
             tree, other = await page.locator(".run").all()
             for run, agents in ((tree, 13), (other, 19)):
@@ -173,15 +211,22 @@ async def test_a_9_3_1_run_streams_to_its_end_and_compares_with_all_to_all(brows
                 await expect(run.locator(".agent")).to_have_count(agents)
                 await expect(run.locator(".row")).to_have_count(agents)
                 await expect(run.locator(".agent.critical >> nth=0")).to_be_visible()
-                await expect(run.locator(".agent:is([data-state=waiting], [data-state=decoding])")).to_have_count(0)
-            assert await tree.locator(".axis").inner_text() == await other.locator(".axis").inner_text()
+                await expect(
+                    run.locator(".agent:is([data-state=waiting], [data-state=decoding])")
+                ).to_have_count(0)
+            assert (
+                await tree.locator(".axis").inner_text()
+                == await other.locator(".axis").inner_text()
+            )
             await expect(page.locator("#shown")).to_contain_text("times as long as tree-9-3-1")
             assert len(re.findall(r"[0-9a-f]{32}", page.url)) == 2
 
 
 async def test_each_agents_text_and_state_is_seen_while_it_writes(browser: Browser) -> None:
     gates = Gates("right")
-    moa = ScriptedMoa({"left": "the left one says this", "right": "and the right one says that"}, pace=gates.pace)
+    moa = ScriptedMoa(
+        {"left": "the left one says this", "right": "and the right one says that"}, pace=gates.pace
+    )
     async with served(moa) as running, opened(browser, running.url) as page:
         await ask(page, "duo")
         await expect(card(page, "left")).to_contain_text("the left one says this")
@@ -217,7 +262,9 @@ async def test_early_exits_skipped_aggregations_and_accepted_drafts_are_seen_wit
         await expect(page.locator(".log")).to_contain_text("cuts off c")
         await expect(page.locator(".row .cutoff")).to_have_count(1)
         await expect(card(page, "a")).to_contain_text("6/8 drafted")
-        await expect(page.locator(".facts div", has_text="Drafts accepted")).to_contain_text("75 %6 of 8 tokens")
+        await expect(page.locator(".facts div", has_text="Drafts accepted")).to_contain_text(
+            "75 %6 of 8 tokens"
+        )
 
         await ask(page, "skipping")
         await ended(page)
@@ -232,7 +279,9 @@ async def test_early_exits_skipped_aggregations_and_accepted_drafts_are_seen_wit
         await expect(page.locator(".facts div", has_text="Agents")).to_contain_text("1 skipped")
 
 
-async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(browser: Browser) -> None:
+async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(
+    browser: Browser,
+) -> None:
     holdouts = Holdouts()
     saving = {
         Compared("incremental_prefill", "duo", "large, medium, small"): 0.5,
@@ -243,15 +292,21 @@ async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(b
     }
     for key, saved in saving.items():
         for held_out in (False, True) * 4:
-            holdouts.observe(key, held_out=held_out, seconds=1.0 if held_out else 1.0 - saved, now_s=0)
+            holdouts.observe(
+                key, held_out=held_out, seconds=1.0 if held_out else 1.0 - saved, now_s=0
+            )
     async with served(holdouts=holdouts) as running, opened(browser, running.url) as page:
         await ask(page, "duo")
         await ended(page)
         without = page.locator(".facts div", has_text="without incremental prefill")
         twice = await page.evaluate("seconds(2 * stage.views[0].run.duration_s)")
-        await expect(without).to_have_text(f"By the hold-outabout {twice}without incremental prefill")
+        await expect(without).to_have_text(
+            f"By the hold-outabout {twice}without incremental prefill"
+        )
         drafts = page.locator(".facts div", has_text="less time per token")
-        await expect(drafts).to_have_text("Drafts, by the hold-outlarge root 25 %less time per token than without")
+        await expect(drafts).to_have_text(
+            "Drafts, by the hold-outlarge root 25 %less time per token than without"
+        )
         await ask(page, "exiting")  # too short for updates, so it took as long as without
         await ended(page)
         await expect(without).to_have_text("By the hold-out–without incremental prefill")
@@ -270,14 +325,18 @@ async def test_a_run_that_is_stopped_leaves_nothing_running(browser: Browser) ->
                 await asyncio.sleep(0)
 
 
-async def test_hostile_output_is_text_in_the_page_and_in_the_saved_file(browser: Browser, tmp_path: Path) -> None:
+async def test_hostile_output_is_text_in_the_page_and_in_the_saved_file(
+    browser: Browser, tmp_path: Path
+) -> None:
     moa = ScriptedMoa(dict.fromkeys(("left", "right", "root"), HOSTILE))
     async with served(moa) as running, opened(browser, running.url) as page:
         await ask(page, "duo", question=HOSTILE)
         await ended(page)
         await expect(card(page, "left")).to_contain_text(HOSTILE)
         await expect(page.locator(".answer")).to_have_text(HOSTILE)
-        assert await page.evaluate("window.hacked === undefined && !document.querySelector('.run img, .run script')")
+        assert await page.evaluate(
+            "window.hacked === undefined && !document.querySelector('.run img, .run script')"
+        )
         async with page.expect_download() as download:
             await page.click("#save")
         await (await download.value).save_as(tmp_path / "run.html")
@@ -295,7 +354,9 @@ async def test_hostile_output_is_text_in_the_page_and_in_the_saved_file(browser:
         assert not errors
 
 
-async def test_a_link_opens_a_run_and_that_of_another_client_from_its_trace(browser: Browser) -> None:
+async def test_a_link_opens_a_run_and_that_of_another_client_from_its_trace(
+    browser: Browser,
+) -> None:
     async with served() as running, opened(browser, running.url) as page:
         await expect(page.locator("#recent")).to_have_text("None yet.")
         body = {"model": "duo", "messages": [{"role": "user", "content": "What?"}]}
@@ -309,9 +370,13 @@ async def test_a_link_opens_a_run_and_that_of_another_client_from_its_trace(brow
         await ask(page, "duo")
         await ended(page)
         await expect(page.locator(".answer")).to_contain_text("root speaks")
-        async with page.expect_response(f"**/v1/traces/{trace}"):  # comes after the reader has gone back
+        async with page.expect_response(
+            f"**/v1/traces/{trace}"
+        ):  # comes after the reader has gone back
             await page.evaluate(f"location.hash = '#run={trace}'; history.back()")
-        await page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+        await page.evaluate(
+            "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
+        )
         await expect(page.locator(".answer")).to_contain_text("root speaks")
         await page.goto(f"{running.url}/ui#run={trace}")
         await expect(page.locator(".answer")).to_have_text("")
@@ -347,7 +412,10 @@ async def test_a_topology_of_the_readers_own_is_put_and_asked_and_a_wrong_one_is
             await page.fill("#document", wrong)
             await page.click("#put-own")
             await expect(page.locator("#problem")).to_contain_text(said)
-        await page.fill("#document", "name: mine\nagents:\n  a: {model: small}\n  b: {model: large, precursors: [a]}")
+        await page.fill(
+            "#document",
+            "name: mine\nagents:\n  a: {model: small}\n  b: {model: large, precursors: [a]}",
+        )
         await page.click("#put-own")
         await expect(page.locator("#model")).to_have_value("mine")
         await page.click("#go")
@@ -355,8 +423,13 @@ async def test_a_topology_of_the_readers_own_is_put_and_asked_and_a_wrong_one_is
         assert running.services.topologies["mine"].root.id == "b"
 
 
-async def test_a_link_that_the_browser_does_not_copy_is_to_be_copied_by_hand(browser: Browser) -> None:
-    async with served() as running, opened(browser, running.url, permissions=["geolocation"]) as page:  # no clipboard
+async def test_a_link_that_the_browser_does_not_copy_is_to_be_copied_by_hand(
+    browser: Browser,
+) -> None:
+    async with (
+        served() as running,
+        opened(browser, running.url, permissions=["geolocation"]) as page,
+    ):  # no clipboard
         await ask(page, "duo")
         await ended(page)
         await page.click("#link")
@@ -365,7 +438,10 @@ async def test_a_link_that_the_browser_does_not_copy_is_to_be_copied_by_hand(bro
 
 async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(browser: Browser) -> None:
     settings = ApiSettings(keys={"me": "sk-1"})
-    async with served(settings=settings) as running, opened(browser, running.url, allowed="40[134]") as page:
+    async with (
+        served(settings=settings) as running,
+        opened(browser, running.url, allowed="40[134]") as page,
+    ):
         await page.fill("#key-field", "wrong")
         await page.keyboard.press("Enter")
         await expect(page.locator("#key-field")).to_be_empty()
@@ -388,7 +464,9 @@ async def test_a_dead_engine_shows(browser: Browser) -> None:
         limits = Limits(engine_attempts=1, breaker_failures=1)
         listen = Listen(port=0, ui=True)
         async with (
-            running_server(Config(models, embedder=EmbedderSettings("none"), listen=listen, limits=limits)) as url,
+            running_server(
+                Config(models, embedder=EmbedderSettings("none"), listen=listen, limits=limits)
+            ) as url,
             opened(browser, url, allowed="404|50[23]") as page,
         ):
             row = page.locator("#engines tr", has_text="small decode")
@@ -408,13 +486,20 @@ async def test_batches_show_their_progress(browser: Browser, tmp_path: Path) -> 
             add_batches(app, folder, BatchesSettings(), {})
             add_page(app)
 
-        async with api(extend=extend) as running, client(running, "none") as ai, opened(browser, running.url) as page:
+        async with (
+            api(extend=extend) as running,
+            client(running, "none") as ai,
+            opened(browser, running.url) as page,
+        ):
             batch = await BatchApi(running, ai, tmp_path).begin(line("1"), line("2"))
             await expect(page.locator("#batches tr", has_text=batch.id)).to_contain_text("2 of 2")
 
 
 async def test_a_router_that_is_gone_is_said_to_be(browser: Browser) -> None:
-    async with served() as running, opened(browser, running.url, allowed="404|ERR_CONNECTION") as page:
+    async with (
+        served() as running,
+        opened(browser, running.url, allowed="404|ERR_CONNECTION") as page,
+    ):
         await expect(page.locator("#model")).to_have_value("duo")
         await page.route("**/v1/models", lambda route: route.abort("connectionrefused"))
         await expect(page.locator("#problem")).to_contain_text("The router does not answer")
@@ -427,7 +512,9 @@ async def test_200_runs_leave_the_pages_memory_flat(browser: Browser) -> None:
         session = await page.context.new_cdp_session(page)
 
         async def used() -> tuple[int, int]:
-            await page.evaluate("refreshRecent().then(refreshRecent)")  # the list before the last one is let go
+            await page.evaluate(
+                "refreshRecent().then(refreshRecent)"
+            )  # the list before the last one is let go
             await session.send("HeapProfiler.collectGarbage")
             counts = await session.send("Memory.getDOMCounters")
             return (await session.send("Runtime.getHeapUsage"))["usedSize"], counts["nodes"]
@@ -437,33 +524,45 @@ async def test_200_runs_leave_the_pages_memory_flat(browser: Browser) -> None:
         await ended(page)
         for _ in range(4):
             for _ in range(50):
-                await page.click("#go")  # typing would fill the browser's own memory of what can be undone
+                await page.click(
+                    "#go"
+                )  # typing would fill the browser's own memory of what can be undone
                 await ended(page)
             seen.append(await used())
         (heap, nodes), (last_heap, last_nodes) = seen[0], seen[-1]
-        # When the browser lets go of what was drawn anew is its own affair: the count varies by about 100 nodes.
-        # A run is 180 nodes, so a page that kept its runs would hold 27,000 more after these 150.
+        # When the browser lets go of what was drawn anew is its own affair: the count varies by
+        # about 100 nodes. A run is 180 nodes, so a page that kept its runs would hold 27,000 more
+        # after these 150.
         assert last_nodes - nodes < 150 * 2, seen
         assert last_heap <= 1.15 * heap, seen
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_page_is_accessible(browser: Browser, scheme: str) -> None:
-    moa = ScriptedMoa({"a": "2 plus 2 is 4 Answer: 4", "b": "2 plus 2 is 4 Answer: 4"}, pace=Gates("c").pace)
+    moa = ScriptedMoa(
+        {"a": "2 plus 2 is 4 Answer: 4", "b": "2 plus 2 is 4 Answer: 4"}, pace=Gates("c").pace
+    )
     async with served(moa) as running, opened(browser, running.url, color_scheme=scheme) as page:
         await ask(page, "exiting")
         await ended(page)
         for viewport in (WIDE, NARROW):
             await page.set_viewport_size(viewport)  # type: ignore[arg-type]
             found = (await Axe().run(page)).response["violations"]
-            assert not found, json.dumps([(one["id"], [node["html"] for node in one["nodes"]]) for one in found])
-            assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
+            assert not found, json.dumps(
+                [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+            )
+            assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                "it scrolls sideways"
+            )
         await card(page, "a").click()
         assert not (await Axe().run(page)).response["violations"]
 
 
 async def test_what_40_agents_stream_moves_nothing(browser: Browser) -> None:
-    rounds, words = Rounds(), "incomprehensibilities characteristically notwithstanding misunderstandings"
+    rounds, words = (
+        Rounds(),
+        "incomprehensibilities characteristically notwithstanding misunderstandings",
+    )
     moa = ScriptedMoa(dict.fromkeys(FORTY.agents, " ".join([words] * 5)), pace=rounds.pace)
     boxes = """[...document.querySelectorAll('.agent, .row, .facts, .log, #below')]
         .map(e => [e.offsetTop, e.offsetLeft, e.offsetWidth, e.offsetHeight].join())"""
@@ -475,7 +574,9 @@ async def test_what_40_agents_stream_moves_nothing(browser: Browser) -> None:
         for number in range(1, 6):
             await rounds.begin(number)
             tokens = re.compile(rf"· {number * len(words.split())}$")
-            await expect(page.locator(".layer >> nth=0").locator(".state", has_text=tokens)).to_have_count(40)
+            await expect(
+                page.locator(".layer >> nth=0").locator(".state", has_text=tokens)
+            ).to_have_count(40)
             assert await page.evaluate(boxes) == before
         await ended(page)
         assert await page.evaluate(boxes) == before

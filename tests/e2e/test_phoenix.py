@@ -1,4 +1,6 @@
-"""A real receiver of OTLP, Arize Phoenix, in a virtual environment that is kept in the user's cache folder."""
+"""A real receiver of OTLP, Arize Phoenix, in a virtual environment that is kept in the user's cache
+folder.
+"""
 
 import asyncio
 import fcntl
@@ -34,7 +36,11 @@ def installed() -> Path:
         if not (folder / "complete").exists():
             venv.create(folder, clear=True, with_pip=True)
             own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", PHOENIX], check=True, env=own)
+            subprocess.run(
+                [folder / "bin" / "python", "-m", "pip", "install", "-q", PHOENIX],
+                check=True,
+                env=own,
+            )
             (folder / "complete").touch()
     return folder
 
@@ -62,7 +68,9 @@ async def phoenix(folder: Path) -> AsyncIterator[str]:
             await asyncio.wait_for(process.wait(), 30)
 
 
-async def fetched(session: aiohttp.ClientSession, url: str, limit_s: float, least: int = 0) -> list[dict[str, Any]]:
+async def fetched(
+    session: aiohttp.ClientSession, url: str, limit_s: float, least: int = 0
+) -> list[dict[str, Any]]:
     """What it lists there, once it answers and lists at least that much."""
     async with asyncio.timeout(limit_s):
         while True:
@@ -86,7 +94,9 @@ async def test_phoenix_shows_a_run_as_workflow_agents_and_model_calls(tmp_path: 
         await asyncio.to_thread(export.close)
         assert status == 200
         ((outcome, count),) = exported
-        spans = await fetched(session, f"{url}/v1/projects/default/spans?limit=100", INGEST_S, count)
+        spans = await fetched(
+            session, f"{url}/v1/projects/default/spans?limit=100", INGEST_S, count
+        )
     assert outcome == "exported"
     ids = {span["context"]["span_id"]: span["name"] for span in spans}
     parents = {(span["name"], ids.get(span["parent_id"])) for span in spans}
@@ -101,4 +111,6 @@ async def test_phoenix_shows_a_run_as_workflow_agents_and_model_calls(tmp_path: 
     (answer,) = (span for span in spans if span["name"] == "chat large")
     assert answer["span_kind"] == "LLM"
     assert answer["attributes"]["llm.token_count.completion"] > 0
-    assert {span["span_kind"] for span in spans if span["name"].startswith("invoke_agent")} == {"AGENT"}
+    assert {span["span_kind"] for span in spans if span["name"].startswith("invoke_agent")} == {
+        "AGENT"
+    }

@@ -20,7 +20,9 @@ pytestmark = [
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
-    async with running_command("serve", "--config", "configs/embedded.yaml", "--port", "0") as command:
+    async with running_command(
+        "serve", "--config", "configs/embedded.yaml", "--port", "0"
+    ) as command:
         yield (await command.line_with("Serving on", limit_s=180)).split()[-1]
 
 
@@ -45,7 +47,9 @@ async def _run(script: str, url: str) -> str:
 
 
 def _objects(stream: str) -> list[dict[str, Any]]:
-    data = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    data = [
+        line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")
+    ]
     return [json.loads(line) for line in data if line != "[DONE]"]
 
 
@@ -55,7 +59,9 @@ async def test_the_curl_examples_work(url: str) -> None:
     chunks = _objects(answer)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     choices = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(choice["delta"].get("content", "") for choice in choices), "a busy router joins pieces, but has all"
+    assert "".join(choice["delta"].get("content", "") for choice in choices), (
+        "a busy router joins pieces, but has all"
+    )
     assert choices[-1]["finish_reason"] in ("stop", "length")
     agents = await _run(_example("agent-request", "docs/how-to/connect-clients.md"), url)
     assert '"error"' not in agents

@@ -1,4 +1,6 @@
-"""Router processes that share a Redis and an engine: they are killed and replaced, and no client loses its answer."""
+"""Router processes that share a Redis and an engine: they are killed and replaced, and no client
+loses its answer.
+"""
 
 import asyncio
 import contextlib
@@ -88,7 +90,9 @@ class Deployment:
         return Router(line.split()[-1], command)
 
     async def read(self, router: Router, key: str, seen: Seen, **fields: object) -> Seen:
-        """All of a stream, frame by frame into `seen`; AssertionError where it is refused, fails or breaks off."""
+        """All of a stream, frame by frame into `seen`; AssertionError where it is refused, fails or
+        breaks off.
+        """
         body = {
             "model": "tree",
             "messages": [{"role": "user", "content": QUESTION}],
@@ -98,7 +102,9 @@ class Deployment:
             **fields,
         }
         headers = {"Idempotency-Key": key} if key else {}
-        async with self.client.post(f"{router.url}/v1/chat/completions", json=body, headers=headers) as response:
+        async with self.client.post(
+            f"{router.url}/v1/chat/completions", json=body, headers=headers
+        ) as response:
             assert response.status == 200, await response.text()
             while frame := await response.content.readuntil(b"\n\n"):
                 if not frame.startswith(b":"):
@@ -119,14 +125,22 @@ redis = pytest.fixture(own_redis)
 
 
 @pytest.fixture
-async def served(engines: SharedEngines, redis: RedisServer, tmp_path: Path) -> AsyncIterator[Deployment]:
-    address = engines.pair(EmbeddedSettings(str(MODEL), dtype="float64", incremental_streaming_output=True)).address
+async def served(
+    engines: SharedEngines, redis: RedisServer, tmp_path: Path
+) -> AsyncIterator[Deployment]:
+    address = engines.pair(
+        EmbeddedSettings(str(MODEL), dtype="float64", incremental_streaming_output=True)
+    ).address
     async with (
         counting_proxy(address.decode_url) as engine,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as client,
         AsyncExitStack() as stack,
     ):
-        pair = {"prefill": address.prefill_url, "decode": engine.url, "bootstrap_port": address.bootstrap_port}
+        pair = {
+            "prefill": address.prefill_url,
+            "decode": engine.url,
+            "bootstrap_port": address.bootstrap_port,
+        }
         settings = {
             "models": {"small": {"path": str(MODEL), "pairs": [pair]}},
             "topologies": ["tree.yaml"],
@@ -140,7 +154,9 @@ async def served(engines: SharedEngines, redis: RedisServer, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("successor", ["restarted", "another"])
-async def test_a_tree_survives_its_router_at_whichever_moment_it_dies(served: Deployment, successor: str) -> None:
+async def test_a_tree_survives_its_router_at_whichever_moment_it_dies(
+    served: Deployment, successor: str
+) -> None:
     engine, (router, other) = served.engine, [await served.router() for _ in range(2)]
     expected = await served.read(router, "", Seen())
     assert engine.passed == 13 * TOKENS
@@ -162,7 +178,9 @@ async def test_a_tree_survives_its_router_at_whichever_moment_it_dies(served: De
             router, other = other, await served.router()
         after = await served.read(router, f"at-{moment}", Seen())
         assert after.text == expected.text and len(after.finished) == 13
-        assert {one: engine.asked[one] for one in before.finished} == dict.fromkeys(before.finished, 1)
+        assert {one: engine.asked[one] for one in before.finished} == dict.fromkeys(
+            before.finished, 1
+        )
         assert len(engine.asked) == 13 and max(engine.asked.values()) <= 2
         asked_again += engine.asked.total() - 13
     assert asked_again, "no agent was running at any of the moments"
@@ -183,7 +201,9 @@ class Load:
     numbers: Iterator[int] = field(default_factory=count)
 
     @asynccontextmanager
-    async def clients(self, number: int, ask: Callable[[Router], Awaitable[object]]) -> AsyncIterator[None]:
+    async def clients(
+        self, number: int, ask: Callable[[Router], Awaitable[object]]
+    ) -> AsyncIterator[None]:
         """`number` of them, of whom none fails; on leaving, each ends the stream that it reads."""
         async with asyncio.TaskGroup() as group:
             for _ in range(number):
@@ -252,7 +272,9 @@ async def test_clients_of_a_killed_router_go_on_at_the_other(served: Deployment)
     assert left == {"client-0", "client-2"}
 
 
-async def test_redis_killed_and_back_fails_no_request(served: Deployment, redis: RedisServer) -> None:
+async def test_redis_killed_and_back_fails_no_request(
+    served: Deployment, redis: RedisServer
+) -> None:
     router, engine = await served.router(), served.engine
     expected, tokens = await served.read(router, "", Seen()), 13 * TOKENS
     for change in (redis.kill, redis.start):
@@ -290,18 +312,28 @@ class Held:
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
         megabytes = int(status["VmRSS"].split()[0]) // 1024
         tasks = float(metrics.partition("\nshell_router_asyncio_tasks ")[2].split()[0])
-        return cls(len(list((folder / "fd").iterdir())), int(status["Threads"]), megabytes, int(tasks))
+        return cls(
+            len(list((folder / "fd").iterdir())), int(status["Threads"]), megabytes, int(tasks)
+        )
 
     def is_within(self, most: "Held") -> bool:
         return all(one <= limit for one, limit in zip(astuple(self), astuple(most), strict=True))
 
 
-async def soaked(served: Deployment, router: Router, draws: random.Random, seconds: float) -> Counter[str]:
-    """Clients ask chats and trees, leave early, and send what no server should be sent; what they asked."""
+async def soaked(
+    served: Deployment, router: Router, draws: random.Random, seconds: float
+) -> Counter[str]:
+    """Clients ask chats and trees, leave early, and send what no server should be sent; what they
+    asked.
+    """
     asked, end_s = Counter[str](), asyncio.get_running_loop().time() + seconds
 
     async def leave_early() -> None:
-        body = {"model": "tree", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+        body = {
+            "model": "tree",
+            "messages": [{"role": "user", "content": QUESTION}],
+            "stream": True,
+        }
         async with served.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
             for _ in range(draws.randrange(20)):
                 await response.content.readuntil(b"\n\n")
@@ -310,10 +342,17 @@ async def soaked(served: Deployment, router: Router, draws: random.Random, secon
     async def be_hostile(one: Hostile) -> None:
         url, headers = router.url + one.path, {"Content-Type": "application/json", **one.headers}
         body = None if one.body is None else io.BytesIO(one.body)
-        with contextlib.suppress(aiohttp.ClientConnectionError):  # the router may hang up on a body that it refuses
-            async with served.client.request(one.method, url, data=body, headers=headers) as response:
+        with contextlib.suppress(
+            aiohttp.ClientConnectionError
+        ):  # the router may hang up on a body that it refuses
+            async with served.client.request(
+                one.method, url, data=body, headers=headers
+            ) as response:
                 await response.read()
-                assert response.status < 500 or response.status == 501, (one.path, (one.body or b"")[:200])
+                assert response.status < 500 or response.status == 501, (
+                    one.path,
+                    (one.body or b"")[:200],
+                )
 
     async def client(place: int) -> None:
         while asyncio.get_running_loop().time() < end_s:
@@ -325,7 +364,11 @@ async def soaked(served: Deployment, router: Router, draws: random.Random, secon
                 await be_hostile(draws.choice(HOSTILE))
             else:
                 key = f"{place}-{asked.total()}-{seconds}-{end_s}" if what == "tree" else ""
-                limits = {} if what == "tree" else {"model": "small", "max_tokens": 16, "seed": draws.randrange(99)}
+                limits = (
+                    {}
+                    if what == "tree"
+                    else {"model": "small", "max_tokens": 16, "seed": draws.randrange(99)}
+                )
                 await served.read(router, key, Seen(), **limits)
 
     async with asyncio.TaskGroup() as group:
@@ -349,7 +392,9 @@ async def test_a_router_that_is_asked_much_and_badly_for_long_holds_no_more_afte
 
 
 async def at_rest(served: Deployment, router: Router, most: Held | None = None) -> Held:
-    """Once nothing runs and at most this is held. Idle connections close after a while; what leaks stays."""
+    """Once nothing runs and at most this is held. Idle connections close after a while; what leaks
+    stays.
+    """
     held = None
     try:
         async with asyncio.timeout(LIMIT_S):

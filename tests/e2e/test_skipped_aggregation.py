@@ -1,4 +1,5 @@
-"""Agreeing clusters skip their aggregators, on the shipped models, as a user's own client sees it."""
+"""Agreeing clusters skip their aggregators, on the shipped models, as a user's own client sees
+it."""
 
 import json
 from collections import Counter, defaultdict
@@ -12,7 +13,10 @@ import pytest
 from shell_router.app import load_config, running_server
 
 ROOT = Path(__file__).parents[2]
-QUESTIONS = [json.loads(line) for line in (ROOT / "models/data/test.jsonl").read_text("utf-8").splitlines()[:16]]
+QUESTIONS = [
+    json.loads(line)
+    for line in (ROOT / "models/data/test.jsonl").read_text("utf-8").splitlines()[:16]
+]
 DEPLOYMENT = f"""
 models:
   small: {{path: {ROOT}/models/small}}
@@ -24,7 +28,9 @@ listen: {{port: 0}}
 
 
 @pytest.mark.slow
-async def test_a_tree_answers_in_the_words_of_those_who_agree_and_aggregates_the_rest(tmp_path: Path) -> None:
+async def test_a_tree_answers_in_the_words_of_those_who_agree_and_aggregates_the_rest(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "router.yaml").write_text(DEPLOYMENT, encoding="utf-8")
     config = load_config(tmp_path / "router.yaml", {})
     roots = Counter[str]()
@@ -46,14 +52,18 @@ async def test_a_tree_answers_in_the_words_of_those_who_agree_and_aggregates_the
 
 
 def ended_of(chunks: Sequence[Mapping[str, Any]]) -> str:
-    """The root's state, once it is seen that its answer is in the words of the agent whose output was forwarded."""
+    """The root's state, once it is seen that its answer is in the words of the agent whose output
+    was forwarded.
+    """
     written, sources = defaultdict[str, str](str), dict[str, str]()
     for reported in (chunk["agent_event"] for chunk in chunks if "agent_event" in chunk):
         if reported["type"] == "agent.tokens":
             written[reported["agent"]] += reported["text"]
         elif reported["type"] == "agent.skipped":
             sources[reported["agent"]] = reported["source"]
-    answer = "".join(choice["delta"]["content"] or "" for chunk in chunks for choice in chunk["choices"])
+    answer = "".join(
+        choice["delta"]["content"] or "" for chunk in chunks for choice in chunk["choices"]
+    )
     assert "Answer" in answer
     writer = "root"
     while writer in sources:

@@ -1,4 +1,6 @@
-"""500 requests at once, a day of faults in virtual time, and a real hour at night: nothing may be left."""
+"""500 requests at once, a day of faults in virtual time, and a real hour at night: nothing may be
+left.
+"""
 
 import asyncio
 import gc
@@ -129,12 +131,15 @@ def used_bytes() -> int:
 
 HOUR_S = 3_600.0
 COSTS = PairCosts(
-    PrefillCosts(0.01, 1e-5, cache_tokens=4_000), DecodeCosts(0.02, 1e-4, cache_tokens=20_000, reserved_tokens=64)
+    PrefillCosts(0.01, 1e-5, cache_tokens=4_000),
+    DecodeCosts(0.02, 1e-4, cache_tokens=20_000, reserved_tokens=64),
 )
 
 
 class FaultyPair(SimulatedPair):
-    """It is away for five minutes of each hour, from `away_s` on. Otherwise some requests break off or fall silent."""
+    """It is away for five minutes of each hour, from `away_s` on. Otherwise some requests break off
+    or fall silent.
+    """
 
     def __init__(self, draws: random.Random, away_s: float) -> None:
         super().__init__(COSTS, self._written)
@@ -169,14 +174,17 @@ class Day:
     programs: Programs
     outcomes: Counter[str] = field(default_factory=Counter)
     blocks: list[int] = field(default_factory=list)
-    """Of memory, at the end of each hour, when nothing runs and the hour's programs are forgotten."""
+    """Of memory, at the end of each hour, when nothing runs and the hour's programs are forgotten.
+    """
 
     async def pass_by(self) -> None:
         loop, number = asyncio.get_running_loop(), 0
         for hour in range(1, 25):
             async with asyncio.TaskGroup() as group:
                 while (now_s := loop.time()) < hour * HOUR_S - 700:
-                    busy = 0 <= now_s % HOUR_S - 600 < 40  # more than the engines and the queue take
+                    busy = (
+                        0 <= now_s % HOUR_S - 600 < 40
+                    )  # more than the engines and the queue take
                     await asyncio.sleep(self.draws.expovariate(4 if busy else 1 / 60))
                     group.create_task(self._client(number))
                     number += 1
@@ -187,8 +195,12 @@ class Day:
             self.blocks.append(sys.getallocatedblocks())
 
     async def _client(self, number: int) -> None:
-        asking = asyncio.gather(*(self._tree(number) if number % 2 else self._program(number)), return_exceptions=True)
-        await asyncio.wait([asking], timeout=self.draws.uniform(0, 10) if self.draws.random() < 0.2 else None)
+        asking = asyncio.gather(
+            *(self._tree(number) if number % 2 else self._program(number)), return_exceptions=True
+        )
+        await asyncio.wait(
+            [asking], timeout=self.draws.uniform(0, 10) if self.draws.random() < 0.2 else None
+        )
         if not asking.done():
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -200,12 +212,27 @@ class Day:
 
     def _tree(self, number: int) -> Iterator[Coroutine[Any, Any, Answer]]:
         question = ask(f"{number}?", run_id=f"run{number}", seed=number, timeout_s=60.0)
-        yield self.executor.run(TREE, replace(question, tenant=f"tenant{number % 100}"), lambda _: None)
+        yield self.executor.run(
+            TREE, replace(question, tenant=f"tenant{number % 100}"), lambda _: None
+        )
 
     def _program(self, number: int) -> Iterator[Coroutine[Any, Any, Answer]]:
         """An agent's reader, then the agent, which now and then never comes."""
-        asked = AgentRequest(f"tenant{number % 100}", f"p{number}", "writer", "small", (f"{number}?",), timeout_s=60.0)
-        reader = replace(asked, agent="reader", model="large", prompt=("Judge: ", OutputOf("writer")), wait_s=30.0)
+        asked = AgentRequest(
+            f"tenant{number % 100}",
+            f"p{number}",
+            "writer",
+            "small",
+            (f"{number}?",),
+            timeout_s=60.0,
+        )
+        reader = replace(
+            asked,
+            agent="reader",
+            model="large",
+            prompt=("Judge: ", OutputOf("writer")),
+            wait_s=30.0,
+        )
         yield self.programs.run(reader, lambda _: None)
         if number % 20:
             yield self.programs.run(asked, lambda _: None)
@@ -215,12 +242,19 @@ class Day:
 def test_a_day_of_faults_and_bursts_leaves_nothing() -> None:
     async def a_day() -> tuple[Day, int]:
         loop, draws = asyncio.get_running_loop(), random.Random(24)
-        scheduling = SchedulingSettings(queue=QueueSettings("least_attained", max_running=8, max_waiting=24))
+        scheduling = SchedulingSettings(
+            queue=QueueSettings("least_attained", max_running=8, max_waiting=24)
+        )
         fleets = {
-            alias: Fleet(alias, [FaultyPair(draws, away_s) for away_s in (1000.0, 1200.0)], scheduling)
+            alias: Fleet(
+                alias, [FaultyPair(draws, away_s) for away_s in (1000.0, 1200.0)], scheduling
+            )
             for alias in ("small", "medium", "large")
         }
-        models = {alias: ServedModel(alias, one, SimulatedTokenizer(), 32_768) for alias, one in fleets.items()}
+        models = {
+            alias: ServedModel(alias, one, SimulatedTokenizer(), 32_768)
+            for alias, one in fleets.items()
+        }
         embedder = SimulatedEmbedder(0.9, 0.3, 0.001)
         async with MemoryAgentPromptCache(clock=loop.time) as cache:
             executor = Executor(models, cache, embedder, clock=loop.time)

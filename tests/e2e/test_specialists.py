@@ -37,7 +37,9 @@ async def test_auto_and_the_vote_follow_the_specialist_of_a_questions_topic() ->
                     temperature=0,
                     extra_body={"include_agents": True},
                 )
-                right[asked] += (answer.choices[0].message.content or "").endswith(f"Answer: {question.answer}")
+                right[asked] += (answer.choices[0].message.content or "").endswith(
+                    f"Answer: {question.answer}"
+                )
                 agents = list((answer.model_extra or {})["agents"].values())
                 if asked == "auto":
                     knowing += question.topic == "groups" and agents[0]["model"] == "groups"

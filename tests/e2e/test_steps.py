@@ -9,7 +9,10 @@ import pytest
 from shell_router.app import load_config, running_server
 
 ROOT = Path(__file__).parents[2]
-QUESTIONS = [json.loads(line) for line in (ROOT / "models/data/test.jsonl").read_text("utf-8").splitlines()[:20]]
+QUESTIONS = [
+    json.loads(line)
+    for line in (ROOT / "models/data/test.jsonl").read_text("utf-8").splitlines()[:20]
+]
 DEPLOYMENT = f"""
 models:
   small: {{path: {ROOT}/models/small}}
@@ -34,16 +37,22 @@ async def test_who_answers_is_chosen_by_how_sure_the_small_model_is_by_the_quest
         await sure_ones_end_with_the_small_model_and_others_with_the_large_one(ai)
         await the_question_and_a_label_choose(ai)
     lines = [
-        json.loads(line) for file in (tmp_path / "traces").glob("*.jsonl") for line in file.read_bytes().splitlines()
+        json.loads(line)
+        for file in (tmp_path / "traces").glob("*.jsonl")
+        for line in file.read_bytes().splitlines()
     ]
     careful = [line for line in lines if line["agent"] == "careful"]
     assert {(line["topology"], line["stage"], tuple(line["reads"])) for line in careful} == {
         ("small-first/careful", "1", ("quick",))
     }
-    assert {line["topology"] for line in lines if line["agent"].startswith("together/")} == {"tree-9-3-1"}
+    assert {line["topology"] for line in lines if line["agent"].startswith("together/")} == {
+        "tree-9-3-1"
+    }
 
 
-async def sure_ones_end_with_the_small_model_and_others_with_the_large_one(ai: openai.AsyncOpenAI) -> None:
+async def sure_ones_end_with_the_small_model_and_others_with_the_large_one(
+    ai: openai.AsyncOpenAI,
+) -> None:
     by_last: dict[str, list[float]] = {"quick": [], "careful": []}
     for question in QUESTIONS:
         answer = await asked(ai, "small-first", question["question"])
@@ -61,11 +70,17 @@ async def the_question_and_a_label_choose(ai: openai.AsyncOpenAI) -> None:
     together = await asked(ai, "by-request", kinds["number"], {"effort": "high"})
     assert list(choice.model_extra["agents"]) == ["choice"]
     assert next(iter(number.model_extra["agents"])) == "number"
-    assert set(together.model_extra["agents"]) > {"together/root", "together/aggregator-1", "together/proposer-9"}
+    assert set(together.model_extra["agents"]) > {
+        "together/root",
+        "together/aggregator-1",
+        "together/proposer-9",
+    }
     assert "Answer" in together.choices[0].message.content
 
 
-async def asked(ai: openai.AsyncOpenAI, model: str, question: str, labels: dict[str, str] | None = None):  # type: ignore[no-untyped-def]
+async def asked(
+    ai: openai.AsyncOpenAI, model: str, question: str, labels: dict[str, str] | None = None
+):  # type: ignore[no-untyped-def]
     """The completion, with its agents."""
     return await ai.chat.completions.create(
         model=model,

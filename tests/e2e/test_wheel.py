@@ -1,4 +1,6 @@
-"""The wheel in a fresh environment, outside a clone. Its dependencies are those of the tests' environment."""
+"""The wheel in a fresh environment, outside a clone. Its dependencies are those of the tests'
+environment.
+"""
 
 import asyncio
 import os
@@ -19,7 +21,9 @@ from tests.fakes.command import ROOT, running_command, survivors
 pytestmark = pytest.mark.slow
 
 START_S = 180
-ENVIRONMENT: Mapping[str, str] = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+ENVIRONMENT: Mapping[str, str] = {
+    name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,13 @@ class Installed:
         """One command to its end."""
         command = (*self.command, *arguments)
         return subprocess.run(
-            command, cwd=self.folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+            command,
+            cwd=self.folder,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
 
 
@@ -44,14 +54,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     at = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     subprocess.run(
-        [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(at), str(ROOT)], check=True, env=ENVIRONMENT
+        [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(at), str(ROOT)],
+        check=True,
+        env=ENVIRONMENT,
     )
     (wheel,) = at.glob("*.whl")
     venv.create(at / "venv", with_pip=False)
     python = at / "venv" / "bin" / "python"
     install = [*pip, "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
     subprocess.run(install, check=True, env=ENVIRONMENT)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(at / "venv"), "platbase": str(at / "venv")}))
+    packages = Path(
+        sysconfig.get_path("purelib", vars={"base": str(at / "venv"), "platbase": str(at / "venv")})
+    )
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     folder = at / "empty"
     folder.mkdir()
@@ -93,9 +107,18 @@ async def test_it_serves_without_a_file_and_a_copy_of_its_files(installed: Insta
     assert (again.returncode, "not there yet" in again.stderr) == (2, True)
     for arguments in ((), ("--config", "mine/configs/embedded.yaml")):
         async with running_command(
-            "serve", "--port", "0", *arguments, command=installed.command, cwd=installed.folder, env=ENVIRONMENT
+            "serve",
+            "--port",
+            "0",
+            *arguments,
+            command=installed.command,
+            cwd=installed.folder,
+            env=ENVIRONMENT,
         ) as server:
             url = (await server.line_with("Serving on", limit_s=START_S)).split()[-1]
-            async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"{url}/v1/models") as response,
+            ):
                 names = {one["id"] for one in (await response.json())["data"]}
     assert names >= {"small", "medium", "large", "tree-9-3-1"}

@@ -31,13 +31,30 @@ from shell_router.app.models import Fleet
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
-from shell_router.core.engine import NO_HINTS, ChatServing, Hints, NativeRoute, Placement, Relay, Relayed
+from shell_router.core.engine import (
+    NO_HINTS,
+    ChatServing,
+    Hints,
+    NativeRoute,
+    Placement,
+    Relay,
+    Relayed,
+)
 from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
 from shell_router.telemetry.recorder import Recorder
-from shell_router.topology import Agent, Catalog, Entry, Graph, LiveSettings, Prefill, Prompt, Topology
+from shell_router.topology import (
+    Agent,
+    Catalog,
+    Entry,
+    Graph,
+    LiveSettings,
+    Prefill,
+    Prompt,
+    Topology,
+)
 from shell_router.topology.document import Document
 from tests.fakes.moa import ScriptedMoa
 
@@ -51,7 +68,9 @@ DUO = Topology(
     agents={
         "left": Agent("left", "small"),
         "right": Agent("right", "medium", on_failure="drop"),
-        "root": Agent("root", "large", ("left", "right"), Prompt(prefix="Sum up.\n", suffix="\n{question}")),
+        "root": Agent(
+            "root", "large", ("left", "right"), Prompt(prefix="Sum up.\n", suffix="\n{question}")
+        ),
     },
     prefill=Prefill(chunk_tokens=1),
     description="two agents and one that sums up",
@@ -59,18 +78,25 @@ DUO = Topology(
 
 
 def live(
-    models: Collection[str], *topologies: Graph, settings: LiveSettings | None = None, files: Collection[Path] = ()
+    models: Collection[str],
+    *topologies: Graph,
+    settings: LiveSettings | None = None,
+    files: Collection[Path] = (),
 ) -> LiveTopologies:
     """The topologies of `files`, and some whose documents are not known; clients may put others."""
     settings = settings or LiveSettings(api=True)
-    entries = {one.name: Entry(one, Document(f"{one.name}.yaml", {}, {}), "file") for one in topologies}
+    entries = {
+        one.name: Entry(one, Document(f"{one.name}.yaml", {}, {}), "file") for one in topologies
+    }
     catalog = Catalog(models, settings=settings, entries=entries)
     return LiveTopologies(catalog.with_files(files)[0] if files else catalog)
 
 
 @dataclass
 class ScriptedRelay:
-    """Answers native requests with `chunks`, waiting at `gate` before all but the first; keeps what it was sent."""
+    """Answers native requests with `chunks`, waiting at `gate` before all but the first; keeps what
+    it was sent.
+    """
 
     chunks: tuple[bytes, ...] = (b'{"text":"ok"}',)
     content_type: str = "application/json"
@@ -169,7 +195,9 @@ async def api(
     drain_s: float = 1,
     send_buffer_bytes: int | None = None,
 ) -> AsyncIterator[Api]:
-    """Serve while the context is open. `send_buffer_bytes`: what the system may hold for a client that is slow."""
+    """Serve while the context is open. `send_buffer_bytes`: what the system may hold for a client
+    that is slow.
+    """
     moa = moa or ScriptedMoa()
     services = Services(
         executor=executor or moa.executor,
@@ -225,7 +253,9 @@ def line(custom_id: str, content: str = "What is it?", **fields: object) -> dict
 
 def questions(*models: str) -> list[object]:
     """A line per model, named by its place."""
-    return [line(str(place), f"Question {place}?", model=model) for place, model in enumerate(models)]
+    return [
+        line(str(place), f"Question {place}?", model=model) for place, model in enumerate(models)
+    ]
 
 
 def jsonl(*lines: object) -> bytes:
@@ -251,13 +281,17 @@ class BatchApi:
 
     async def begin_on(self, file_id: str) -> Batch:
         """A new batch on an uploaded file."""
-        return await self.ai.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h")
+        return await self.ai.batches.create(
+            input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h"
+        )
 
     async def ended(self, batch: Batch) -> Batch:
         """The batch once it has ended."""
         return await self.when(batch, lambda seen: seen.status in ENDS)
 
-    async def when(self, batch: Batch, holds: Callable[[Batch], bool], limit_s: float = 30.0) -> Batch:
+    async def when(
+        self, batch: Batch, holds: Callable[[Batch], bool], limit_s: float = 30.0
+    ) -> Batch:
         """The batch once `holds` is true of it."""
         async with asyncio.timeout(limit_s):
             while not holds(batch):
@@ -267,13 +301,18 @@ class BatchApi:
     async def answers(self, batch: Batch) -> dict[str, str]:
         """What each line in the output file was answered."""
         results = await self.results(batch.output_file_id)
-        return {name: one["response"]["body"]["choices"][0]["message"]["content"] for name, one in results.items()}
+        return {
+            name: one["response"]["body"]["choices"][0]["message"]["content"]
+            for name, one in results.items()
+        }
 
     async def results(self, file_id: str | None) -> dict[str, dict[str, Any]]:
         """A result file's lines by their custom_id; each stands there once."""
         if file_id is None:
             return {}
-        listed = [json.loads(one) for one in (await self.ai.files.content(file_id)).text.splitlines()]
+        listed = [
+            json.loads(one) for one in (await self.ai.files.content(file_id)).text.splitlines()
+        ]
         results = {one["custom_id"]: one for one in listed}
         assert len(results) == len(listed)
         return results
@@ -305,5 +344,7 @@ async def batch_api(
 @asynccontextmanager
 async def client(served: Api, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client with an API key."""
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as connected:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key=key, max_retries=0
+    ) as connected:
         yield connected

@@ -54,7 +54,14 @@ def _files(folder: Path, name: str) -> Certificate:
 
 
 def _openssl(files: Certificate, name: str, *options: str | Path) -> None:
-    about = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-days", "2"]
+    about = [
+        "-subj",
+        f"/CN={name}",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1,DNS:localhost",
+        "-days",
+        "2",
+    ]
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", files.key]
     command = ["openssl", "req", "-x509", *key, "-out", files.certificate, *about, *options]
     subprocess.run(command, check=True, capture_output=True)

@@ -22,7 +22,11 @@ Message = Mapping[str, Any]
 def call(name: str, arguments: Mapping[str, Any], id: str = "call_1") -> Message:
     """An assistant message with one tool call."""
     function = {"name": name, "arguments": orjson.dumps(arguments).decode()}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": id, "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": id, "type": "function", "function": function}],
+    }
 
 
 def calls_first_tool(body: Mapping[str, Any]) -> Message:
@@ -37,7 +41,9 @@ def calls_first_tool(body: Mapping[str, Any]) -> Message:
 
 @dataclass
 class ChatScript:
-    """What both servers do: `say` makes the answer to a body; a stream waits at `gate` before its last chunks."""
+    """What both servers do: `say` makes the answer to a body; a stream waits at `gate` before its
+    last chunks.
+    """
 
     say: Callable[[Mapping[str, Any]], Message] = calls_first_tool
     tool_parser: str | None = "qwen25"
@@ -45,9 +51,13 @@ class ChatScript:
 
 
 class ChatServer(ScriptedServer):
-    """Answers /v1/chat/completions and /v1/completions, too. `chats` are the running ones by their `rid`."""
+    """Answers /v1/chat/completions and /v1/completions, too. `chats` are the running ones by their
+    `rid`.
+    """
 
-    def __init__(self, settings: ScriptedSettings, script: ChatScript, rooms: BootstrapRooms) -> None:
+    def __init__(
+        self, settings: ScriptedSettings, script: ChatScript, rooms: BootstrapRooms
+    ) -> None:
         super().__init__(settings, rooms=rooms)
         self.script = script
         self.chats: dict[str, Exchange] = {}
@@ -98,9 +108,19 @@ class ChatServer(ScriptedServer):
 
     def _write_whole_chat(self, body: Mapping[str, Any], message: Message) -> None:
         reason = "tool_calls" if message.get("tool_calls") else "stop"
-        choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
         if "prompt" in body:
-            choice = {"index": 0, "text": message["content"], "logprobs": None, "finish_reason": reason}
+            choice = {
+                "index": 0,
+                "text": message["content"],
+                "logprobs": None,
+                "finish_reason": reason,
+            }
         answer = self._base(body, "chat.completion") | {"choices": [choice], "usage": USAGE}
         if (exchange := self.chats.pop(body["rid"], None)) is not None:
             exchange.answer_json(answer)
@@ -110,16 +130,27 @@ class ChatServer(ScriptedServer):
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         for place, one in enumerate(message.get("tool_calls") or ()):
             function, begun = one["function"], {"index": place, "id": one["id"], "type": "function"}
-            deltas.append({"tool_calls": [{**begun, "function": {"name": function["name"], "arguments": ""}}]})
-            pieces = [{"index": place, "function": {"arguments": piece}} for piece in function["arguments"]]
+            deltas.append(
+                {"tool_calls": [{**begun, "function": {"name": function["name"], "arguments": ""}}]}
+            )
+            pieces = [
+                {"index": place, "function": {"arguments": piece}}
+                for piece in function["arguments"]
+            ]
             deltas += [{"tool_calls": [piece]} for piece in pieces]
-        deltas += [{"content": word} for word in re.findall(r"\S+\s*", message.get("content") or "")]
+        deltas += [
+            {"content": word} for word in re.findall(r"\S+\s*", message.get("content") or "")
+        ]
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         for delta in deltas:
-            self._write_chunk(body, {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+            self._write_chunk(
+                body, {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+            )
         if self.script.gate is not None:
             await self.script.gate.wait()
-        self._write_chunk(body, {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        self._write_chunk(
+            body, {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+        )
         if (body.get("stream_options") or {}).get("include_usage"):
             self._write_chunk(body, {**base, "choices": [], "usage": USAGE})
         if (exchange := self.chats.pop(body["rid"], None)) is not None:
@@ -155,7 +186,9 @@ async def chat_pair(script: ChatScript | None = None) -> AsyncIterator[ChatPair]
     async with prefill, ChatServer(ScriptedSettings(role="decode"), script, rooms) as decode:
         at = ChatPair(script, prefill, decode)
         address = PairAddress(prefill.url, decode.url, "127.0.0.1", 8998)
-        at.pair = SglangPair(address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN, rules=NativeRules(1000))
+        at.pair = SglangPair(
+            address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN, rules=NativeRules(1000)
+        )
         await at.pair.probe()
         yield at
         await at.pair.aclose()

@@ -32,7 +32,9 @@ class RunningCommand:
         return self._process.pid
 
     async def line_with(self, words: str, *, limit_s: float) -> str:
-        """The first line of its output that holds `words`; AssertionError with all lines where none does."""
+        """The first line of its output that holds `words`; AssertionError with all lines where none
+        does.
+        """
         assert self._process.stdout is not None
         seen = []
         async with asyncio.timeout(limit_s):
@@ -43,7 +45,9 @@ class RunningCommand:
         raise AssertionError(f"{words!r} is not in {''.join(seen)}")
 
     async def ended(self, *, limit_s: float) -> tuple[int, str]:
-        """Its exit code and the rest of its output, errors included; AssertionError with that where it does not end."""
+        """Its exit code and the rest of its output, errors included; AssertionError with that where
+        it does not end.
+        """
         reading = asyncio.create_task(self._process.communicate())
         ended, _ = await asyncio.wait([reading], timeout=limit_s)
         if not ended:
@@ -58,7 +62,8 @@ class RunningCommand:
         self._process.send_signal(number)
 
     def started(self) -> set[int]:
-        """Ids of the processes that it has started and that run now, their own children included."""
+        """Ids of the processes that it has started and that run now, their own children
+        included."""
         return descendants(self._process.pid)
 
     def engine(self, mode: str) -> int:
@@ -89,7 +94,10 @@ class RunningCommand:
 
 @asynccontextmanager
 async def running_command(
-    *arguments: str | Path, command: Sequence[str] = COMMAND, cwd: Path = ROOT, env: Mapping[str, str] = os.environ
+    *arguments: str | Path,
+    command: Sequence[str] = COMMAND,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] = os.environ,
 ) -> AsyncIterator[RunningCommand]:
     """Run `shell-router` with `arguments`; what still runs at the end is killed."""
     process = await asyncio.create_subprocess_exec(
@@ -139,7 +147,9 @@ def descendants(pid: int) -> set[int]:
 def _parent(pid: int) -> int | None:
     """The process that started `pid`; None where it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+        )
     except OSError:
         return None
 
@@ -150,7 +160,9 @@ STARTED = b"Ray runtime started"
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A cluster that runs. `address` is for drivers on this machine, `client_address` for those of any other."""
+    """A cluster that runs. `address` is for drivers on this machine, `client_address` for those of
+    any other.
+    """
 
     address: str
     client_address: str
@@ -170,17 +182,44 @@ class RunningCluster:
 
 @contextmanager
 def running_cluster() -> Iterator[RunningCluster]:
-    """A cluster while the context is open; AssertionError with what it says where it does not start."""
+    """A cluster while the context is open; AssertionError with what it says where it does not
+    start.
+    """
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the names of sockets in it have a limit
     port, client_port = _free_ports(2)
     head = subprocess.Popen(
         [
-            *(str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"),
-            *("--port", str(port), "--ray-client-server-port", str(client_port), "--include-dashboard", "false"),
-            *("--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", "80000000", "--temp-dir", folder),
+            *(
+                str(Path(sys.executable).parent / "ray"),
+                "start",
+                "--head",
+                "--block",
+                "--disable-usage-stats",
+            ),
+            *(
+                "--port",
+                str(port),
+                "--ray-client-server-port",
+                str(client_port),
+                "--include-dashboard",
+                "false",
+            ),
+            *(
+                "--num-cpus",
+                "4",
+                "--num-gpus",
+                "0",
+                "--object-store-memory",
+                "80000000",
+                "--temp-dir",
+                folder,
+            ),
         ],
         cwd=ROOT,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},  # else a token of this user's would be asked for
+        env={
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+        },  # else a token of this user's would be asked for
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

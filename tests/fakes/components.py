@@ -10,15 +10,26 @@ from typing import Any
 
 from shell_router.experts.components import Component, Costs, ExecutorSettings
 
-COSTS = Costs(sample_s=0.01, batch_s=0.02, largest_batch=4, activation_bytes=10, host_load_s=0.1, disk_load_s=0.5)
+COSTS = Costs(
+    sample_s=0.01,
+    batch_s=0.02,
+    largest_batch=4,
+    activation_bytes=10,
+    host_load_s=0.1,
+    disk_load_s=0.5,
+)
 
 
-def component(name: str, usage: float = 0.1, after: tuple[str, ...] = (), memory_bytes: int = 100) -> Component:
+def component(
+    name: str, usage: float = 0.1, after: tuple[str, ...] = (), memory_bytes: int = 100
+) -> Component:
     """A small component of the architecture that `executor` has costs for."""
     return Component(name, "net", memory_bytes, usage, frozenset(after))
 
 
-def executor(name: str = "gpu", room: int = 2, costs: Costs = COSTS, share: float = 0.5) -> ExecutorSettings:
+def executor(
+    name: str = "gpu", room: int = 2, costs: Costs = COSTS, share: float = 0.5
+) -> ExecutorSettings:
     """Memory for `room` components of 100 bytes, and for as much again of samples."""
     return ExecutorSettings(name, room * 200, {"net": costs}, component_share=share)
 
@@ -62,7 +73,9 @@ def write_adapters(folder: Path, names: Iterable[str], rank: int = 8) -> Mapping
     for name in names:
         at = folder / name
         at.mkdir(parents=True)
-        (at / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+        (at / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+        )
         found[name] = at
     return found
 

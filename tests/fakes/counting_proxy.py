@@ -1,4 +1,6 @@
-"""A proxy before an engine's server, which counts what agents ask it for, and stops where a test wants to break it."""
+"""A proxy before an engine's server, which counts what agents ask it for, and stops where a test
+wants to break it.
+"""
 
 import asyncio
 from collections import Counter
@@ -17,9 +19,9 @@ HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-en
 class CountingProxy:
     """Passes everything on to `target`.
 
-    `asked` counts, by agent, the outputs that were asked for, `limits` are their `max_new_tokens`, and `passed` the
-    tokens of all of them: how many events bring them differs from run to run. What would bring more than `limit`
-    tokens waits until it is released.
+    `asked` counts, by agent, the outputs that were asked for, `limits` are their `max_new_tokens`,
+    and `passed` the tokens of all of them: how many events bring them differs from run to run. What
+    would bring more than `limit` tokens waits until it is released.
     """
 
     def __init__(self, target: str, session: aiohttp.ClientSession) -> None:
@@ -53,10 +55,16 @@ class CountingProxy:
             asked = orjson.loads(body)
             self.asked[str(asked["rid"]).rpartition(".")[2]] += 1
             self.limits.append(asked.get("sampling_params", {}).get("max_new_tokens"))
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP
+        }
         url = self._target + request.path_qs
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
+            kept = {
+                name: value
+                for name, value in answer.headers.items()
+                if name.lower() not in HOP_BY_HOP
+            }
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
             if answer.content_type != "text/event-stream":
@@ -84,12 +92,15 @@ def _tokens_in(event: bytes) -> int:
 
 @asynccontextmanager
 async def counting_proxy(target: str) -> AsyncIterator[CountingProxy]:
-    """A proxy while the context is open. A caller that leaves ends its request at the target, too."""
+    """A proxy while the context is open. A caller that leaves ends its request at the target,
+    too."""
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         proxy = CountingProxy(target, session)
         app = web.Application(client_max_size=2**26)
         app.router.add_route("*", "/{path:.*}", proxy.serve)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
         await runner.setup()
         with bound_sockets() as sockets:
             await web.SockSite(runner, sockets[0]).start()

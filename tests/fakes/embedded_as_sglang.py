@@ -1,4 +1,6 @@
-"""A server of the embedded pair, by SGLang's command line: `python embedded_as_sglang.py --model-path FOLDER ...`."""
+"""A server of the embedded pair, by SGLang's command line: `python embedded_as_sglang.py
+--model-path FOLDER ...`.
+"""
 
 import argparse
 import asyncio
@@ -17,7 +19,9 @@ from shell_router.standins.embedded.spawner import run_server
 
 
 class SwappingApp(EngineApp):
-    """Takes the weights of other checkpoints of the same shapes, too. As in SGLang, nothing else changes."""
+    """Takes the weights of other checkpoints of the same shapes, too. As in SGLang, nothing else
+    changes.
+    """
 
     def application(self) -> web.Application:
         app = super().application()
@@ -25,7 +29,9 @@ class SwappingApp(EngineApp):
         return app
 
     async def _update_weights(self, request: web.Request) -> web.Response:
-        """All of it runs while nothing is in work and no request is taken: it holds up the event loop."""
+        """All of it runs while nothing is in work and no request is taken: it holds up the event
+        loop.
+        """
         folder = (await request.json())["model_path"]
         while len(self.service.inflight):  # noqa: ASYNC110 # as SGLang, which waits for its requests
             await asyncio.sleep(0.01)
@@ -54,8 +60,12 @@ def server_settings(arguments: Sequence[str]) -> ServerSettings:
             kind = int if each.default is None else type(each.default)
             parser.add_argument(flag, type=kind, default=each.default)
     given = vars(parser.parse_args(arguments))
-    pair = EmbeddedSettings(**{each.name: given[each.name] for each in fields(EmbeddedSettings) if each.name in given})
-    return ServerSettings(pair, given["disaggregation_mode"], given["port"], given["disaggregation_bootstrap_port"])
+    pair = EmbeddedSettings(
+        **{each.name: given[each.name] for each in fields(EmbeddedSettings) if each.name in given}
+    )
+    return ServerSettings(
+        pair, given["disaggregation_mode"], given["port"], given["disaggregation_bootstrap_port"]
+    )
 
 
 def main() -> None:

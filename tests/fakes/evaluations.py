@@ -18,7 +18,12 @@ def write_sums(folder: Path, *sums: int) -> Path:
     """A file of questions with these sums as right answers."""
     file = folder / "sums.jsonl"
     lines = [
-        {"question": f"What is {one - 1} + 1?", "answer": str(one), "parity": ("even", "odd")[one % 2]} for one in sums
+        {
+            "question": f"What is {one - 1} + 1?",
+            "answer": str(one),
+            "parity": ("even", "odd")[one % 2],
+        }
+        for one in sums
     ]
     file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     return file
@@ -49,7 +54,9 @@ def asked_sum(tokenizer: Tokenizer, request: Generation) -> int:
     return sum(map(int, found[-1])) if found else -1
 
 
-def agent(model: str = "small", state: str = "finished", tokens: int = 10, **fields: object) -> AgentRecord:
+def agent(
+    model: str = "small", state: str = "finished", tokens: int = 10, **fields: object
+) -> AgentRecord:
     """One agent: of 100 prompt tokens it found 80 cached, if it finished."""
     done = state == "finished"
     facts = {
@@ -67,12 +74,21 @@ def judged(cluster: str, exited: bool, duration_s: float, layer: int = 0) -> Exi
     return ExitRecord(cluster, layer, exited, duration_s)
 
 
-def record(setting: str, question: int, right: bool = True, latency_s: float = 1.0, **fields: object) -> Record:
+def record(
+    setting: str, question: int, right: bool = True, latency_s: float = 1.0, **fields: object
+) -> Record:
     """One answer; `fields` are a Record's."""
-    facts: dict[str, object] = {"seed": 0, "stated": "1", "prompt_tokens": 100, "completion_tokens": 10}
+    facts: dict[str, object] = {
+        "seed": 0,
+        "stated": "1",
+        "prompt_tokens": 100,
+        "completion_tokens": 10,
+    }
     return Record(question, setting=setting, right=right, latency_s=latency_s, **(facts | fields))  # type: ignore[arg-type]
 
 
-def failed(setting: str, question: int, error: str = "The router answered 502: no engine") -> Record:
+def failed(
+    setting: str, question: int, error: str = "The router answered 502: no engine"
+) -> Record:
     """A request that got no answer."""
     return Record(question, 0, setting, right=False, stated=None, latency_s=0.0, error=error)

@@ -1,6 +1,8 @@
-"""A server that takes SGLang's command line and knows `/health`; run as the interpreter of launched engines.
+"""A server that takes SGLang's command line and knows `/health`; run as the interpreter of launched
+engines.
 
-`GET /health` answers its process ids, its child's included; `GET /end` ends it with code 3, its child left behind.
+`GET /health` answers its process ids, its child's included; `GET /end` ends it with code 3, its
+child left behind.
 """
 
 import argparse
@@ -15,14 +17,17 @@ LIFE_S = 300
 """Where a test is killed, its engines end by themselves."""
 
 IGNORES_SIGTERM = (
-    f"import signal; signal.alarm({LIFE_S}); signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+    f"import signal; signal.alarm({LIFE_S}); signal.signal(signal.SIGTERM, "
+    "signal.SIG_IGN); signal.pause()"
 )
 
 
 def interpreter(folder: Path, script: Path) -> Path:
     """A program in `folder` that runs `script` with what follows `-m sglang.launch_server`."""
     program = folder / f"as-{script.stem}"
-    program.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" "{script}" "$@"\n', encoding="utf-8")
+    program.write_text(
+        f'#!/bin/sh\nshift 2\nexec "{sys.executable}" "{script}" "$@"\n', encoding="utf-8"
+    )
     program.chmod(0o755)
     return program
 

@@ -1,4 +1,5 @@
-"""Clients whose pins conflict with ours: scripts in Python environments of their own, built once."""
+"""Clients whose pins conflict with ours: scripts in Python environments of their own, built
+once."""
 
 import asyncio
 import fcntl
@@ -19,7 +20,8 @@ RUN_LIMIT_S = 120.0
 
 
 def python_with(packages: Sequence[str], alone: Sequence[str] = ()) -> Path:
-    """The interpreter of an environment with these packages, and with those `alone` without what they need.
+    """The interpreter of an environment with these packages, and with those `alone` without what
+    they need.
 
     Skips the test where pip cannot install them.
     """
@@ -49,9 +51,16 @@ def _build(folder: Path, packages: Sequence[str], alone: Sequence[str]) -> None:
 
 
 async def answer_of(python: Path, script: str, url: str) -> Any:
-    """What the script, which has `url`, prints as JSON on its last line. Raises AssertionError where it fails."""
-    outside = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TOGETHER_NO_BANNER": "1"}  # none of them asks the internet
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | outside
+    """What the script, which has `url`, prints as JSON on its last line. Raises AssertionError
+    where it fails.
+    """
+    outside = {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "TOGETHER_NO_BANNER": "1",
+    }  # none of them asks the internet
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    } | outside
     process = await asyncio.create_subprocess_exec(
         str(python),
         *("-c", f"url = {url!r}\n{script}"),

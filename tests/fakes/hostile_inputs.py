@@ -1,4 +1,6 @@
-"""What a hostile client may send, by family. Each is refused with a 4xx that says why, and leaves nothing running."""
+"""What a hostile client may send, by family. Each is refused with a 4xx that says why, and leaves
+nothing running.
+"""
 
 import gzip
 import json
@@ -7,8 +9,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-CHAT, AGENT, GENERATE, PREFILL = "/v1/chat/completions", "/v1/agent/requests", "/generate", "/prefill_only"
-RESPONSES, COMPLETIONS, BATCHES, FILES = "/v1/responses", "/v1/completions", "/v1/batches", "/v1/files"
+CHAT, AGENT, GENERATE, PREFILL = (
+    "/v1/chat/completions",
+    "/v1/agent/requests",
+    "/generate",
+    "/prefill_only",
+)
+RESPONSES, COMPLETIONS, BATCHES, FILES = (
+    "/v1/responses",
+    "/v1/completions",
+    "/v1/batches",
+    "/v1/files",
+)
 MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
 FAR = 2**63
 
@@ -25,7 +37,9 @@ class Hostile:
 
 def post(path: str, body: object, **headers: str) -> Hostile:
     """`body` as JSON, unless it is bytes."""
-    return Hostile("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode(), headers)
+    return Hostile(
+        "POST", path, body if isinstance(body, bytes) else json.dumps(body).encode(), headers
+    )
 
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -53,7 +67,13 @@ NO_TEXTS: tuple[object, ...] = (1, [], {}, [1], True)
 NO_LISTS: tuple[object, ...] = (1, "x", {}, {"a": 1}, True)
 NO_OBJECTS: tuple[object, ...] = (1, "x", [1], True)
 NO_IDS = ("", "a b", "a/b", "x" * 129, "\x00", "ü", "../x", "a\nb")
-SCHEMAS = ("x", [], {"type": "x"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 1})
+SCHEMAS = (
+    "x",
+    [],
+    {"type": "x"},
+    {"type": "json_schema"},
+    {"type": "json_schema", "json_schema": 1},
+)
 SAMPLING = {
     "temperature": (*NO_NUMBERS, -1),
     "top_p": (*NO_NUMBERS, -0.1, 1.1),
@@ -89,8 +109,24 @@ def chats() -> Iterator[Hostile]:
         CHAT,
         model=(1, {}, [1], "", "none", ["small", "none"], None, [[]], "small\x00"),
         messages=(
-            *(None, [], {}, "x", 1, [1], [None], [[]], [{}], [{"role": 1}], [{"role": "x", "content": "y"}]),
-            *([{"role": "user"}], [{"role": "user", "content": 1}], [{"role": "user", "content": [1]}]),
+            *(
+                None,
+                [],
+                {},
+                "x",
+                1,
+                [1],
+                [None],
+                [[]],
+                [{}],
+                [{"role": 1}],
+                [{"role": "x", "content": "y"}],
+            ),
+            *(
+                [{"role": "user"}],
+                [{"role": "user", "content": 1}],
+                [{"role": "user", "content": [1]}],
+            ),
             [{"role": "user", "content": [{"type": "text"}]}],
             [{"role": "user", "content": [{"type": "text", "text": 1}]}],
             [{"role": "assistant", "content": "x"}],
@@ -104,7 +140,14 @@ def chats() -> Iterator[Hostile]:
         stop_token_ids=NO_LISTS,
         logit_bias=("x", [1], {"x": 1}, {"1": "x"}),
         response_format=SCHEMAS,
-        tools=(*NO_LISTS, [1], [{}], [{"type": "x"}], [{"type": "function"}], [{"type": "function", "function": 1}]),
+        tools=(
+            *NO_LISTS,
+            [1],
+            [{}],
+            [{"type": "x"}],
+            [{"type": "function"}],
+            [{"type": "function", "function": 1}],
+        ),
         tool_choice=(1, "x", [1], {"type": "x"}),
         stream=("x", 1, [], {}),
         stream_options=NO_OBJECTS,
@@ -145,11 +188,29 @@ def agents() -> Iterator[Hostile]:
         program=(*NO_IDS, *NO_TEXTS),
         agent=(*NO_IDS, *NO_TEXTS),
         model=(1, {}, [1], "none", "", None),
-        prompt=(None, 1, {}, [], [1], [[]], [{}], [{"output_of": ""}], [{"output_of": 1}], [{"text": 1}], [{"x": 1}]),
+        prompt=(
+            None,
+            1,
+            {},
+            [],
+            [1],
+            [[]],
+            [{}],
+            [{"output_of": ""}],
+            [{"output_of": 1}],
+            [{"text": 1}],
+            [{"x": 1}],
+        ),
         messages=(USER, [1], [{"role": "tool", "content": "x"}]),
         wait_s=("x", -1, 1e12, [], True),
         timeout_s=("x", 0, -1, 1e12, []),
-        prefill=(*NO_OBJECTS, {"x": 1}, {"chunk_tokens": 0}, {"chunk_tokens": "x"}, {"incremental": "x"}),
+        prefill=(
+            *NO_OBJECTS,
+            {"x": 1},
+            {"chunk_tokens": 0},
+            {"chunk_tokens": "x"},
+            {"incremental": "x"},
+        ),
         stream=("x", 1),
         chat_template_kwargs=({"a": 1},),
         **SAMPLING,
@@ -157,24 +218,36 @@ def agents() -> Iterator[Hostile]:
     yield from native_sampling(AGENT)
     topology = {"program": "p", "agent": "t", "model": "duo", "messages": USER}
     yield from native_sampling(AGENT, topology)
-    yield post(AGENT, {**topology, "messages": [{"role": "user", "content": [{"output_of": "t"}]}]})  # itself
+    yield post(
+        AGENT, {**topology, "messages": [{"role": "user", "content": [{"output_of": "t"}]}]}
+    )  # itself
     yield post(AGENT, {**BASES[AGENT], "prompt": [{"output_of": "a"}]})  # itself
 
 
 def inline_topology(where: str, sampling: dict[str, Any]) -> Hostile:
-    """A chat with a topology of its own, which has `sampling` at its first agent, its last, all of them or a step."""
+    """A chat with a topology of its own, which has `sampling` at its first agent, its last, all of
+    them or a step.
+    """
     at: dict[str, dict[str, Any]] = {name: {} for name in ("first", "last", "all")}
     at[where] = {"sampling": sampling}
     agents = {"first": at["first"], "last": {**at["last"], "precursors": ["first"]}}
-    topology = {"agents": agents} if where != "step" else {"start": "first", "steps": {"first": at[where]}}
+    topology = (
+        {"agents": agents} if where != "step" else {"start": "first", "steps": {"first": at[where]}}
+    )
     defaults = {"model": "small", **at["all"]}
-    return post(CHAT, {"messages": USER, "topology": {"name": "x", "defaults": defaults, **topology}})
+    return post(
+        CHAT, {"messages": USER, "topology": {"name": "x", "defaults": defaults, **topology}}
+    )
 
 
 def inline_topologies() -> Iterator[Hostile]:
     """Each with one wrong parameter."""
     wrong = [{name: value} for name, values in NATIVE_SAMPLING.items() for value in values]
-    for sampling in (*wrong, {"stop_token_ids": [2**31 - 1], "min_new_tokens": 2}, {"custom_params": {"__sglang": 1}}):
+    for sampling in (
+        *wrong,
+        {"stop_token_ids": [2**31 - 1], "min_new_tokens": 2},
+        {"custom_params": {"__sglang": 1}},
+    ):
         yield from (inline_topology(where, sampling) for where in ("first", "last", "all", "step"))
 
 
@@ -184,7 +257,10 @@ def natives(path: str) -> Iterator[Hostile]:
     for wrong in (
         {},
         *({"text": value} for value in (1, {}, True, [1], [])),
-        *({"input_ids": value} for value in ("x", {}, [-1], [FAR], ["x"], [0.5], [[1], [-1]], [[[1]]])),
+        *(
+            {"input_ids": value}
+            for value in ("x", {}, [-1], [FAR], ["x"], [0.5], [[1], [-1]], [[[1]]])
+        ),
     ):
         yield post(path, {**base, **wrong})
     yield from native_sampling(path)
@@ -196,14 +272,25 @@ def others() -> Iterator[Hostile]:
     yield from fields(
         MESSAGES,
         model=(1, "none", [], None),
-        messages=(None, 1, {}, [], [1], [{}], [{"role": "x", "content": "y"}], [{"role": "user", "content": 1}]),
+        messages=(
+            None,
+            1,
+            {},
+            [],
+            [1],
+            [{}],
+            [{"role": "x", "content": "y"}],
+            [{"role": "user", "content": 1}],
+        ),
         max_tokens=("x", 0, -1, FAR, []),
         system=(1, {}, [1]),
         stop_sequences=(1, "x", [1]),
         tools=(*NO_LISTS, [1], [{}]),
         stream=("x", 1),
     )
-    yield from fields(EMBEDDINGS, model=(1, [], None, "none"), input=(None, 1, {}, [], [1], [""], ["x"] * 2000))
+    yield from fields(
+        EMBEDDINGS, model=(1, [], None, "none"), input=(None, 1, {}, [], [1], [""], ["x"] * 2000)
+    )
     for key in ("", "a b", "\u00fc", "x" * 300, "unkept"):
         yield post(CHAT, BASES[CHAT], **{"Idempotency-Key": key})
     yield from fields(
@@ -230,9 +317,37 @@ def others() -> Iterator[Hostile]:
 
 def bodies() -> Iterator[Hostile]:
     """Bodies that are no JSON objects, on every route that takes some."""
-    texts = (b"", b"null", b"[]", b"1", b'"x"', b"{", b'{"a":1}x', b"\xff\xfe", b"{'a':1}", b'{"model":NaN}')
-    odd = (b'{"model":"\\ud800"}', b'{"model":1e999}', b"\xef\xbb\xbf{}", b"[" * 10_000, b"\x00", b'{"a":"\x01"}')
-    for path in (CHAT, AGENT, GENERATE, PREFILL, RESPONSES, COMPLETIONS, BATCHES, MESSAGES, EMBEDDINGS):
+    texts = (
+        b"",
+        b"null",
+        b"[]",
+        b"1",
+        b'"x"',
+        b"{",
+        b'{"a":1}x',
+        b"\xff\xfe",
+        b"{'a':1}",
+        b'{"model":NaN}',
+    )
+    odd = (
+        b'{"model":"\\ud800"}',
+        b'{"model":1e999}',
+        b"\xef\xbb\xbf{}",
+        b"[" * 10_000,
+        b"\x00",
+        b'{"a":"\x01"}',
+    )
+    for path in (
+        CHAT,
+        AGENT,
+        GENERATE,
+        PREFILL,
+        RESPONSES,
+        COMPLETIONS,
+        BATCHES,
+        MESSAGES,
+        EMBEDDINGS,
+    ):
         yield from (post(path, text) for text in (*texts, *odd))
     yield from (Hostile("PUT", "/v1/topologies/x", text) for text in texts)
 
@@ -252,33 +367,74 @@ def encodings() -> Iterator[Hostile]:
         yield post(CHAT, packed, **{"Content-Encoding": name})
         yield post(CHAT, b"nonsense", **{"Content-Encoding": name})
     yield post(CHAT, b"{}", **{"Content-Encoding": "odd"})
-    for kind in ("multipart/form-data; boundary=", "multipart/form-data; boundary=" + "x" * 500, "text/plain", "x"):
+    for kind in (
+        "multipart/form-data; boundary=",
+        "multipart/form-data; boundary=" + "x" * 500,
+        "text/plain",
+        "x",
+    ):
         yield post(FILES, b"--x--", **{"Content-Type": kind})
 
 
-NAMES = ("%00", "%ff", "%0d%0aX:y", "..%2f..%2fx", "%2e%2e", "x" * 3000, "%e2%80%ae", "{}", "%27--", "none", "%25s")
+NAMES = (
+    "%00",
+    "%ff",
+    "%0d%0aX:y",
+    "..%2f..%2fx",
+    "%2e%2e",
+    "x" * 3000,
+    "%e2%80%ae",
+    "{}",
+    "%27--",
+    "none",
+    "%25s",
+)
 
 
 def paths() -> Iterator[Hostile]:
     """Names in paths that are known to none, or out of all bounds."""
     for name in NAMES:
-        for path in ("models", "files", "batches", "traces", "agent/requests", "agent/outputs", "topologies"):
+        for path in (
+            "models",
+            "files",
+            "batches",
+            "traces",
+            "agent/requests",
+            "agent/outputs",
+            "topologies",
+        ):
             yield Hostile("GET", f"/v1/{path}/{name}")
         yield Hostile("GET", f"/v1/files/{name}/content")
         yield Hostile("DELETE", f"/v1/files/{name}")
         yield Hostile("DELETE", f"/v1/topologies/{name}")
         yield Hostile("POST", f"/v1/batches/{name}/cancel", b"{}")
         yield Hostile("PUT", f"/v1/agent/outputs/{name}%20/{name}", b"x")
-    for query in ("limit=0", "limit=-1", "limit=x", "limit=1e9", "limit=" + "9" * 5000, "after=none", "order=x"):
+    for query in (
+        "limit=0",
+        "limit=-1",
+        "limit=x",
+        "limit=1e9",
+        "limit=" + "9" * 5000,
+        "after=none",
+        "order=x",
+    ):
         yield Hostile("GET", f"{FILES}?{query}")
-    yield from (Hostile("GET", path) for path in ("/v1", "/v1/", "/admin", "/v1/chat", "/.git/config", "/v1/models/"))
+    yield from (
+        Hostile("GET", path)
+        for path in ("/v1", "/v1/", "/admin", "/v1/chat", "/.git/config", "/v1/models/")
+    )
     yield from (Hostile(method, CHAT) for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"))
 
 
 def markers() -> Iterator[Hostile]:
     """Markers of lazy answers that are altered, or none of the client's."""
     known = "0123456789abcdef0123456789abcdef"
-    for wrong in (f"[[lazyanswer:{known}]]", "[[lazyanswer:]]", f"[[lazyanswer:{known}", f"lazyanswer {known}"):
+    for wrong in (
+        f"[[lazyanswer:{known}]]",
+        "[[lazyanswer:]]",
+        f"[[lazyanswer:{known}",
+        f"lazyanswer {known}",
+    ):
         said = [{"role": "user", "content": f"Judge {wrong}"}]
         for model in ("small", "duo"):
             yield post(CHAT, {"model": model, "messages": said})
@@ -291,14 +447,19 @@ def schemas() -> Iterator[Hostile]:
     """Forms of answers that are none."""
     forms = (
         *SCHEMAS,
-        *({"type": "json_schema", "json_schema": wrong} for wrong in ({}, [], {"schema": 1}, {"schema": DEEP})),
+        *(
+            {"type": "json_schema", "json_schema": wrong}
+            for wrong in ({}, [], {"schema": 1}, {"schema": DEEP})
+        ),
         *({"type": wrong} for wrong in (1, None, "yaml")),
     )
     for model in ("small", "duo"):
         for wrong in forms:
             yield post(CHAT, {"model": model, "messages": USER, "response_format": wrong})
         yield post(CHAT, {"model": model, "messages": USER, "json_schema": DEEP})
-        yield post(RESPONSES, {"model": model, "input": "Hi", "text": {"format": {"type": "json_schema"}}})
+        yield post(
+            RESPONSES, {"model": model, "input": "Hi", "text": {"format": {"type": "json_schema"}}}
+        )
 
 
 DEEP: Any = {}
@@ -370,7 +531,9 @@ HEADS: tuple[bytes, ...] = (
     b"\x16\x03\x01\x02\x00\x01\x00",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + b"x" * 20_000 + b": y\r\n\r\n",
-    b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + b"".join(b"x%d: y\r\n" % n for n in range(5000)) + b"\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+    + b"".join(b"x%d: y\r\n" % n for n in range(5000))
+    + b"\r\n",
     b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx\x00y: z\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx : z\r\n\r\n",
@@ -393,7 +556,12 @@ HEADS: tuple[bytes, ...] = (
             b"Content-Length: 2\r\nHost: y",
         )
     ),
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + b"x" * 8000 + b"\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Basic YTpi\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+    + b"x" * 8000
+    + b"\r\nContent-Length: 2\r\n\r\n{}",
+    (
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Basic YTpi\r\nContent-Length: "
+        b"2\r\n\r\n{}"
+    ),
 )
 """What no HTTP client sends; a 4xx, or the end of the connection."""

@@ -59,7 +59,10 @@ class ExpertEngine:
         return web.Response(body=archive.getvalue())
 
 
-NOT_FLUSHED = "Weights were updated, but the cache was not flushed because requests are still running or queued."
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still "
+    "running or queued."
+)
 
 
 class SwappingEngine:

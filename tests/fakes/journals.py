@@ -1,4 +1,6 @@
-"""Journals in this process, which a test can take away, lose, or copy as they stood when a router died."""
+"""Journals in this process, which a test can take away, lose, or copy as they stood when a router
+died.
+"""
 
 from collections.abc import Sequence
 
@@ -28,7 +30,9 @@ class MemoryJournals:
         self.owner = self.claimed_by = owner
         return list(self.records)
 
-    async def append(self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]) -> bool:
+    async def append(
+        self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]
+    ) -> bool:
         self._reach()
         self.appends += 1
         if self.lost or self.claimed_by != owner or len(self.records) < position:

@@ -1,4 +1,6 @@
-"""A whole online path without models: scripted engines, word tokenizers, the memory cache and a hash embedder."""
+"""A whole online path without models: scripted engines, word tokenizers, the memory cache and a
+hash embedder.
+"""
 
 import asyncio
 import re
@@ -48,11 +50,22 @@ class WordTokenizer:
         return "".join(words[number] for number in ids)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """`<role>content` for each message, the options before and the tools' names, then `<assistant>`."""
-        nulls = [" ".join(["", *(name for name, given in tool.items() if given is None)]) for tool in tools]
-        offered = "".join(f"<tool {tool['function']['name']}{more}>" for tool, more in zip(tools, nulls, strict=True))
+        """`<role>content` for each message, the options before and the tools' names, then
+        `<assistant>`.
+        """
+        nulls = [
+            " ".join(["", *(name for name, given in tool.items() if given is None)])
+            for tool in tools
+        ]
+        offered = "".join(
+            f"<tool {tool['function']['name']}{more}>"
+            for tool, more in zip(tools, nulls, strict=True)
+        )
         given = "".join(f"<{name}={value}>" for name, value in options.items())
         said = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return f"{given}{offered}{said}<assistant>"
@@ -105,7 +118,8 @@ class FixedPredictor:
     async def forecast(self, prospects: Sequence[Prospect]) -> Forecasts:
         self.asked += prospects
         reported = [
-            Forecast(self.scores if one.scored else {}, self.own_tokens, self.total_tokens) for one in prospects
+            Forecast(self.scores if one.scored else {}, self.own_tokens, self.total_tokens)
+            for one in prospects
         ]
         return Forecasts(reported, self.trouble)
 
@@ -127,7 +141,9 @@ def by_agent(scripts: Mapping[str, Script | str]) -> Callable[[Generation], Scri
 
 
 class ScriptedMoa:
-    """Models `small`, `medium`, `large` on one scripted engine each; `other` has a tokenizer of its own."""
+    """Models `small`, `medium`, `large` on one scripted engine each; `other` has a tokenizer of its
+    own.
+    """
 
     def __init__(
         self,
@@ -147,7 +163,11 @@ class ScriptedMoa:
         )
         self.engines = {
             alias: ScriptedEngine(
-                tokenizer, by_agent(scripts or {}), pace=pace, kept_requests=kept_requests, cached_tokens=cached_tokens
+                tokenizer,
+                by_agent(scripts or {}),
+                pace=pace,
+                kept_requests=kept_requests,
+                cached_tokens=cached_tokens,
             )
             for alias, tokenizer in self.tokenizers.items()
         }
@@ -166,7 +186,9 @@ class ScriptedMoa:
         self.cache = MemoryAgentPromptCache(clock=monotonic)
         self.embedder = HashEmbedder()
         chooser = ModelChooser(self.models, predictor=predictor, clock=monotonic)
-        self.executor = Executor(self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser)
+        self.executor = Executor(
+            self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser
+        )
         self.programs = Programs(self.models, self.cache, clock=monotonic)
 
     @property
@@ -177,11 +199,16 @@ class ScriptedMoa:
     @property
     def aborted(self) -> set[str]:
         """Agents whose request was abandoned on an engine."""
-        return {rid.rpartition(".")[2] for engine in self.engines.values() for rid in engine.aborted}
+        return {
+            rid.rpartition(".")[2] for engine in self.engines.values() for rid in engine.aborted
+        }
 
     def prompts(self, alias: str) -> list[str]:
         """All complete prompts that the model was asked with."""
-        return [self.tokenizers[alias].decode(request.input_ids) for request in self.engines[alias].generated]
+        return [
+            self.tokenizers[alias].decode(request.input_ids)
+            for request in self.engines[alias].generated
+        ]
 
     def prompt_of(self, agent: str) -> str:
         """The complete prompt that `agent` was asked with."""

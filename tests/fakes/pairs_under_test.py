@@ -39,7 +39,9 @@ SGLANG_VARIABLES = (
 
 @dataclass(frozen=True)
 class PairUnderTest:
-    """A running pair. `model` is its folder, None where there is no model behind it and so no text to speak of."""
+    """A running pair. `model` is its folder, None where there is no model behind it and so no text
+    to speak of.
+    """
 
     address: PairAddress
     model: Path | None
@@ -49,14 +51,18 @@ class PairUnderTest:
     def needs_model(self) -> Path:
         """The model's folder; skips the test where there is none."""
         if self.model is None:
-            pytest.skip("a scripted pair has no model: it neither reads text nor finds stop strings")
+            pytest.skip(
+                "a scripted pair has no model: it neither reads text nor finds stop strings"
+            )
         return self.model
 
 
 @asynccontextmanager
 async def scripted(*, incremental: bool) -> AsyncIterator[PairUnderTest]:
     """A scripted pair that takes 2 ms a token, so that a stream can be aborted."""
-    settings = ScriptedSettings(incremental=incremental, token_s=0.002, context_length=CONTEXT_LENGTH)
+    settings = ScriptedSettings(
+        incremental=incremental, token_s=0.002, context_length=CONTEXT_LENGTH
+    )
     async with ScriptedPair(settings) as pair:
         address = PairAddress(pair.prefill.url, pair.decode.url, "127.0.0.1", 8998)
         yield PairUnderTest(address, None, CONTEXT_LENGTH, settings.vocabulary)
@@ -65,7 +71,9 @@ async def scripted(*, incremental: bool) -> AsyncIterator[PairUnderTest]:
 def embedded(engines: SharedEngines, *, incremental: bool) -> PairUnderTest:
     """An embedded pair with a tiny model of random weights, which other tests ask, too."""
     model = engines.model(context_length=CONTEXT_LENGTH)
-    settings = EmbeddedSettings(str(model), dtype="float64", incremental_streaming_output=incremental)
+    settings = EmbeddedSettings(
+        str(model), dtype="float64", incremental_streaming_output=incremental
+    )
     return of_model(engines.pair(settings).address, model)
 
 
@@ -87,7 +95,9 @@ NAMES = ("algebra", "biology", "chemistry", "drama")
 def random_adapters(pair: PairUnderTest, folder: Path) -> Mapping[str, Path]:
     """Four adapters of the pair's model, each of which answers otherwise."""
     model = pair.needs_model()
-    return {name: make_adapter(folder / name, model, seed=place) for place, name in enumerate(NAMES)}
+    return {
+        name: make_adapter(folder / name, model, seed=place) for place, name in enumerate(NAMES)
+    }
 
 
 def pool_of(pair: PairUnderTest, folders: Mapping[str, Path], room: int = 2) -> SglangPair:
@@ -95,17 +105,23 @@ def pool_of(pair: PairUnderTest, folders: Mapping[str, Path], room: int = 2) -> 
     return SglangPair(pair.address, adapters=AdapterSettings(folders, max_loaded_adapters=room))
 
 
-async def output(pool: SglangPair, adapter: str | None, prompt: Sequence[int], tokens: int = 12) -> tuple[int, ...]:
+async def output(
+    pool: SglangPair, adapter: str | None, prompt: Sequence[int], tokens: int = 12
+) -> tuple[int, ...]:
     """What the adapter writes after the prompt, greedily."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    events, _ = await collect(pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter))
+    events, _ = await collect(
+        pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter)
+    )
     return tuple(token for event in events if isinstance(event, Tokens) for token in event.ids)
 
 
 async def a_mixed_load_answers_as_each_adapter_alone(
     pool: SglangPair, prompts: Sequence[Sequence[int]], requests: int = 60
 ) -> None:
-    """Adapters and none, all in use at once in a stream, answer as when they are asked one at a time."""
+    """Adapters and none, all in use at once in a stream, answer as when they are asked one at a
+    time.
+    """
     alone = {}
     for adapter in (None, *NAMES):
         for place, prompt in enumerate(prompts):
@@ -113,19 +129,29 @@ async def a_mixed_load_answers_as_each_adapter_alone(
     assert len({alone[adapter, 0] for adapter in (None, *NAMES)}) == 1 + len(NAMES)
     draw = random.Random(0)
     asked = [(draw.choice((None, *NAMES)), draw.randrange(len(prompts))) for _ in range(requests)]
-    found = await asyncio.gather(*(output(pool, adapter, prompts[place]) for adapter, place in asked))
+    found = await asyncio.gather(
+        *(output(pool, adapter, prompts[place]) for adapter, place in asked)
+    )
     assert found == [alone[one] for one in asked]
-    assert all(len(leases.loaded) <= 2 and not leases.waiting for leases in pool.adapters.leases.values())
+    assert all(
+        len(leases.loaded) <= 2 and not leases.waiting for leases in pool.adapters.leases.values()
+    )
 
 
-async def an_adapters_updates_warm_its_real_request_alone(pool: SglangPair, prompt: Sequence[int]) -> None:
-    """Incremental prefill with an adapter: what its updates prefilled is cached for it, and for no other."""
+async def an_adapters_updates_warm_its_real_request_alone(
+    pool: SglangPair, prompt: Sequence[int]
+) -> None:
+    """Incremental prefill with an adapter: what its updates prefilled is cached for it, and for no
+    other.
+    """
     for end in (len(prompt) // 2, len(prompt) - 1):
         await pool.prefill(Generation(random_rid(), list(prompt[:end]), adapter=NAMES[0]))
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
     cached = {}
     for adapter in NAMES[:2]:
-        _, finish = await collect(pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter))
+        _, finish = await collect(
+            pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter)
+        )
         cached[adapter] = finish.cached_tokens
     assert cached[NAMES[0]] >= len(prompt) - 2
     assert cached[NAMES[1]] <= 1
@@ -141,7 +167,9 @@ class BreakablePair:
     @property
     def address(self) -> PairAddress:
         servers = self._servers
-        return PairAddress(servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port)
+        return PairAddress(
+            servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port
+        )
 
     def url(self, role: str) -> str:
         """Where the server of that role is, now and after every restart."""
@@ -152,7 +180,9 @@ class BreakablePair:
         self._server(role).kill()
 
     async def start(self, role: str, *options: str) -> None:
-        """Start what was killed or stopped, and return when it serves. `options` are added for this run only."""
+        """Start what was killed or stopped, and return when it serves. `options` are added for this
+        run only.
+        """
         if options:
             self._with_options.add(role)
         self._server(role).start(*options)  # not in the thread below, with which it would end
@@ -187,10 +217,18 @@ class BreakablePair:
 
 @contextmanager
 def embedded_servers(model: Path, folder: Path, *options: str) -> Iterator[CpuPair]:
-    """An embedded pair that serves, of two processes that are started like SGLang's; `folder` takes their logs."""
+    """An embedded pair that serves, of two processes that are started like SGLang's; `folder` takes
+    their logs.
+    """
     prefill, decode, bootstrap = free_ports(3)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    shared = ("--model-path", str(model), "--disaggregation-bootstrap-port", str(bootstrap), *options)
+    shared = (
+        "--model-path",
+        str(model),
+        "--disaggregation-bootstrap-port",
+        str(bootstrap),
+        *options,
+    )
 
     def server(role: str, port: int) -> EngineServer:
         command = (
@@ -214,14 +252,19 @@ def embedded_servers(model: Path, folder: Path, *options: str) -> Iterator[CpuPa
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What requests take on some servers: how many they are, in whatever queue, and the KV tokens that are theirs."""
+    """What requests take on some servers: how many they are, in whatever queue, and the KV tokens
+    that are theirs.
+    """
 
     requests: int
     tokens: int
 
 
-async def idle(session: aiohttp.ClientSession, *urls: str, limit_s: float, but_kv: bool = False) -> float:
-    """When (monotonic seconds) these servers were first seen without requests; TimeoutError if they never are.
+async def idle(
+    session: aiohttp.ClientSession, *urls: str, limit_s: float, but_kv: bool = False
+) -> float:
+    """When (monotonic seconds) these servers were first seen without requests; TimeoutError if they
+    never are.
 
     With `but_kv` they may still hold KV of requests that have ended.
     """
@@ -251,7 +294,9 @@ async def slots(session: aiohttp.ClientSession, *urls: str) -> Slots:
 
 
 async def _slots_of(session: aiohttp.ClientSession, url: str) -> Slots:
-    """Waiting requests are also those in decode's queues before and during the transfer, and before the bootstrap."""
+    """Waiting requests are also those in decode's queues before and during the transfer, and before
+    the bootstrap.
+    """
     async with session.get(f"{url}/v1/loads") as answer:
         ranks = (await answer.json())["loads"]
     handed_over = sum(rank["disaggregation"]["prefill_inflight_queue_reqs"] for rank in ranks)

@@ -12,4 +12,6 @@ from shell_router.experts.placement.records import placement_of_slots
 
 def placement_in(file: Path, record: ExpertRecord, gpus: int) -> Placement:
     """The placement in such a file, of the layers that are in `record`."""
-    return placement_of_slots(np.array(json.loads(file.read_bytes())[MAP])[list(record.layers)], gpus)
+    return placement_of_slots(
+        np.array(json.loads(file.read_bytes())[MAP])[list(record.layers)], gpus
+    )

@@ -43,11 +43,13 @@ async def soon(_worker: int, _model: str) -> None:
 
 @dataclass
 class ScriptedWorkers:
-    """`batch.Workers` that answer what `says` gives for a model and the text it is asked, a chat's last message.
+    """`batch.Workers` that answer what `says` gives for a model and the text it is asked, a chat's
+    last message.
 
-    `unloadable` tells on which worker a model does not load, `kills` which text the engine dies of: it answers nothing
-    from then on. `pace` is the engines', `load` is awaited while a model loads; under a virtual clock an answer takes
-    `seconds` by worker, model and text. A worker that is given a second model fails the test.
+    `unloadable` tells on which worker a model does not load, `kills` which text the engine dies of:
+    it answers nothing from then on. `pace` is the engines', `load` is awaited while a model loads;
+    under a virtual clock an answer takes `seconds` by worker, model and text. A worker that is
+    given a second model fails the test.
     """
 
     says: Callable[[str, str], Script] = echo
@@ -69,7 +71,9 @@ class ScriptedWorkers:
     @asynccontextmanager
     async def session(self, worker: int, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
         """See `batch.Workers`."""
-        assert worker not in self.open, f"worker {worker} holds {self.open[worker]} and is given {model}"
+        assert worker not in self.open, (
+            f"worker {worker} holds {self.open[worker]} and is given {model}"
+        )
         self.open[worker] = model
         self.loads.append((worker, model))
         try:
@@ -77,7 +81,12 @@ class ScriptedWorkers:
             if self.unloadable(worker, model):
                 raise EngineUnreachable(f"{model} did not load on worker {worker}")
             tokenizer = WordTokenizer()
-            served = ServedModel(model, _Mortal(self, worker, model, tokenizer).engine, tokenizer, self.context_length)
+            served = ServedModel(
+                model,
+                _Mortal(self, worker, model, tokenizer).engine,
+                tokenizer,
+                self.context_length,
+            )
             yield served, self.kind(worker, model)
             await asyncio.sleep(0)  # unloading takes its time, too
         finally:
@@ -87,7 +96,9 @@ class ScriptedWorkers:
 class _Mortal:
     """One session's engine."""
 
-    def __init__(self, workers: ScriptedWorkers, worker: int, model: str, tokenizer: WordTokenizer) -> None:
+    def __init__(
+        self, workers: ScriptedWorkers, worker: int, model: str, tokenizer: WordTokenizer
+    ) -> None:
         self._workers = workers
         self._worker = worker
         self._seconds: dict[str, float] = {}
@@ -97,12 +108,18 @@ class _Mortal:
         self.engine = ScriptedEngine(tokenizer, self._answer, pace=self._pace)
 
     def _answer(self, request: Generation) -> Script:
-        text = self._tokenizer.decode(request.input_ids).rpartition("<user>")[2].removesuffix("<assistant>")
+        text = (
+            self._tokenizer.decode(request.input_ids)
+            .rpartition("<user>")[2]
+            .removesuffix("<assistant>")
+        )
         self._workers.asked.append((self._model, text))
         self._seconds[request.rid] = self._workers.seconds(self._worker, self._model, text)
         self._workers.most_running = max(self._workers.most_running, len(self.engine.running))
         self._dead = self._dead or self._workers.kills(self._model, text)
-        return Script("", error=self._death()) if self._dead else self._workers.says(self._model, text)
+        return (
+            Script("", error=self._death()) if self._dead else self._workers.says(self._model, text)
+        )
 
     async def _pace(self, rid: str, piece: int) -> None:
         await asyncio.sleep(self._seconds.pop(rid, 0.0))

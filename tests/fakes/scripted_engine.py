@@ -1,4 +1,5 @@
-"""An in-process engine that answers by script, and paces by which a test decides when it goes on."""
+"""An in-process engine that answers by script, and paces by which a test decides when it goes
+on."""
 
 import asyncio
 import re
@@ -6,7 +7,15 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from shell_router.core.engine import Finish, FinishReason, Generation, Placement, Prefilled, Tokenizer, Tokens
+from shell_router.core.engine import (
+    Finish,
+    FinishReason,
+    Generation,
+    Placement,
+    Prefilled,
+    Tokenizer,
+    Tokens,
+)
 from shell_router.errors import EngineError
 from shell_router.standins.prefix_cache import PrefixCache
 
@@ -15,10 +24,11 @@ PLACED = Placement("engine-0", "scripted", "only_engine")
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One answer: its text in pieces of `piece_words`, one log-probability for every token, and how it ends.
+    """One answer: its text in pieces of `piece_words`, one log-probability for every token, and how
+    it ends.
 
-    `drafted_tokens` and `accepted_tokens` are what its end reports. With `error` the answer breaks off with it after
-    `error_after` pieces.
+    `drafted_tokens` and `accepted_tokens` are what its end reports. With `error` the answer breaks
+    off with it after `error_after` pieces.
     """
 
     text: str
@@ -37,10 +47,12 @@ async def at_once(_rid: str, _piece: int) -> None:
 
 
 class ScriptedEngine:
-    """Answers by `answer(request)`, waiting for `pace(rid, piece)` before each piece and each prefill (piece -1).
+    """Answers by `answer(request)`, waiting for `pace(rid, piece)` before each piece and each
+    prefill (piece -1).
 
-    It is honest about cached tokens: the prompts it has seen are kept in a prefix cache, and as on a real engine the
-    last token of a prompt is always computed. `running` and `aborted` tell what an abandoned request left behind.
+    It is honest about cached tokens: the prompts it has seen are kept in a prefix cache, and as on
+    a real engine the last token of a prompt is always computed. `running` and `aborted` tell what
+    an abandoned request left behind.
     """
 
     def __init__(
@@ -79,7 +91,10 @@ class ScriptedEngine:
             ended = True
             if script.error:
                 raise script.error
-            drafts = {"drafted_tokens": script.drafted_tokens, "accepted_tokens": script.accepted_tokens}
+            drafts = {
+                "drafted_tokens": script.drafted_tokens,
+                "accepted_tokens": script.accepted_tokens,
+            }
             yield Finish(script.reason, len(request.input_ids), decoded, cached, **drafts)
         finally:
             self._leave(request.rid, ended)

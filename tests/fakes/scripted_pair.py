@@ -60,7 +60,9 @@ async def served(
     retries: RetrySettings = ONCE,
     rid: Callable[[], str] = random_rid,
 ) -> AsyncIterator[Served]:
-    """A running scripted pair and its client, which makes each request once unless `retries` say otherwise."""
+    """A running scripted pair and its client, which makes each request once unless `retries` say
+    otherwise.
+    """
     async with ScriptedPair(settings) as servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
         pair = SglangPair(address, limits=limits, retries=retries, breaker=NEVER_OPEN, rid=rid)
@@ -70,7 +72,8 @@ async def served(
 
 @asynccontextmanager
 async def apart(prefill: ScriptedSettings, decode: ScriptedSettings) -> AsyncIterator[Served]:
-    """Servers that share no rooms: decode does not wait for its prefill, and knows nothing of it."""
+    """Servers that share no rooms: decode does not wait for its prefill, and knows nothing of
+    it."""
     servers = ScriptedPair()
     servers.prefill = ScriptedServer(replace(prefill, role="prefill"))
     servers.decode = ScriptedServer(decode)
@@ -81,7 +84,9 @@ async def apart(prefill: ScriptedSettings, decode: ScriptedSettings) -> AsyncIte
         await pair.aclose()
 
 
-def generation(rid: str = "r", prompt_tokens: int = 40, new_tokens: int = 8, logprobs: bool = False) -> Generation:
+def generation(
+    rid: str = "r", prompt_tokens: int = 40, new_tokens: int = 8, logprobs: bool = False
+) -> Generation:
     """A request with a prompt of its own length."""
     ids = list(range(1, prompt_tokens + 1))
     return Generation(rid, ids, {"max_new_tokens": new_tokens, "temperature": 0}, logprobs)
@@ -108,7 +113,8 @@ BREAKER = BreakerSettings(failures=3, open_s=5.0)
 
 @dataclass
 class ScriptedPool:
-    """The client under test, its servers, and its clock, which stands still unless a test moves it."""
+    """The client under test, its servers, and its clock, which stands still unless a test moves
+    it."""
 
     prefills: Sequence[ScriptedServer]
     decodes: Sequence[ScriptedServer]
@@ -144,7 +150,9 @@ async def scripted_pool(
     async with AsyncExitStack() as stack:
 
         async def started(role: str, count: int) -> list[ScriptedServer]:
-            servers = [ScriptedServer(replace(settings, role=role), rooms=rooms) for _ in range(count)]
+            servers = [
+                ScriptedServer(replace(settings, role=role), rooms=rooms) for _ in range(count)
+            ]
             for server in servers:
                 await stack.enter_async_context(server)
             return servers
@@ -153,7 +161,12 @@ async def scripted_pool(
         urls = [(prefill.url, decode.url) for prefill in at.prefills for decode in at.decodes]
         addresses = [PairAddress(prefill, decode, "127.0.0.1", 8998) for prefill, decode in urls]
         at.pool = SglangPair(
-            *addresses, limits=LIMITS, retries=retries, breaker=breaker, clock=lambda: at.now_s, adapters=adapters
+            *addresses,
+            limits=LIMITS,
+            retries=retries,
+            breaker=breaker,
+            clock=lambda: at.now_s,
+            adapters=adapters,
         )
         yield at
         await at.pool.aclose()

@@ -1,4 +1,6 @@
-"""Embedded pairs that the tests of a session share: torch is imported once, a pair starts when first asked for."""
+"""Embedded pairs that the tests of a session share: torch is imported once, a pair starts when
+first asked for.
+"""
 
 import asyncio
 import threading
@@ -17,9 +19,11 @@ START_LIMIT_S = 180.0
 
 
 class SharedEngines:
-    """Pairs by their settings, and model folders by their shape. Tests leave both as they found them.
+    """Pairs by their settings, and model folders by their shape. Tests leave both as they found
+    them.
 
-    The pairs are supervised on an event loop of their own thread, so that tests on any loop can ask them.
+    The pairs are supervised on an event loop of their own thread, so that tests on any loop can ask
+    them.
     """
 
     def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
@@ -33,7 +37,9 @@ class SharedEngines:
         """A folder that `make_checkpoint` wrote with these arguments."""
         key = tuple(sorted(shape.items()))
         if key not in self._models:
-            self._models[key] = make_checkpoint(self._folder / f"model-{len(self._models)}", **shape)
+            self._models[key] = make_checkpoint(
+                self._folder / f"model-{len(self._models)}", **shape
+            )
         return self._models[key]
 
     def pair(self, settings: EmbeddedSettings) -> EmbeddedPair:
@@ -82,7 +88,9 @@ class _FromAnotherLoop(Spawner):
         return self._shared.pid
 
     async def launch(self) -> None:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._shared.launch(), self._home))
+        await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._shared.launch(), self._home)
+        )
 
     def start_server(self, name: str, settings: ServerSettings) -> EmbeddedServer:
         server = EmbeddedServer(name, next(self._numbers), settings, self)

@@ -7,7 +7,9 @@ TEMPLATE = Path(__file__).with_name("qwen3.jinja").read_text(encoding="utf-8")
 
 
 def with_template(folder: Path, opening: str = "") -> Path:
-    """Give the model in `folder` the template, which has the assistant begin with `opening`; return it."""
+    """Give the model in `folder` the template, which has the assistant begin with `opening`; return
+    it.
+    """
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     settings["chat_template"] = TEMPLATE + opening

@@ -59,7 +59,10 @@ class SteppedTimers:
     def step(self, seconds: float) -> None:
         """Step the clock, and make the calls that are due then, in their order."""
         self.now_s += seconds
-        due = sorted((timer for timer in self._waiting if timer.due_s <= self.now_s), key=lambda timer: timer.due_s)
+        due = sorted(
+            (timer for timer in self._waiting if timer.due_s <= self.now_s),
+            key=lambda timer: timer.due_s,
+        )
         self._waiting = [timer for timer in self._waiting if timer not in due]
         for timer in due:
             if not timer.cancelled:

@@ -32,9 +32,14 @@ def merge(model: Path, folder: Path) -> Any:
     network = plain(model)
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
-    weights = {name: tensor.double() for name, tensor in load_torch_file(folder / "adapter_model.safetensors").items()}
+    weights = {
+        name: tensor.double()
+        for name, tensor in load_torch_file(folder / "adapter_model.safetensors").items()
+    }
     for name, down in weights.items():
         if name.endswith(".lora_A.weight"):
-            linear = network.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            linear = network.get_submodule(
+                name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            )
             linear.weight.data += scaling * weights[name.replace("lora_A", "lora_B")] @ down
     return network

@@ -4,13 +4,26 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 CORPUS = [
     "The quick brown fox can't jump; we're sure they'll see 12345 dogs, 3.14 cats and 1000 birds.",
     "def main():\n    print('hello')\n\n\n    return [1, 22, 333]\r\n\t# done   \n",
     "Ça va? naïve café, Straße, Привет мир, 東京は日本の首都です。 한국어 텍스트 😀👍 e\u0301",
-    "user assistant system think end start <tag> </tag> | || <| |> 007 99 bottles of beer on the wall",
+    (
+        "user assistant system think end start <tag> </tag> | || <| |> 007 99 bottles of beer on "
+        "the "
+        "wall"
+    ),
 ] * 4
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -24,7 +37,9 @@ O200K = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-DIGITS_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS_FROM_THE_RIGHT = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"]
 
 
@@ -84,7 +99,9 @@ def _unigram() -> Tokenizer:
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -94,7 +111,9 @@ def _wordpiece() -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=500, special_tokens=["[UNK]"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=500, special_tokens=["[UNK]"], show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -126,7 +145,9 @@ KINDS = {
 def trained(kind: str) -> Tokenizer:
     """A tokenizer of that kind with the usual special tokens of chats."""
     tokenizer = KINDS[kind]()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     return tokenizer
 
 

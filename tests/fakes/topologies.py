@@ -14,7 +14,9 @@ def parse_steps(
     topologies: Mapping[str, Topology] | None = None,
     models: Collection[str] | None = None,
 ) -> Conditional:
-    """The topology with steps that `text` describes, which may name some of `topologies`. Raises TopologyError."""
+    """The topology with steps that `text` describes, which may name some of `topologies`. Raises
+    TopologyError.
+    """
     document = formed(read_document(text, source=source))
     graph = link(document, models, graphs=topologies or {})
     assert isinstance(graph, Conditional)

@@ -19,7 +19,9 @@ class Turns:
 
 @contextmanager
 def counted(turns: Turns) -> Iterator[None]:
-    """Have `turns` count in this thread while the context is open; the work of other threads holds up no loop."""
+    """Have `turns` count in this thread while the context is open; the work of other threads holds
+    up no loop.
+    """
     sys.settrace(turns)
     try:
         yield

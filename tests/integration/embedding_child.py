@@ -14,7 +14,8 @@ from shell_router.launching.side_work import Work, serve, write_done
 
 
 class ObedientModel:
-    """`die` ends the process, `fail` raises, `hang` never returns; others give one row per character.
+    """`die` ends the process, `fail` raises, `hang` never returns; others give one row per
+    character.
 
     The rows hold the number of texts that were embedded together.
     """
@@ -38,7 +39,9 @@ def load() -> Work:
     if "--slow" in sys.argv:
         threading.Event().wait()
     model = ObedientModel()
-    return lambda bodies: [packed_states(states) for states in model.embed([body.decode() for body in bodies])]
+    return lambda bodies: [
+        packed_states(states) for states in model.embed([body.decode() for body in bodies])
+    ]
 
 
 def answer_what_was_given_up() -> None:

@@ -1,4 +1,6 @@
-"""A deployment with adapters, as its users see it: by name in topologies, requests, the list of models and metrics."""
+"""A deployment with adapters, as its users see it: by name in topologies, requests, the list of
+models and metrics.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +16,14 @@ from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from shell_router.app import running_server
 from shell_router.app.model_files import adapters_of, model_names
 from shell_router.app.topologies import load_topologies
-from shell_router.config import AdaptersSection, Config, EmbedderSettings, Listen, ModelSettings, PairSettings
+from shell_router.config import (
+    AdaptersSection,
+    Config,
+    EmbedderSettings,
+    Listen,
+    ModelSettings,
+    PairSettings,
+)
 from shell_router.errors import ConfigError
 from tests.fakes.components import write_adapters
 
@@ -38,7 +47,12 @@ class Deployment:
     client: aiohttp.ClientSession
 
     async def chat(self, model: str, **more: Any) -> tuple[int, dict[str, Any]]:
-        body = {"model": model, "messages": [{"role": "user", "content": "2 + 2"}], "max_tokens": 8, **more}
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "2 + 2"}],
+            "max_tokens": 8,
+            **more,
+        }
         async with self.client.post(f"{self.url}/v1/chat/completions", json=body) as answer:
             return answer.status, await answer.json()
 
@@ -48,8 +62,14 @@ class Deployment:
 
 
 def settings(folder: Path, servers: ScriptedPair | None = None, room: int = 2) -> Config:
-    urls = (servers.prefill.url, servers.decode.url) if servers else ("http://127.0.0.1:1", "http://127.0.0.1:2")
-    model = ModelSettings(MODEL, pairs=(PairSettings(*urls),), adapters=AdaptersSection(folder / "adapters", room))
+    urls = (
+        (servers.prefill.url, servers.decode.url)
+        if servers
+        else ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    )
+    model = ModelSettings(
+        MODEL, pairs=(PairSettings(*urls),), adapters=AdaptersSection(folder / "adapters", room)
+    )
     return Config({"large": model}, embedder=EmbedderSettings("none"), listen=Listen(port=0))
 
 
@@ -69,7 +89,13 @@ async def deployed(
 async def test_an_adapter_is_a_model_in_requests_and_topologies(tmp_path: Path) -> None:
     async with deployed(tmp_path) as at:
         answers = {}
-        for model in ("large", "large:algebra", "large:biology", "large:chemistry", "large:algebra"):
+        for model in (
+            "large",
+            "large:algebra",
+            "large:biology",
+            "large:chemistry",
+            "large:algebra",
+        ):
             status, body = await at.chat(model)
             assert status == 200
             text = body["choices"][0]["message"]["content"]
@@ -85,10 +111,14 @@ async def test_an_adapter_is_a_model_in_requests_and_topologies(tmp_path: Path) 
         assert at.servers.decode.adapters.most == 2
 
 
-async def test_adapters_are_listed_with_their_parent_and_auto_stands_for_base_models_alone(tmp_path: Path) -> None:
+async def test_adapters_are_listed_with_their_parent_and_auto_stands_for_base_models_alone(
+    tmp_path: Path,
+) -> None:
     async with deployed(tmp_path) as at:
         listed = {one["id"]: one for one in (await at.get("/v1/models"))["data"]}
-        assert {name: one.get("parent") for name, one in listed.items() if one["kind"] == "model"} == {
+        assert {
+            name: one.get("parent") for name, one in listed.items() if one["kind"] == "model"
+        } == {
             "large": None,
             "large:algebra": "large",
             "large:biology": "large",
@@ -108,7 +138,9 @@ async def test_an_adapter_that_does_not_exist_is_an_unknown_model(tmp_path: Path
         assert "large:algebra" in body["error"]["message"]
 
 
-async def test_a_corrupt_adapter_fails_the_requests_that_name_it_and_no_others(tmp_path: Path) -> None:
+async def test_a_corrupt_adapter_fails_the_requests_that_name_it_and_no_others(
+    tmp_path: Path,
+) -> None:
     async with deployed(tmp_path) as at:
         (tmp_path / "adapters" / "chemistry" / "adapter_config.json").write_text("{")
         corrupt, fine = await asyncio.gather(at.chat("large:chemistry"), at.chat("large:algebra"))
@@ -116,7 +148,9 @@ async def test_a_corrupt_adapter_fails_the_requests_that_name_it_and_no_others(t
         assert "chemistry" in corrupt[1]["error"]["message"]
 
 
-async def test_loads_waits_and_failures_are_counted_by_server_and_waits_are_in_the_trace(tmp_path: Path) -> None:
+async def test_loads_waits_and_failures_are_counted_by_server_and_waits_are_in_the_trace(
+    tmp_path: Path,
+) -> None:
     async with deployed(tmp_path) as at:
         for adapter in ("algebra", "biology", "chemistry"):
             await at.chat(f"large:{adapter}")
@@ -146,7 +180,9 @@ async def test_native_requests_name_an_adapter_by_its_model(tmp_path: Path) -> N
         assert answers[0][1] == answers[1][1] != answers[2][1]
 
 
-def test_a_topology_that_names_an_adapter_which_is_not_there_is_refused_by_line(tmp_path: Path) -> None:
+def test_a_topology_that_names_an_adapter_which_is_not_there_is_refused_by_line(
+    tmp_path: Path,
+) -> None:
     write_adapters(tmp_path / "adapters", ["algebra"])
     file = tmp_path / "exam.yaml"
     file.write_text(TREE, encoding="utf-8")
@@ -159,7 +195,9 @@ def test_folders_that_hold_no_adapters_are_refused_by_setting(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"models\.large\.adapters\.folder: there is no folder"):
         adapters_of("large", model)
     (tmp_path / "adapters" / "empty").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"holds an adapter_config\.json\. Save each adapter there"):
+    with pytest.raises(
+        ConfigError, match=r"holds an adapter_config\.json\. Save each adapter there"
+    ):
         adapters_of("large", model)
     write_adapters(tmp_path / "adapters", ["no colon: please"])
     with pytest.raises(ConfigError, match="is named 'no colon: please'"):

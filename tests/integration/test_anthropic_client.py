@@ -16,7 +16,10 @@ pytestmark = pytest.mark.slow
 anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
 
 ROOT_SAYS = "root thinks and root speaks and then root is done"
-WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+WEATHER = {
+    "name": "weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 RAIN = {"role": "user", "content": "Rain?"}
 
 
@@ -31,7 +34,9 @@ def client(url: str) -> Any:
 
 async def test_text_of_a_topology_whole_and_streamed_with_a_key() -> None:
     async with api(settings=ApiSettings(keys={"me": "sk-1"})) as served, client(served.url) as ai:
-        answer = await ai.messages.create(model="duo", max_tokens=64, system="Be brief.", messages=[RAIN])
+        answer = await ai.messages.create(
+            model="duo", max_tokens=64, system="Be brief.", messages=[RAIN]
+        )
         assert (answer.content[0].text, answer.stop_reason) == (ROOT_SAYS, "end_turn")
         async with ai.messages.stream(model="duo", max_tokens=64, messages=[RAIN]) as stream:
             text = "".join([piece async for piece in stream.text_stream])
@@ -40,7 +45,9 @@ async def test_text_of_a_topology_whole_and_streamed_with_a_key() -> None:
         assert final.usage.output_tokens == answer.usage.output_tokens == 30
         assert final.usage.input_tokens > 0 and answer.usage.cache_read_input_tokens > 0
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
-            await ai.messages.create(model="duo", max_tokens=64, messages=[RAIN], extra_body={"temperature": 3})
+            await ai.messages.create(
+                model="duo", max_tokens=64, messages=[RAIN], extra_body={"temperature": 3}
+            )
         with pytest.raises(anthropic.NotFoundError, match="No topology or model"):
             await ai.messages.create(model="none", max_tokens=64, messages=[RAIN])
 
@@ -74,7 +81,13 @@ async def test_a_tool_is_called_and_its_result_answered(streamed: bool) -> None:
             {"city": "Paris"},
         )
         dry = {"type": "tool_result", "tool_use_id": used.id, "content": "dry"}
-        last = await answer([RAIN, {"role": "assistant", "content": first.content}, {"role": "user", "content": [dry]}])
+        last = await answer(
+            [
+                RAIN,
+                {"role": "assistant", "content": first.content},
+                {"role": "user", "content": [dry]},
+            ]
+        )
         assert last.content[-1].text == "Dry."
         if not streamed:  # the scripted servers stream no thinking
             assert last.content[0].thinking == "Hm."
@@ -105,4 +118,6 @@ async def test_a_parsed_answer_has_its_schema() -> None:
             },
         )
         assert answer.parsed_output == Answer(wet=True)
-        assert at.decode.sent[0][1]["response_format"]["json_schema"]["schema"]["properties"].keys() == {"wet"}
+        assert at.decode.sent[0][1]["response_format"]["json_schema"]["schema"][
+            "properties"
+        ].keys() == {"wet"}

@@ -14,7 +14,12 @@ from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script
 
 ONE = {"program": "p", "agent": "one", "model": "small", "prompt": "Say one."}
-TWO = {"program": "p", "agent": "two", "model": "large", "prompt": ["It said: ", {"output_of": "one"}, " Judge."]}
+TWO = {
+    "program": "p",
+    "agent": "two",
+    "model": "large",
+    "prompt": ["It said: ", {"output_of": "one"}, " Judge."],
+}
 PATH = "/v1/agent/requests"
 
 
@@ -27,7 +32,9 @@ async def test_an_agent_reads_anothers_output_in_either_order() -> None:
         (request,) = served.moa.engines["large"].generated
         prompt = served.moa.tokenizers["large"].decode(request.input_ids)
         one = served.moa.engines["small"].generated[0]
-        assert (prompt.startswith("It said: ") and prompt.endswith(" Judge.") and one.rid in prompt) or prompt
+        assert (
+            prompt.startswith("It said: ") and prompt.endswith(" Judge.") and one.rid in prompt
+        ) or prompt
 
 
 async def test_a_stream_has_typed_events_and_ends_with_the_whole_answer() -> None:
@@ -40,14 +47,20 @@ async def test_a_stream_has_typed_events_and_ends_with_the_whole_answer() -> Non
         assert types[0] == "started" and types[-1] == "finished" and frames[-2] == "data: [DONE]"
         tokens = [event for event in events if event["type"] == "token"]
         assert "".join(event["text"] for event in tokens) == events[-1]["text"]
-        assert sum(len(event["ids"]) for event in tokens) == events[-1]["usage"]["completion_tokens"]
+        assert (
+            sum(len(event["ids"]) for event in tokens) == events[-1]["usage"]["completion_tokens"]
+        )
 
 
 async def test_a_program_can_be_looked_at_and_deleted() -> None:
     async with api() as served:
         await served.post(PATH, ONE)
         status, body = await served.get(PATH + "/p")
-        assert status == 200 and body["agents"]["one"]["state"] == "finished" and body["agents"]["one"]["output"]
+        assert (
+            status == 200
+            and body["agents"]["one"]["state"] == "finished"
+            and body["agents"]["one"]["output"]
+        )
         async with served.client.delete(f"{served.url}{PATH}/p") as response:
             assert (await response.json())["deleted"]
         assert (await served.get(PATH + "/p"))[0] == 404
@@ -84,7 +97,9 @@ async def test_a_precursor_that_never_comes_ends_the_wait_and_the_stream() -> No
     async with api() as served:
         status, body = await served.post(PATH, {**TWO, "wait_s": 0.02})
         assert (status, body["error"]["code"]) == (504, "precursor_timeout")
-        async with served.stream({**TWO, "program": "q", "wait_s": 0.02, "stream": True}, PATH) as response:
+        async with served.stream(
+            {**TWO, "program": "q", "wait_s": 0.02, "stream": True}, PATH
+        ) as response:
             last = (await response.text()).split("\n\n")[-2]
         error = json.loads(last.removeprefix("data: "))
         assert (error["type"], error["error"]["code"]) == ("error", "precursor_timeout")
@@ -111,7 +126,9 @@ async def test_an_output_written_elsewhere_is_read_while_it_arrives() -> None:
         sent = asyncio.ensure_future(served.client.put(put, data=pieces()))
         reader = asyncio.ensure_future(served.post(PATH, TWO))
         async with asyncio.timeout(10):
-            while (await served.get(PATH + "/p"))[1].get("agents", {}).get("one", {}).get("state") != "running":
+            while (await served.get(PATH + "/p"))[1].get("agents", {}).get("one", {}).get(
+                "state"
+            ) != "running":
                 pass
         arriving.set()
         async with await sent as response:
@@ -145,7 +162,9 @@ def said(*content: object, **fields: object) -> dict[str, object]:
 
 
 GRAPH = said("It said: ", {"output_of": "one"}, " Judge.", agent="two", model="duo")
-READER = said("Sum up: ", {"output_of": "two"}, agent="three", model="medium", prefill={"chunk_tokens": 1})
+READER = said(
+    "Sum up: ", {"output_of": "two"}, agent="three", model="medium", prefill={"chunk_tokens": 1}
+)
 ROOT_SAYS = "root thinks and root speaks and then root is done"
 
 
@@ -165,10 +184,17 @@ async def test_a_topology_is_an_agent_that_reads_others_and_is_read_while_it_wri
         assert (await served.get(PATH + "/p"))[1]["agents"]["two"]["state"] == "running"
         engine, tokenizer = served.moa.engines["medium"], served.moa.tokenizers["medium"]
         await until(lambda: bool(engine.prefilled))  # and the root has not ended
-        assert tokenizer.decode(engine.prefilled[0].input_ids).startswith("<user>Sum up: root thinks")
+        assert tokenizer.decode(engine.prefilled[0].input_ids).startswith(
+            "<user>Sum up: root thinks"
+        )
         hold.release()
         status, body = await asked
-        assert (status, body["agent"], body["model"], body["text"]) == (200, "two", "duo", ROOT_SAYS)
+        assert (status, body["agent"], body["model"], body["text"]) == (
+            200,
+            "two",
+            "duo",
+            ROOT_SAYS,
+        )
         assert body["usage"]["completion_tokens"] == 30  # of all its agents
         assert served.moa.prompt_of("left") == f"<user>It said: {one['text']} Judge.<assistant>"
         assert (await reader)[0] == 200
@@ -182,7 +208,9 @@ async def test_a_topology_is_an_agent_that_reads_others_and_is_read_while_it_wri
 
 async def test_the_stream_of_a_topology_as_an_agent_holds_its_answer_alone() -> None:
     async with api() as served:
-        async with served.stream({**said("Why?", agent="a", model="duo"), "stream": True}, PATH) as response:
+        async with served.stream(
+            {**said("Why?", agent="a", model="duo"), "stream": True}, PATH
+        ) as response:
             frames = (await response.text()).split("\n\n")
         events = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
         assert {event["agent"] for event in events} == {"a"}
@@ -195,7 +223,16 @@ async def test_the_stream_of_a_topology_as_an_agent_holds_its_answer_alone() -> 
     [
         ({"messages": None, "prompt": "Why?"}, {}, "prompt"),
         ({"prefill": {"chunk_tokens": 8}}, {}, "prefill"),
-        ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, {}, "messages"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Why?"},
+                    {"role": "assistant", "content": "So."},
+                ]
+            },
+            {},
+            "messages",
+        ),
         ({}, {"Idempotency-Key": "k"}, "Idempotency-Key"),
     ],
 )
@@ -203,13 +240,17 @@ async def test_what_a_topology_cannot_be_asked_as_an_agent_names_its_field(
     fields: dict[str, object], headers: dict[str, str], param: str
 ) -> None:
     async with api() as served:
-        status, body = await served.post(PATH, {**said("Why?", agent="a", model="duo"), **fields}, **headers)
+        status, body = await served.post(
+            PATH, {**said("Why?", agent="a", model="duo"), **fields}, **headers
+        )
         assert (status, body["error"]["param"]) == (400, param), body
         assert not any(engine.generated for engine in served.moa.engines.values())
 
 
 async def test_a_topology_that_fails_as_an_agent_fails_its_readers_and_may_be_sent_again() -> None:
-    failing = {"root": Script("a b c", error=EngineStalled("nothing came for 60 s."), error_after=1)}
+    failing = {
+        "root": Script("a b c", error=EngineStalled("nothing came for 60 s."), error_after=1)
+    }
     async with api(ScriptedMoa(failing)) as served:
         graph = said("Why?", agent="two", model="duo")
         reader = asyncio.ensure_future(served.post(PATH, READER))
@@ -223,7 +264,9 @@ async def test_a_topology_that_fails_as_an_agent_fails_its_readers_and_may_be_se
         status, body = await served.post(PATH, {**GRAPH, "program": "q", "wait_s": 0.02})
         assert (status, body["error"]["code"]) == (504, "precursor_timeout")
         assert not served.moa.running
-    thinking = ScriptedMoa({"root": Script("<think>on and on", reason="length")}, reasoning=ReasoningMarks())
+    thinking = ScriptedMoa(
+        {"root": Script("<think>on and on", reason="length")}, reasoning=ReasoningMarks()
+    )
     async with api(thinking) as served:
         status, body = await served.post(PATH, said("Why?", agent="a", model="duo"))
         assert status == 502 and "ended inside its thinking" in body["error"]["message"]

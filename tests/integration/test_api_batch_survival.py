@@ -1,4 +1,6 @@
-"""Batches whose router stops, whose time runs out, or whose disk is full: nothing that was answered is lost."""
+"""Batches whose router stops, whose time runs out, or whose disk is full: nothing that was answered
+is lost.
+"""
 
 import shutil
 import time
@@ -24,7 +26,9 @@ async def half_done(router: BatchApi, gates: Gates) -> str:
     """A batch whose small lines are answered, and whose medium ones run."""
     batch = await router.begin(*questions("small", "medium", "small", "medium"))
     await gates.until_waiting(2)
-    await router.when(batch, lambda seen: seen.request_counts is not None and seen.request_counts.completed == 2)
+    await router.when(
+        batch, lambda seen: seen.request_counts is not None and seen.request_counts.completed == 2
+    )
     return batch.id
 
 
@@ -42,11 +46,15 @@ async def test_a_router_that_is_stopped_ends_its_lines_at_once_and_the_next_one_
         assert (asked(router.served.moa, "small"), asked(router.served.moa, "medium")) == (0, 2)
 
 
-async def test_a_router_that_was_killed_asks_only_the_rest_and_a_torn_line_again(tmp_path: Path) -> None:
+async def test_a_router_that_was_killed_asks_only_the_rest_and_a_torn_line_again(
+    tmp_path: Path,
+) -> None:
     gates = Gates("medium")
     async with batch_api(tmp_path / "first", ScriptedMoa(pace=gates.pace)) as router:
         id = await half_done(router, gates)
-        shutil.copytree(tmp_path / "first", tmp_path / "left")  # what a kill would leave at this moment
+        shutil.copytree(
+            tmp_path / "first", tmp_path / "left"
+        )  # what a kill would leave at this moment
     output = tmp_path / "left" / "files" / f"file-{id.removeprefix('batch_')}-output.jsonl"
     output.write_bytes(output.read_bytes()[:-9])
     async with batch_api(tmp_path / "left") as router:
@@ -70,15 +78,25 @@ async def test_a_batch_that_was_being_cancelled_when_its_router_was_killed_is_ca
         assert asked(router.served.moa, "medium") == 0
 
 
-async def test_a_batch_whose_window_has_passed_expires_with_what_was_answered(tmp_path: Path) -> None:
+async def test_a_batch_whose_window_has_passed_expires_with_what_was_answered(
+    tmp_path: Path,
+) -> None:
     gates = Gates("medium")
-    async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace), wall=lambda: time.time() - 86_401) as router:
+    async with batch_api(
+        tmp_path, ScriptedMoa(pace=gates.pace), wall=lambda: time.time() - 86_401
+    ) as router:
         id = await half_done(router, gates)
     async with batch_api(tmp_path) as router:
         batch = await router.ended(await router.ai.batches.retrieve(id))
-        assert batch.status == "expired" and batch.expired_at and set(await router.answers(batch)) == {"0", "2"}
+        assert (
+            batch.status == "expired"
+            and batch.expired_at
+            and set(await router.answers(batch)) == {"0", "2"}
+        )
         errors = await router.results(batch.error_file_id)
-        assert {name: one["error"]["code"] for name, one in errors.items()} == dict.fromkeys("13", "batch_expired")
+        assert {name: one["error"]["code"] for name, one in errors.items()} == dict.fromkeys(
+            "13", "batch_expired"
+        )
 
 
 async def test_a_batch_expires_while_its_lines_run(tmp_path: Path) -> None:
@@ -123,7 +141,9 @@ async def test_the_deleted_input_of_a_batch_that_runs_counts_as_kept(tmp_path: P
 def break_output(folder: Path) -> None:
     """A full disk under the answers to come."""
     (batch,) = (folder / "batches").glob("batch_*.json")
-    (folder / "files" / f"file-{batch.stem.removeprefix('batch_')}-output.jsonl").symlink_to("/dev/full")
+    (folder / "files" / f"file-{batch.stem.removeprefix('batch_')}-output.jsonl").symlink_to(
+        "/dev/full"
+    )
 
 
 def break_folder(folder: Path) -> None:
@@ -132,7 +152,8 @@ def break_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "reason"), [(break_output, "No space left on device"), (break_folder, "No such file or directory")]
+    ("break_it", "reason"),
+    [(break_output, "No space left on device"), (break_folder, "No such file or directory")],
 )
 async def test_a_batch_whose_answers_cannot_be_kept_fails_with_the_reason_and_runs_nothing_more(
     tmp_path: Path, break_it: Callable[[Path], None], reason: str
@@ -145,7 +166,9 @@ async def test_a_batch_whose_answers_cannot_be_kept_fails_with_the_reason_and_ru
         break_it(tmp_path)
         gates.open("small")
         batch = await router.ended(batch)
-        assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+        assert (
+            batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+        )
         (fault,) = batch.errors.data
         assert fault.code == "storage_failed" and reason in (fault.message or "")
         assert not moa.running

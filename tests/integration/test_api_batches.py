@@ -9,7 +9,17 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.config import BatchesSettings
-from tests.fakes.api_server import BatchApi, api, batch_api, chat, client, jsonl, line, questions, until
+from tests.fakes.api_server import (
+    BatchApi,
+    api,
+    batch_api,
+    chat,
+    client,
+    jsonl,
+    line,
+    questions,
+    until,
+)
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Gates
 
@@ -22,10 +32,14 @@ def asked(moa: ScriptedMoa, model: str) -> int:
     return len(moa.engines[model].generated)
 
 
-async def test_a_batch_over_models_and_topologies_is_answered_from_upload_to_content(tmp_path: Path) -> None:
+async def test_a_batch_over_models_and_topologies_is_answered_from_upload_to_content(
+    tmp_path: Path,
+) -> None:
     async with batch_api(tmp_path) as router:
         batch = await router.ai.batches.create(
-            input_file_id=await router.upload(jsonl(line("a"), line("b", model="duo", include_agents=True))),
+            input_file_id=await router.upload(
+                jsonl(line("a"), line("b", model="duo", include_agents=True))
+            ),
             endpoint="/v1/chat/completions",
             completion_window="24h",
             metadata={"for": "test"},
@@ -35,7 +49,11 @@ async def test_a_batch_over_models_and_topologies_is_answered_from_upload_to_con
         assert batch.status == "completed" and batch.metadata == {"for": "test"}
         assert batch.completed_at and batch.finalizing_at and batch.in_progress_at
         assert batch.request_counts is not None
-        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (2, 2, 0)
+        assert (
+            batch.request_counts.total,
+            batch.request_counts.completed,
+            batch.request_counts.failed,
+        ) == (2, 2, 0)
         assert batch.error_file_id is None and batch.errors is None
         results = await router.results(batch.output_file_id)
         assert results["a"]["response"]["status_code"] == 200 and results["a"]["error"] is None
@@ -47,11 +65,15 @@ async def test_a_batch_over_models_and_topologies_is_answered_from_upload_to_con
 async def test_a_line_is_answered_as_an_online_request_is(tmp_path: Path) -> None:
     async with batch_api(tmp_path) as router:
         batch = await router.ended(await router.begin(line("a", seed=5, temperature=0.3)))
-        status, online = await router.served.post("/v1/chat/completions", chat(model="small", seed=5, temperature=0.3))
+        status, online = await router.served.post(
+            "/v1/chat/completions", chat(model="small", seed=5, temperature=0.3)
+        )
         body = (await router.results(batch.output_file_id))["a"]["response"]["body"]
         own = {"id", "created", "usage"}  # the second one finds its prompt cached
         assert status == 200
-        assert {name: body[name] for name in body.keys() - own} == {name: online[name] for name in online.keys() - own}
+        assert {name: body[name] for name in body.keys() - own} == {
+            name: online[name] for name in online.keys() - own
+        }
         first, second = router.served.moa.engines["small"].generated
         assert first.sampling == second.sampling and first.input_ids == second.input_ids
         trace = body["id"].removeprefix("chatcmpl-")
@@ -63,7 +85,11 @@ async def test_a_bad_line_gets_an_error_of_its_own_and_the_rest_is_answered(tmp_
     async with batch_api(tmp_path, moa) as router:
         marked = line("marked", "Judge [[lazyanswer:0]].")
         batch = await router.begin(
-            line("good"), line("unknown", model="missing"), line("long", "word " * 999), line("tools", n=2), marked
+            line("good"),
+            line("unknown", model="missing"),
+            line("long", "word " * 999),
+            line("tools", n=2),
+            marked,
         )
         batch = await router.ended(batch)
         assert batch.status == "completed" and list(await router.answers(batch)) == ["good"]
@@ -71,7 +97,11 @@ async def test_a_bad_line_gets_an_error_of_its_own_and_the_rest_is_answered(tmp_
         assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 4)
         errors = await router.results(batch.error_file_id)
         codes = {
-            name: (one["response"]["status_code"], one["response"]["body"]["error"]["code"], one["error"])
+            name: (
+                one["response"]["status_code"],
+                one["response"]["body"]["error"]["code"],
+                one["error"],
+            )
             for name, one in errors.items()
         }
         assert codes == {
@@ -82,7 +112,9 @@ async def test_a_bad_line_gets_an_error_of_its_own_and_the_rest_is_answered(tmp_
         }
 
 
-async def test_an_input_with_a_wrong_line_fails_as_a_whole_and_names_every_such_line(tmp_path: Path) -> None:
+async def test_an_input_with_a_wrong_line_fails_as_a_whole_and_names_every_such_line(
+    tmp_path: Path,
+) -> None:
     content = jsonl(line("a"), {**line("b"), "method": "GET"}, line("a")) + b"not json\n"
     async with batch_api(tmp_path) as router:
         batch = await router.ended(await router.begin_on(await router.upload(content)))
@@ -97,13 +129,18 @@ async def test_an_input_with_a_wrong_line_fails_as_a_whole_and_names_every_such_
         assert asked(router.served.moa, "small") == 0
 
 
-async def test_a_cancelled_batch_leaves_nothing_running_and_keeps_its_answers(tmp_path: Path) -> None:
+async def test_a_cancelled_batch_leaves_nothing_running_and_keeps_its_answers(
+    tmp_path: Path,
+) -> None:
     gates = Gates("medium")
     moa = ScriptedMoa(pace=gates.pace)
     async with batch_api(tmp_path, moa) as router:
         batch = await router.begin(*questions("small", "medium", "small", "medium"))
         await gates.until_waiting(2)
-        await router.when(batch, lambda seen: seen.request_counts is not None and seen.request_counts.completed == 2)
+        await router.when(
+            batch,
+            lambda seen: seen.request_counts is not None and seen.request_counts.completed == 2,
+        )
         cancelling = await router.ai.batches.cancel(batch.id)
         assert cancelling.status == "cancelling" and cancelling.cancelling_at
         batch = await router.ended(batch)
@@ -111,7 +148,9 @@ async def test_a_cancelled_batch_leaves_nothing_running_and_keeps_its_answers(tm
         assert not moa.running and moa.aborted == {"medium"}
         assert set(await router.answers(batch)) == {"0", "2"}
         errors = await router.results(batch.error_file_id)
-        assert {name: one["error"]["code"] for name, one in errors.items()} == dict.fromkeys("13", "batch_cancelled")
+        assert {name: one["error"]["code"] for name, one in errors.items()} == dict.fromkeys(
+            "13", "batch_cancelled"
+        )
         assert (await router.ai.batches.cancel(batch.id)).status == "cancelled"
 
 
@@ -124,7 +163,9 @@ async def test_a_batch_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
 
 async def test_two_batches_on_one_file_are_both_answered_and_share_the_room(tmp_path: Path) -> None:
     gates = Gates("small")
-    async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace), batches=BatchesSettings(concurrency=2)) as router:
+    async with batch_api(
+        tmp_path, ScriptedMoa(pace=gates.pace), batches=BatchesSettings(concurrency=2)
+    ) as router:
         file = await router.upload(jsonl(*questions(*["small"] * 5)))
         first, second = await router.begin_on(file), await router.begin_on(file)
         await gates.until_waiting(2)
@@ -137,7 +178,9 @@ async def test_two_batches_on_one_file_are_both_answered_and_share_the_room(tmp_
 
 async def test_lines_keep_no_online_request_out(tmp_path: Path) -> None:
     gates = Gates("medium")
-    async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace), ApiSettings(max_running=1)) as router:
+    async with batch_api(
+        tmp_path, ScriptedMoa(pace=gates.pace), ApiSettings(max_running=1)
+    ) as router:
         batch = await router.begin(*questions("medium", "medium", "medium"))
         await gates.until_waiting(3)
         assert (await router.served.post("/v1/chat/completions", chat(model="small")))[0] == 200
@@ -150,7 +193,11 @@ async def test_tenants_see_and_touch_only_their_own(tmp_path: Path) -> None:
         batch = await alice.ended(await alice.begin(line("a")))
         assert batch.output_file_id is not None
         async with client(alice.served, "sk-b") as bob:
-            assert [one async for one in bob.batches.list()] == [one async for one in bob.files.list()] == []
+            assert (
+                [one async for one in bob.batches.list()]
+                == [one async for one in bob.files.list()]
+                == []
+            )
             refused: list[Awaitable[object]] = [
                 bob.batches.retrieve(batch.id),
                 bob.batches.cancel(batch.id),
@@ -183,16 +230,26 @@ async def test_metrics_count_lines_and_batches(tmp_path: Path) -> None:
 
 async def test_a_router_without_a_folder_says_how_to_get_one() -> None:
     async with api() as served, client(served, "none") as ai:
-        for attempt in (ai.batches.list(), ai.files.list(), ai.files.create(file=b"{}", purpose="batch")):
+        for attempt in (
+            ai.batches.list(),
+            ai.files.list(),
+            ai.files.create(file=b"{}", purpose="batch"),
+        ):
             with pytest.raises(openai.NotFoundError, match=r"need a batches\.folder"):
                 await attempt
 
 
-async def test_the_example_of_the_docs_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "batch-api.md").read_text(encoding="utf-8")
+async def test_the_example_of_the_docs_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "batch-api.md").read_text(
+        encoding="utf-8"
+    )
     example = page.partition("```python\n")[2].partition("```")[0]
     async with batch_api(tmp_path) as router:
-        here = example.replace("http://127.0.0.1:8000", router.served.url).replace("sleep(5)", "sleep(0)")
+        here = example.replace("http://127.0.0.1:8000", router.served.url).replace(
+            "sleep(5)", "sleep(0)"
+        )
         assert here.count(router.served.url) == here.count("sleep(0)") == 1
         await asyncio.to_thread(exec, here, {})
     reported = capsys.readouterr().out

@@ -21,7 +21,10 @@ early_exit: {policy: in_flight, threshold: 0.5, skip_aggregation: on}
     source="passing.yaml",
 )
 VOTING = parse_topology(
-    "name: voting\nagents: {a: {model: small}, b: {model: medium}, root: {vote: majority, precursors: [a, b]}}\n",
+    (
+        "name: voting\nagents: {a: {model: small}, b: {model: medium}, root: {vote: majority, "
+        "precursors: [a, b]}}\n"
+    ),
     source="voting.yaml",
 )
 
@@ -30,7 +33,9 @@ def unframed(stream: bytes) -> list[tuple[str, object]]:
     """Name and JSON of each event; comments and the end mark are left out."""
     events = []
     for frame in stream.decode().split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in frame.splitlines() if not line.startswith(":"))
+        fields = dict(
+            line.split(": ", 1) for line in frame.splitlines() if not line.startswith(":")
+        )
         if fields and fields["data"] != "[DONE]":
             events.append((fields.get("event", ""), json.loads(fields["data"])))
     return events
@@ -44,11 +49,18 @@ async def streamed(served: Api, body: object) -> list[tuple[str, object]]:
 
 async def test_sampling_goes_to_the_root_and_messages_are_put_in() -> None:
     async with api() as served:
-        status, _ = await served.post("/v1/chat/completions", chat("Why?", temperature=0.3, max_tokens=9, seed=5))
+        status, _ = await served.post(
+            "/v1/chat/completions", chat("Why?", temperature=0.3, max_tokens=9, seed=5)
+        )
         root = served.moa.engines["large"].generated[0]
         assert status == 200
-        assert root.sampling.items() >= {"temperature": 0.3, "max_new_tokens": 9, "sampling_seed": 5}.items()
-        assert "Why?" in served.moa.prompt_of("root") and "left thinks" in served.moa.prompt_of("root")
+        assert (
+            root.sampling.items()
+            >= {"temperature": 0.3, "max_new_tokens": 9, "sampling_seed": 5}.items()
+        )
+        assert "Why?" in served.moa.prompt_of("root") and "left thinks" in served.moa.prompt_of(
+            "root"
+        )
 
 
 async def test_a_model_is_asked_all_messages_as_they_are() -> None:
@@ -90,23 +102,39 @@ async def test_a_stream_names_agents_events_only_when_asked_for() -> None:
         assert {name for name, _ in plain} == {""}
         full = await streamed(served, chat(stream=True, include_agents=True))
         names = [name for name, _ in full]
-        assert names.index("agent.started") < names.index("agent.tokens") < names.index("agent.finished")
+        assert (
+            names.index("agent.started")
+            < names.index("agent.tokens")
+            < names.index("agent.finished")
+        )
         assert all(chunk["choices"] == [] for name, chunk in full if name)  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("topology", "model"), [(PASSING, "large"), (VOTING, "vote")], ids=["skipped", "vote"])
-async def test_an_answer_that_is_forwarded_is_streamed_and_reported(topology: Topology, model: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "model"), [(PASSING, "large"), (VOTING, "vote")], ids=["skipped", "vote"]
+)
+async def test_an_answer_that_is_forwarded_is_streamed_and_reported(
+    topology: Topology, model: str
+) -> None:
     said = {"a": "it is Answer: 4", "b": "yes it is Answer: 4"}
     async with api(ScriptedMoa(said), topologies=(topology,)) as served:
         events = await streamed(served, chat(model=topology.name, stream=True, include_agents=True))
         (reported,) = [chunk["agent_event"] for name, chunk in events if name == "agent.skipped"]  # type: ignore[index]
         assert reported["agent"] == "root" and reported["source"] in said and "text" not in reported
         choices = [choice for _, chunk in events for choice in chunk["choices"]]  # type: ignore[index]
-        assert "".join(choice["delta"].get("content", "") for choice in choices) == said[reported["source"]]
+        assert (
+            "".join(choice["delta"].get("content", "") for choice in choices)
+            == said[reported["source"]]
+        )
         assert choices[-1]["finish_reason"] == "stop"
-        _, body = await served.post("/v1/chat/completions", chat(model=topology.name, include_agents=True))
+        _, body = await served.post(
+            "/v1/chat/completions", chat(model=topology.name, include_agents=True)
+        )
         assert body["choices"][0]["message"]["content"] in said.values()
-        assert (body["agents"]["root"]["state"], body["agents"]["root"]["model"]) == ("skipped", model)
+        assert (body["agents"]["root"]["state"], body["agents"]["root"]["model"]) == (
+            "skipped",
+            model,
+        )
         assert body["agents"]["root"]["completion_tokens"] == 0
         _, trace = await served.get(f"/v1/traces/{body['id'].removeprefix('chatcmpl-')}")
         assert trace["agents"]["root"]["state"] == "skipped"
@@ -160,7 +188,10 @@ async def test_what_cannot_run_is_refused_with_a_status_before_anything_runs(str
 
 
 async def test_malformed_json_is_refused() -> None:
-    async with api() as served, served.client.post(served.url + "/v1/chat/completions", data=b"{oops") as response:
+    async with (
+        api() as served,
+        served.client.post(served.url + "/v1/chat/completions", data=b"{oops") as response,
+    ):
         assert response.status == 400
         assert "not JSON" in (await response.json())["error"]["message"]
 
@@ -183,9 +214,13 @@ async def test_unknown_fields_are_named_in_a_header_and_in_warnings() -> None:
 
 async def test_requests_over_the_limit_are_asked_to_come_again_and_others_still_end() -> None:
     hold = Hold(first=0)
-    async with api(ScriptedMoa(pace=hold.pace), ApiSettings(max_running=1, retry_after_s=7)) as served:
+    async with api(
+        ScriptedMoa(pace=hold.pace), ApiSettings(max_running=1, retry_after_s=7)
+    ) as served:
         async with served.stream(chat(stream=True)) as running:
-            async with served.client.post(served.url + "/v1/chat/completions", json=chat()) as refused:
+            async with served.client.post(
+                served.url + "/v1/chat/completions", json=chat()
+            ) as refused:
                 assert (refused.status, refused.headers["Retry-After"]) == (429, "7")
             assert (await served.get("/v1/models"))[0] == 200
             hold.release()
@@ -206,14 +241,19 @@ async def test_a_request_over_its_time_fails_with_504_or_inside_its_stream() -> 
 async def test_the_head_comes_at_once_and_silence_is_filled_with_comments() -> None:
     gates = Gates("root")
     moa = ScriptedMoa(pace=gates.pace)
-    async with api(moa, ApiSettings(ping_s=0.01)) as served, served.stream(chat(stream=True)) as response:
+    async with (
+        api(moa, ApiSettings(ping_s=0.01)) as served,
+        served.stream(chat(stream=True)) as response,
+    ):
         assert response.status == 200 and "x-trace-id" in response.headers
         assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
         gates.open("root")
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_an_unexpected_error_is_logged_and_gives_nothing_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_is_logged_and_gives_nothing_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     broken = Script("x", error=RuntimeError("secret"))  # type: ignore[arg-type] # a fault no adapter should have
     async with api(ScriptedMoa({"left": broken})) as served:
         async with served.client.post(
@@ -227,7 +267,9 @@ async def test_an_unexpected_error_is_logged_and_gives_nothing_away(caplog: pyte
 async def test_request_ids_are_the_clients_where_fit_and_fresh_otherwise() -> None:
     async with api() as served:
         for given, kept in (("abc-1.x:y", True), ("spaces are unfit", False), ("x" * 129, False)):
-            async with served.client.get(served.url + "/health", headers={"x-request-id": given}) as response:
+            async with served.client.get(
+                served.url + "/health", headers={"x-request-id": given}
+            ) as response:
                 assert (response.headers["x-request-id"] == given) is kept
 
 
@@ -238,7 +280,11 @@ async def test_a_run_is_traced_and_other_tenants_do_not_see_it() -> None:
         _, body = await served.post("/v1/chat/completions", chat(), **mine)
         path = "/v1/traces/" + body["id"].removeprefix("chatcmpl-")
         status, trace = await served.get(path, **mine)
-        assert status == 200 and trace["state"] == "finished" and set(trace["agents"]) == set(DUO.agents)
+        assert (
+            status == 200
+            and trace["state"] == "finished"
+            and set(trace["agents"]) == set(DUO.agents)
+        )
         assert (await served.get(path, **others))[0] == 404
         assert (await served.get(path))[0] == 401
 

@@ -25,14 +25,18 @@ async def nothing_runs(served: Api) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/agent/requests", AGENT)])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", chat()), ("/v1/agent/requests", AGENT)]
+)
 async def test_a_client_that_leaves_before_the_first_token_aborts_its_run(
     path: str, body: dict[str, object], stream: bool
 ) -> None:
     hold = Hold(first=0)
     moa = ScriptedMoa(pace=hold.pace)
     async with api(moa) as served, aiohttp.ClientSession() as leaving:
-        asking = asyncio.ensure_future(leaving.post(served.url + path, json={**body, "stream": stream}))
+        asking = asyncio.ensure_future(
+            leaving.post(served.url + path, json={**body, "stream": stream})
+        )
         await hold.until_waiting()
         asked = set(moa.running)
         asking.cancel()
@@ -71,7 +75,10 @@ async def deaf_client(served: Api) -> socket.socket:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
     body = json.dumps(chat(stream=True)).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
     await loop.sock_sendall(client, head + body)
     await until(lambda: len(served.services.traces) == 1)
     return client
@@ -95,7 +102,9 @@ async def test_a_client_that_does_not_read_slows_no_agent() -> None:
         await until(lambda: running(served) == 0)
 
 
-async def test_a_client_that_does_not_read_is_given_up_at_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_does_not_read_is_given_up_at_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with api(flood(), ApiSettings(write_timeout_s=0.05)) as served:
         with await deaf_client(served):
             await until(lambda: running(served) == 0, 60)
@@ -104,7 +113,9 @@ async def test_a_client_that_does_not_read_is_given_up_at_the_limit(caplog: pyte
 
 
 async def test_leaving_a_native_stream_leaves_the_relays_context_early() -> None:
-    relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event())
+    relay = ScriptedRelay(
+        (b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event()
+    )
     async with api(relays={"small": relay}) as served:
         async with served.stream({"text": "x"}, "/generate") as response:
             assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"

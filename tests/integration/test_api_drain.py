@@ -39,12 +39,20 @@ async def server(
     moa: ScriptedMoa, drain_s: float, relay: ScriptedRelay | None = None, lame_duck_s: float = 0
 ) -> AsyncIterator[StoppableServer]:
     relays = {"small": relay or ScriptedRelay()}
-    services = Services(moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays, Fleet({}, {}, {}))
+    services = Services(
+        moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays, Fleet({}, {}, {})
+    )
     force_shutdown = asyncio.Event()
     with bound_sockets() as sockets:
-        async with aiohttp.ClientSession() as client, AsyncExitStack() as stack, asyncio.timeout(30):
+        async with (
+            aiohttp.ClientSession() as client,
+            AsyncExitStack() as stack,
+            asyncio.timeout(30),
+        ):
             app = create_app(services, ApiSettings(lame_duck_s=lame_duck_s, drain_s=drain_s))
-            url = await stack.enter_async_context(listening(app, sockets, force_shutdown=force_shutdown))
+            url = await stack.enter_async_context(
+                listening(app, sockets, force_shutdown=force_shutdown)
+            )
             yield StoppableServer(url, client, force_shutdown, stack)
 
 
@@ -65,7 +73,9 @@ async def refused(url: str) -> bool:
 async def test_a_running_request_may_end_while_new_ones_are_refused() -> None:
     hold = Hold(first=1)
     async with server(ScriptedMoa(pace=hold.pace), drain_s=30) as served:
-        async with served.client.post(f"{served.url}/v1/chat/completions", json=chat(stream=True)) as response:
+        async with served.client.post(
+            f"{served.url}/v1/chat/completions", json=chat(stream=True)
+        ) as response:
             await hold.until_waiting()
             stopping = served.stop()
             async with asyncio.timeout(10):
@@ -76,8 +86,12 @@ async def test_a_running_request_may_end_while_new_ones_are_refused() -> None:
         await stopping
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat(stream=True)), ("/v1/agent/requests", AGENT)])
-async def test_a_stream_that_outlasts_the_drain_ends_with_an_error(path: str, body: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", chat(stream=True)), ("/v1/agent/requests", AGENT)]
+)
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error(
+    path: str, body: dict[str, object]
+) -> None:
     hold = Hold(first=1)
     moa = ScriptedMoa(pace=hold.pace)
     async with server(moa, drain_s=0.01) as served:
@@ -92,17 +106,24 @@ async def test_a_stream_that_outlasts_the_drain_ends_with_an_error(path: str, bo
 async def test_a_hurried_stop_cuts_at_once_whole_answers_too() -> None:
     hold = Hold(first=1)
     async with server(ScriptedMoa(pace=hold.pace), drain_s=3600) as served:
-        asking = asyncio.create_task(served.client.post(f"{served.url}/v1/chat/completions", json=chat()))
+        asking = asyncio.create_task(
+            served.client.post(f"{served.url}/v1/chat/completions", json=chat())
+        )
         await hold.until_waiting()
         stopping = served.stop()
         served.force_shutdown.set()
         async with await asking as response:
-            assert (response.status, (await response.json())["error"]["code"]) == (503, "router_stopping")
+            assert (response.status, (await response.json())["error"]["code"]) == (
+                503,
+                "router_stopping",
+            )
         await stopping
 
 
 async def test_a_native_stream_that_outlasts_the_drain_ends_with_an_error() -> None:
-    relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event())
+    relay = ScriptedRelay(
+        (b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event()
+    )
     async with server(ScriptedMoa(), drain_s=0.01, relay=relay) as served:
         async with served.client.post(f"{served.url}/generate", json=NATIVE) as response:
             assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
@@ -124,7 +145,9 @@ async def test_a_lame_duck_is_not_ready_and_serves_until_its_time_has_passed() -
                         assert (await response.json())["not_ready"] == ["stopping"]
                         break
         for body in (chat(), chat(stream=True)):
-            async with served.client.post(f"{served.url}/v1/chat/completions", json=body) as response:
+            async with served.client.post(
+                f"{served.url}/v1/chat/completions", json=body
+            ) as response:
                 assert response.status == 200 and response.headers["Connection"] == "close"
                 await response.read()
         served.force_shutdown.set()  # a second signal ends the wait

@@ -23,7 +23,9 @@ async def test_every_text_gets_its_vector_of_length_one_in_both_encodings() -> N
     async with api(embedders=EMBEDDERS) as served, client(served) as ai:
         texts = ["one two", "three", "one two"]
         packed = await ai.embeddings.create(model="hash", input=texts)  # the client asks for base64
-        plain = await ai.embeddings.create(model="hash", input=texts, encoding_format="float", dimensions=8)
+        plain = await ai.embeddings.create(
+            model="hash", input=texts, encoding_format="float", dimensions=8
+        )
         assert [one.index for one in plain.data] == [0, 1, 2]
         vectors = np.array([one.embedding for one in plain.data])
         np.testing.assert_allclose(vectors, [one.embedding for one in packed.data], rtol=1e-6)
@@ -63,7 +65,9 @@ async def test_embedders_are_listed_and_other_names_are_unknown() -> None:
 )
 async def test_a_wrong_field_is_named(fields: dict[str, object], at: str) -> None:
     async with api(embedders=EMBEDDERS) as served:
-        status, body = await served.post("/v1/embeddings", {"model": "hash", "input": "x", **fields})
+        status, body = await served.post(
+            "/v1/embeddings", {"model": "hash", "input": "x", **fields}
+        )
         assert (status, body["error"]["param"]) == (400, at)
 
 
@@ -109,9 +113,13 @@ async def test_numbers_are_written_as_the_floats_that_they_are() -> None:
         assert vector == [float(str(np.float32(one))) for one in vector]
 
 
-async def test_an_embedder_that_hangs_is_given_up_at_the_limit_and_the_next_request_is_answered() -> None:
+async def test_an_embedder_that_hangs_is_given_up_at_the_limit_and_the_next_request_is_answered() -> (
+    None
+):
     embedder = Watched()
-    async with api(embedders={"watched": embedder}, settings=ApiSettings(request_timeout_s=0.05)) as served:
+    async with api(
+        embedders={"watched": embedder}, settings=ApiSettings(request_timeout_s=0.05)
+    ) as served:
         embedder.shut = True
         status, body = await served.post("/v1/embeddings", {"model": "watched", "input": "x"})
         assert (status, body["error"]["code"], embedder.now) == (504, "deadline_exceeded", 0)

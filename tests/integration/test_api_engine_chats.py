@@ -1,4 +1,6 @@
-"""Chats that a plain model's own servers answer: the official client with tools, choices and images."""
+"""Chats that a plain model's own servers answer: the official client with tools, choices and
+images.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +19,9 @@ QUESTION = {"role": "user", "content": "Rain in Paris?"}
 
 
 @asynccontextmanager
-async def served_chats(script: ChatScript | None = None) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatPair, Api]]:
+async def served_chats(
+    script: ChatScript | None = None,
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatPair, Api]]:
     async with (
         chat_pair(script) as at,
         api(relays={"small": at.pair}) as served,
@@ -47,25 +51,36 @@ async def test_a_tool_is_called_and_its_result_answered() -> None:
             route, body = server.sent[0]
             assert route == "/v1/chat/completions" and body["tools"] == [WEATHER]
         prefill, decode = at.prefill.sent[0][1], at.decode.sent[0][1]
-        assert prefill == decode and {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"} <= prefill.keys()
+        assert (
+            prefill == decode
+            and {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"} <= prefill.keys()
+        )
 
 
 async def test_a_stream_of_calls_passes_and_so_do_fields_of_the_engines_own() -> None:
     async with served_chats() as (ai, at, _):
         extra = {"return_token_ids": True}
         stream = await ai.chat.completions.create(
-            stream=True, stream_options={"include_usage": True}, extra_body=extra, **asked(tools=[WEATHER])
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+            **asked(tools=[WEATHER]),
         )
         chunks = [chunk async for chunk in stream]
         deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
         calls = [one for delta in deltas for one in delta.tool_calls or ()]
         assert calls[0].function is not None and calls[0].function.name == "weather"
-        assert "".join(one.function.arguments or "" for one in calls if one.function) == '{"city":"Paris"}'
+        assert (
+            "".join(one.function.arguments or "" for one in calls if one.function)
+            == '{"city":"Paris"}'
+        )
         assert chunks[-1].usage is not None
         assert at.decode.sent[0][1]["return_token_ids"] is True
 
 
-async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_and_not_sent() -> None:
+async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_and_not_sent() -> (
+    None
+):
     nothing = {
         **{
             "include_agents": False,
@@ -75,7 +90,14 @@ async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_an
             "function_call": "auto",
             "modalities": ["text"],
         },
-        **{"lazy": False, "program": "p", "prefill": {}, "prompt_cache_options": {}, "rid": None, "stop": None},
+        **{
+            "lazy": False,
+            "program": "p",
+            "prefill": {},
+            "prompt_cache_options": {},
+            "rid": None,
+            "stop": None,
+        },
     }
     async with served_chats() as (_, at, served):
         status, body = await served.post("/v1/chat/completions", asked(tools=[WEATHER]) | nothing)
@@ -86,14 +108,19 @@ async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_an
 async def test_an_assistant_message_that_says_nothing_passes() -> None:
     async with served_chats() as (_, at, served):
         messages = [QUESTION, {"role": "assistant", "content": None}, QUESTION]
-        assert (await served.post("/v1/chat/completions", asked(tools=[WEATHER], messages=messages)))[0] == 200
+        assert (
+            await served.post("/v1/chat/completions", asked(tools=[WEATHER], messages=messages))
+        )[0] == 200
         assert at.decode.sent[0][1]["messages"] == messages
 
 
 async def test_a_chat_without_such_fields_is_the_routers_own() -> None:
     async with served_chats() as (ai, at, served):
         answer = await ai.chat.completions.create(**asked(tools=[], n=1))
-        assert answer.choices[0].message.content == "small thinks and small speaks and then small is done"
+        assert (
+            answer.choices[0].message.content
+            == "small thinks and small speaks and then small is done"
+        )
         assert not at.decode.sent and len(served.moa.engines["small"].generated) == 1
 
 
@@ -102,10 +129,16 @@ async def test_what_the_engine_answers_itself_is_never_lazy_and_gets_no_marker()
         lazy = {"program": "p", "lazy": True}
         with pytest.raises(openai.BadRequestError, match="lazy cannot go with tools"):
             await ai.chat.completions.create(**asked(tools=[WEATHER]), extra_body=lazy)
-        marker = (await ai.chat.completions.create(**asked(), extra_body=lazy)).choices[0].message.content
+        marker = (
+            (await ai.chat.completions.create(**asked(), extra_body=lazy))
+            .choices[0]
+            .message.content
+        )
         with pytest.raises(openai.BadRequestError, match="marker"):
             await ai.chat.completions.create(
-                model="small", messages=[{"role": "user", "content": f"So: {marker}"}], tools=[WEATHER]
+                model="small",
+                messages=[{"role": "user", "content": f"So: {marker}"}],
+                tools=[WEATHER],
             )
         with pytest.raises(openai.BadRequestError, match="marker"):
             await ai.completions.create(model="small", prompt=f"So: {marker}")
@@ -114,10 +147,16 @@ async def test_what_the_engine_answers_itself_is_never_lazy_and_gets_no_marker()
 
 async def test_images_and_log_probabilities_are_the_engines() -> None:
     async with served_chats() as (ai, at, _):
-        parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+        parts = [
+            {"type": "text", "text": "What?"},
+            {"type": "image_url", "image_url": {"url": "data:,"}},
+        ]
         await ai.chat.completions.create(**asked(messages=[{"role": "user", "content": parts}]))
         await ai.chat.completions.create(logprobs=True, top_logprobs=2, **asked())
-        assert [body["messages"][0]["content"] for _, body in at.decode.sent] == [parts, QUESTION["content"]]
+        assert [body["messages"][0]["content"] for _, body in at.decode.sent] == [
+            parts,
+            QUESTION["content"],
+        ]
 
 
 async def test_several_choices_are_several_requests_with_seeds_of_their_own() -> None:
@@ -125,10 +164,16 @@ async def test_several_choices_are_several_requests_with_seeds_of_their_own() ->
         answer = await ai.chat.completions.create(n=3, seed=5, **asked())
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         assert answer.usage is not None
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (7, 15, 22)
+        assert (
+            answer.usage.prompt_tokens,
+            answer.usage.completion_tokens,
+            answer.usage.total_tokens,
+        ) == (7, 15, 22)
         assert sorted(body["seed"] for _, body in at.decode.sent) == [5, 6, 7]
         assert len({body["bootstrap_room"] for _, body in at.decode.sent}) == 3
-        stream = await ai.chat.completions.create(n=2, stream=True, stream_options={"include_usage": True}, **asked())
+        stream = await ai.chat.completions.create(
+            n=2, stream=True, stream_options={"include_usage": True}, **asked()
+        )
         texts = {0: "", 1: ""}
         chunks = [chunk async for chunk in stream]
         for choice in (choice for chunk in chunks for choice in chunk.choices):
@@ -158,29 +203,39 @@ async def test_without_a_parser_tools_are_refused_with_the_flag_unless_none_may_
 
 
 @pytest.mark.parametrize(
-    ("had", "has", "fits"), [("x", "x", True), ("x", "y", False), ("x", None, False), (None, "x", True)]
+    ("had", "has", "fits"),
+    [("x", "x", True), ("x", "y", False), ("x", None, False), (None, "x", True)],
 )
 async def test_a_pair_that_replaces_one_that_is_down_is_compared_with_what_the_model_had(
     had: str | None, has: str | None, fits: bool
 ) -> None:
-    async with chat_pair(ChatScript(tool_parser=had)) as at, chat_pair(ChatScript(tool_parser=has)) as new:
+    async with (
+        chat_pair(ChatScript(tool_parser=had)) as at,
+        chat_pair(ChatScript(tool_parser=has)) as new,
+    ):
         await at.prefill.stop()
         await at.decode.stop()
-        with nullcontext() if fits else pytest.raises(EngineRejected, match="others than the model"):
+        with (
+            nullcontext() if fits else pytest.raises(EngineRejected, match="others than the model")
+        ):
             await at.pair.add(new.pair.addresses[0])
         assert len(at.pair.addresses) == 1 + fits
 
 
 async def test_fields_that_the_router_chooses_are_refused() -> None:
     async with served_chats() as (_, _at, served):
-        status, body = await served.post("/v1/chat/completions", asked(tools=[WEATHER]) | {"bootstrap_room": 3})
+        status, body = await served.post(
+            "/v1/chat/completions", asked(tools=[WEATHER]) | {"bootstrap_room": 3}
+        )
         assert status == 400 and "bootstrap_room" in body["error"]["message"]
 
 
 async def test_what_has_no_chats_of_its_own_says_what_to_do() -> None:
     async with api() as served:
         for model in ("duo", "small"):
-            status, body = await served.post("/v1/chat/completions", chat(model=model, tools=[WEATHER]))
+            status, body = await served.post(
+                "/v1/chat/completions", chat(model=model, tools=[WEATHER])
+            )
             assert (status, body["error"]["param"]) == (400, "tools")
             assert "tool_call_parser" in body["error"]["message"]
 
@@ -196,7 +251,8 @@ async def test_a_prompt_is_completed_as_it_is() -> None:
         ]
         for listed in (["Once"], [[1, 2, 3]]):  # as LangChain and lm-eval send one
             status, _ = await served.post(
-                "/v1/completions", {"model": "small", "prompt": listed, "best_of": 1, "echo": False, "top_a": 0}
+                "/v1/completions",
+                {"model": "small", "prompt": listed, "best_of": 1, "echo": False, "top_a": 0},
             )
             assert (status, at.decode.sent[-1][1]["prompt"]) == (200, listed[0])
         sent = len(at.decode.sent)
@@ -225,18 +281,36 @@ def deep(levels: int) -> dict[str, Any]:
 CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 MALFORMED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": "weather"}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "no spaces"}}]},
+        "tools[0].function.name",
+    ),
     ({"tools": [WEATHER], "tool_choice": "weather"}, "tool_choice"),
     ({"tools": [WEATHER], "messages": []}, "messages"),
     ({"tools": [WEATHER], "messages": [3]}, "messages[0]"),
     ({"tools": [WEATHER], "messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
     ({"tools": [WEATHER], "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    ({"tools": [WEATHER], "messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]"),
-    ({"tools": [WEATHER], "messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),
+    (
+        {"tools": [WEATHER], "messages": [{"role": "user", "content": [3]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        {"tools": [WEATHER], "messages": [{"role": "user", "content": [{}]}]},
+        "messages[0].content[0].type",
+    ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages[0].tool_call_id"),
-    ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]}, "messages[1].role"),
-    ({"tools": [WEATHER], "messages": [{"role": "system", "content": "x", "tools": [WEATHER]}]}, "messages[0].tools"),
+    (
+        {"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]},
+        "messages[0].tool_call_id",
+    ),
+    (
+        {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]},
+        "messages[1].role",
+    ),
+    (
+        {"tools": [WEATHER], "messages": [{"role": "system", "content": "x", "tools": [WEATHER]}]},
+        "messages[0].tools",
+    ),
     ({"n": 1, "logprobs": True, "logit_bias": {"1000": 1}}, "logit_bias"),
     ({"logprobs": True, "stop": ["x"] * 33}, "stop"),
     ({"logprobs": True, "stop_token_ids": [1000]}, "stop_token_ids"),

@@ -25,7 +25,12 @@ def kept(folder: Path) -> set[str]:
 async def test_a_file_is_kept_listed_read_and_deleted(tmp_path: Path) -> None:
     async with batch_api(tmp_path, settings=ApiSettings(max_body_bytes=2**20)) as router:
         file = await router.ai.files.create(file=("in.jsonl", LONG), purpose="batch")
-        assert (file.bytes, file.filename, file.purpose, file.object) == (len(LONG), "in.jsonl", "batch", "file")
+        assert (file.bytes, file.filename, file.purpose, file.object) == (
+            len(LONG),
+            "in.jsonl",
+            "batch",
+            "file",
+        )
         assert await router.ai.files.retrieve(file.id) == file
         assert (await router.ai.files.content(file.id)).content == LONG
         assert (await router.ai.files.delete(file.id)).deleted
@@ -52,8 +57,12 @@ async def test_lists_come_a_page_at_a_time_the_latest_first(tmp_path: Path) -> N
         assert [one.id for one in first.data] == ids[:2:-1] and first.has_more
 
 
-@pytest.mark.parametrize(("query", "named"), [("limit=0", "limit"), ("limit=x", "limit"), ("after=no", "after")])
-async def test_an_impossible_page_is_refused_by_field(tmp_path: Path, query: str, named: str) -> None:
+@pytest.mark.parametrize(
+    ("query", "named"), [("limit=0", "limit"), ("limit=x", "limit"), ("after=no", "after")]
+)
+async def test_an_impossible_page_is_refused_by_field(
+    tmp_path: Path, query: str, named: str
+) -> None:
     async with batch_api(tmp_path) as router:
         for list_of in ("files", "batches"):
             status, body = await router.served.get(f"/v1/{list_of}?{query}")
@@ -62,7 +71,9 @@ async def test_an_impossible_page_is_refused_by_field(tmp_path: Path, query: str
 
 async def test_a_file_over_the_limit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     async with batch_api(tmp_path, batches=BatchesSettings(max_file_bytes=2**20)) as router:
-        with pytest.raises(openai.APIStatusError, match=r"raise batches\.max_file_bytes") as refused:
+        with pytest.raises(
+            openai.APIStatusError, match=r"raise batches\.max_file_bytes"
+        ) as refused:
             await router.upload(LONG)
         assert refused.value.status_code == 413
         assert not kept(tmp_path)
@@ -119,7 +130,9 @@ async def test_fields_may_come_in_any_order_and_unknown_ones_are_named(tmp_path:
         assert response.headers["x-ignored-fields"] == "expires_after?seconds?"
 
 
-async def test_a_client_that_leaves_in_the_middle_of_an_upload_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_in_the_middle_of_an_upload_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     async with batch_api(tmp_path) as router, aiohttp.ClientSession() as leaving:
         stored = asyncio.Event()
 
@@ -130,7 +143,9 @@ async def test_a_client_that_leaves_in_the_middle_of_an_upload_leaves_nothing(tm
             await asyncio.Event().wait()
 
         sending = asyncio.ensure_future(
-            leaving.post(f"{router.served.url}/v1/files", data=half(), headers={"Content-Type": FORM})
+            leaving.post(
+                f"{router.served.url}/v1/files", data=half(), headers={"Content-Type": FORM}
+            )
         )
         await stored.wait()
         sending.cancel()
@@ -152,12 +167,16 @@ async def test_a_file_that_stops_coming_is_given_up(tmp_path: Path) -> None:
 async def test_a_file_that_cannot_be_stored_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with batch_api(tmp_path) as router:
         shutil.rmtree(tmp_path / "files")
-        with pytest.raises(openai.InternalServerError, match=r"No such file or directory.*batches\.folder") as failed:
+        with pytest.raises(
+            openai.InternalServerError, match=r"No such file or directory.*batches\.folder"
+        ) as failed:
             await router.upload(b"{}")
         assert failed.value.status_code == 507
 
 
-async def test_a_file_whose_record_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_file_whose_record_cannot_be_stored_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     async with batch_api(tmp_path, new_id=lambda: "1") as router:
         in_the_way = tmp_path / "files" / "file-1.tmp"
         in_the_way.mkdir()
@@ -171,7 +190,9 @@ async def test_a_file_whose_record_cannot_be_stored_is_refused_and_leaves_nothin
         assert await router.upload(b"{}") == "file-1"
 
 
-async def test_an_upload_that_outlasts_the_router_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_upload_that_outlasts_the_router_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     stored, stopped = asyncio.Event(), asyncio.Event()
 
     async def half() -> AsyncIterator[bytes]:
@@ -201,7 +222,9 @@ async def test_what_a_killed_router_left_half_uploaded_is_cleared_away(tmp_path:
 @pytest.mark.parametrize("id", ["..%2Fbatches%2Fx", "%2Fetc%2Fpasswd", "file-x"])
 async def test_an_id_never_becomes_a_path(tmp_path: Path, id: str) -> None:
     async with batch_api(tmp_path) as router:
-        assert (await router.served.get(f"/v1/files/{id}/content"))[1]["error"]["code"] == "unknown_file"
+        assert (await router.served.get(f"/v1/files/{id}/content"))[1]["error"][
+            "code"
+        ] == "unknown_file"
 
 
 async def test_uploads_that_run_at_once_keep_no_more_than_the_quota(tmp_path: Path) -> None:
@@ -210,9 +233,13 @@ async def test_uploads_that_run_at_once_keep_no_more_than_the_quota(tmp_path: Pa
         uploads = (router.upload(b"x" * 900_000) for _ in range(12))
         done = await asyncio.gather(*uploads, return_exceptions=True)
         assert sum(isinstance(one, str) for one in done) == 1
-        assert all(one.status_code in (403, 413) for one in done if isinstance(one, openai.APIStatusError))
+        assert all(
+            one.status_code in (403, 413) for one in done if isinstance(one, openai.APIStatusError)
+        )
         await router.ai.files.delete(next(one for one in done if isinstance(one, str)))
-        small = await asyncio.gather(*(router.upload(b"{}") for _ in range(12)), return_exceptions=True)
+        small = await asyncio.gather(
+            *(router.upload(b"{}") for _ in range(12)), return_exceptions=True
+        )
         assert sum(isinstance(one, str) for one in small) == 5
 
 
@@ -228,7 +255,9 @@ async def test_an_upload_of_unknown_size_may_fill_the_quota_while_it_runs(tmp_pa
 
     async with batch_api(tmp_path, batches=BatchesSettings(max_tenant_bytes=2**20)) as router:
         url, headers = f"{router.served.url}/v1/files", {"Content-Type": FORM}
-        sending = asyncio.ensure_future(router.served.client.post(url, data=half(), headers=headers))
+        sending = asyncio.ensure_future(
+            router.served.client.post(url, data=half(), headers=headers)
+        )
         await stored.wait()
         with pytest.raises(openai.PermissionDeniedError, match="uploads that run"):
             await router.upload(b"{}")
@@ -247,9 +276,17 @@ async def test_a_client_that_takes_nothing_of_a_file_is_given_up(tmp_path: Path)
             taking_nothing.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
             taking_nothing.setblocking(False)
             await asyncio.get_running_loop().sock_connect(taking_nothing, (host, int(port)))
-            taking_nothing.send(f"GET /v1/files/{id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            metrics, left = router.served.services.metrics.registry, ("/v1/files/{file_id}/content", "499")
-            name, labels = "shell_router_http_requests_total", dict(zip(("route", "status"), left, strict=True))
+            taking_nothing.send(
+                f"GET /v1/files/{id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+            )
+            metrics, left = (
+                router.served.services.metrics.registry,
+                ("/v1/files/{file_id}/content", "499"),
+            )
+            name, labels = (
+                "shell_router_http_requests_total",
+                dict(zip(("route", "status"), left, strict=True)),
+            )
             await until(lambda: metrics.get_sample_value(name, labels) == 1)
         assert len((await router.ai.files.content(id)).content) == 4 * 2**20
 
@@ -257,7 +294,9 @@ async def test_a_client_that_takes_nothing_of_a_file_is_given_up(tmp_path: Path)
 async def test_the_head_of_a_file_says_its_size(tmp_path: Path) -> None:
     async with batch_api(tmp_path) as router:
         id = await router.upload(b"{}")
-        async with router.served.client.head(f"{router.served.url}/v1/files/{id}/content") as answer:
+        async with router.served.client.head(
+            f"{router.served.url}/v1/files/{id}/content"
+        ) as answer:
             assert (answer.status, answer.headers["Content-Length"]) == (200, "2")
 
 

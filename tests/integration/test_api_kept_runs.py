@@ -1,4 +1,6 @@
-"""Chat completions with an Idempotency-Key: one run however often, and at whichever router, it is asked for."""
+"""Chat completions with an Idempotency-Key: one run however often, and at whichever router, it is
+asked for.
+"""
 
 import asyncio
 import gc
@@ -39,7 +41,9 @@ redis = pytest.fixture(own_redis)
 
 
 @asynccontextmanager
-async def router(redis: RedisServer, moa: ScriptedMoa | None = None, **fields: Any) -> AsyncIterator[Api]:
+async def router(
+    redis: RedisServer, moa: ScriptedMoa | None = None, **fields: Any
+) -> AsyncIterator[Api]:
     async with AsyncExitStack() as stack:
         cache = RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4)
         journals: Journals = (await stack.enter_async_context(cache)).journals
@@ -58,7 +62,9 @@ def text(body: dict[str, Any]) -> str:
 
 async def streamed(served: Api) -> str:
     """The text of a stream that ended in order."""
-    async with served.client.post(served.url + CHATS, json=chat(stream=True), headers=KEY) as response:
+    async with served.client.post(
+        served.url + CHATS, json=chat(stream=True), headers=KEY
+    ) as response:
         assert response.status == 200
         frames = (await response.text()).strip().split("\n\n")
     assert frames.pop() == "data: [DONE]"
@@ -66,7 +72,9 @@ async def streamed(served: Api) -> str:
     return "".join(delta.get("content", "") for delta in deltas)
 
 
-async def test_the_same_request_is_answered_once_and_repeated_at_every_router(redis: RedisServer) -> None:
+async def test_the_same_request_is_answered_once_and_repeated_at_every_router(
+    redis: RedisServer,
+) -> None:
     async with router(redis) as here, router(redis) as there:
         status, first = await here.post(CHATS, chat(), **KEY)
         assert status == 200
@@ -83,7 +91,12 @@ async def test_a_second_request_follows_the_run_from_its_start(redis: RedisServe
         first = group.create_task(streamed(served))
         await gates.until_waiting(1)
         second = group.create_task(streamed(served))
-        await until(lambda: served.services.metrics.registry.get_sample_value("shell_router_running_requests") == 2)
+        await until(
+            lambda: (
+                served.services.metrics.registry.get_sample_value("shell_router_running_requests")
+                == 2
+            )
+        )
         gates.open("root")
         assert await first == await second != ""
         assert asked(served) == ["left", "right", "root"]
@@ -99,13 +112,20 @@ async def test_another_router_waits_for_the_run_and_repeats_it(redis: RedisServe
         first = group.create_task(here.post(CHATS, chat(), **KEY))
         await gates.until_waiting(1)
         second = group.create_task(there.post(CHATS, chat(), **KEY))
-        await until(lambda: there.services.metrics.registry.get_sample_value("shell_router_running_requests") == 1)
+        await until(
+            lambda: (
+                there.services.metrics.registry.get_sample_value("shell_router_running_requests")
+                == 1
+            )
+        )
         gates.open("root")
         assert text((await first)[1]) == text((await second)[1])
         assert asked(there) == []
 
 
-async def test_a_client_that_left_gets_the_rest_and_its_engines_did_not_go_on_meanwhile(redis: RedisServer) -> None:
+async def test_a_client_that_left_gets_the_rest_and_its_engines_did_not_go_on_meanwhile(
+    redis: RedisServer,
+) -> None:
     gates = Gates("root")
     moa = ScriptedMoa(pace=gates.pace)
     async with router(redis, moa) as here, router(redis) as there:
@@ -151,7 +171,9 @@ async def test_each_tenant_has_keys_of_its_own(redis: RedisServer) -> None:
     settings = ApiSettings(keys={"alice": "a", "bob": "b"})
     async with router(redis, settings=settings) as served:
         for key in ("a", "b"):
-            status, _ = await served.post(CHATS, chat(f"I am {key}"), **KEY, Authorization=f"Bearer {key}")
+            status, _ = await served.post(
+                CHATS, chat(f"I am {key}"), **KEY, Authorization=f"Bearer {key}"
+            )
             assert status == 200
 
 
@@ -178,7 +200,9 @@ async def test_a_key_must_be_fit_to_name_something(key: str) -> None:
         (CHATS, chat(model="small", lazy=True, program="p")),
     ],
 )
-async def test_a_key_is_refused_where_the_run_would_not_be_kept(path: str, body: dict[str, Any]) -> None:
+async def test_a_key_is_refused_where_the_run_would_not_be_kept(
+    path: str, body: dict[str, Any]
+) -> None:
     async with api(journals=MemoryJournals(), relays={"small": ScriptedRelay()}) as served:
         status, said = await served.post(path, body, **KEY)
         assert (status, said["error"]["param"]) == (400, "Idempotency-Key")
@@ -192,7 +216,9 @@ async def test_a_key_is_refused_where_the_run_would_not_be_kept(path: str, body:
         ("/v1/responses", {"model": "duo", "input": "x", "background": True}),
     ],
 )
-async def test_what_nests_deeper_than_can_be_kept_is_refused(path: str, body: dict[str, Any]) -> None:
+async def test_what_nests_deeper_than_can_be_kept_is_refused(
+    path: str, body: dict[str, Any]
+) -> None:
     deep: list[Any] = []
     for _ in range(300):
         deep = [deep]
@@ -213,10 +239,14 @@ def paced(gates: Gates) -> ScriptedMoa:
 def agents_asked(*routers: Api) -> list[str]:
     """As `asked`, of agent requests."""
     engines = [engine for one in routers for engine in one.moa.engines.values()]
-    return sorted(request.rid.partition(".")[0] for engine in engines for request in engine.generated)
+    return sorted(
+        request.rid.partition(".")[0] for engine in engines for request in engine.generated
+    )
 
 
-async def test_an_agent_request_is_answered_once_and_repeated_at_every_router(redis: RedisServer) -> None:
+async def test_an_agent_request_is_answered_once_and_repeated_at_every_router(
+    redis: RedisServer,
+) -> None:
     async with router(redis) as here, router(redis) as there:
         sent = [served.post(AGENTS, AGENT, **KEY) for served in (here, there, here, there)]
         answers = [body["text"] for status, body in await asyncio.gather(*sent) if status == 200]
@@ -226,9 +256,14 @@ async def test_an_agent_request_is_answered_once_and_repeated_at_every_router(re
         assert (status, body["error"]["code"]) == (422, "idempotency_key_reused")
 
 
-async def test_an_agent_whose_router_ends_goes_on_at_the_next_and_can_be_read_there(redis: RedisServer) -> None:
+async def test_an_agent_whose_router_ends_goes_on_at_the_next_and_can_be_read_there(
+    redis: RedisServer,
+) -> None:
     gates = Gates("b")
-    one, two = AGENT, {**AGENT, "agent": "b", "prompt": ["It said: ", {"output_of": "a"}], "stream": True}
+    one, two = (
+        AGENT,
+        {**AGENT, "agent": "b", "prompt": ["It said: ", {"output_of": "a"}], "stream": True},
+    )
     key = {"Idempotency-Key": "two"}
     async with router(redis) as there, aiohttp.ClientSession() as client:
         async with router(redis, paced(gates), drain_s=0.01) as here:
@@ -246,7 +281,9 @@ async def test_an_agent_whose_router_ends_goes_on_at_the_next_and_can_be_read_th
         assert agents_asked(there) == ["b", "c"]
 
 
-async def test_an_agent_that_its_program_cancels_is_asked_again_by_a_retry(redis: RedisServer) -> None:
+async def test_an_agent_that_its_program_cancels_is_asked_again_by_a_retry(
+    redis: RedisServer,
+) -> None:
     gates = Gates("a")
     async with router(redis, paced(gates)) as served:
         asking = asyncio.create_task(served.post(AGENTS, AGENT, **KEY))
@@ -259,9 +296,12 @@ async def test_an_agent_that_its_program_cancels_is_asked_again_by_a_retry(redis
 
 
 async def frames_after(served: Api, last: str | None, **fields: Any) -> tuple[list[str], str, str]:
-    """The ids of a repeated stream's events, its text, and the code of the error that it ends with."""
+    """The ids of a repeated stream's events, its text, and the code of the error that it ends
+    with."""
     headers, ids, text, code = KEY | ({} if last is None else {"Last-Event-ID": last}), [], "", ""
-    async with served.client.post(served.url + CHATS, json=chat(stream=True, **fields), headers=headers) as response:
+    async with served.client.post(
+        served.url + CHATS, json=chat(stream=True, **fields), headers=headers
+    ) as response:
         for frame in (await response.text()).strip().split("\n\n"):
             id, _, data = frame.rpartition("data: ")
             if data == "[DONE]" or "event: " in id:
@@ -269,23 +309,32 @@ async def frames_after(served: Api, last: str | None, **fields: Any) -> tuple[li
             body = json.loads(data)
             code = body.get("error", {}).get("code", "")
             ids += [id.strip().removeprefix("id: ")] if id else []
-            text += "".join(choice["delta"].get("content", "") for choice in body.get("choices", ()))
+            text += "".join(
+                choice["delta"].get("content", "") for choice in body.get("choices", ())
+            )
     return ids, text, code
 
 
 @pytest.mark.parametrize("agents", [False, True])
-async def test_what_follows_the_last_event_is_sent_whatever_the_events_were(redis: RedisServer, agents: bool) -> None:
+async def test_what_follows_the_last_event_is_sent_whatever_the_events_were(
+    redis: RedisServer, agents: bool
+) -> None:
     async with router(redis) as here, router(redis) as there:
         ids, whole, _ = await frames_after(here, None, include_agents=agents)
         assert ids[-1].startswith(f"{len(whole)}-")
         for at in range(len(whole) + 1):
             last = f"{at}-{zlib.crc32(whole[:at].encode()):08x}"
             for served in (here, there):
-                assert (await frames_after(served, last, include_agents=agents))[1:] == (whole[at:], "")
+                assert (await frames_after(served, last, include_agents=agents))[1:] == (
+                    whole[at:],
+                    "",
+                )
 
 
 @pytest.mark.parametrize("last", ["5-00000000", "100000-00000000"])
-async def test_a_client_whose_text_differs_from_the_repeated_one_is_refused(redis: RedisServer, last: str) -> None:
+async def test_a_client_whose_text_differs_from_the_repeated_one_is_refused(
+    redis: RedisServer, last: str
+) -> None:
     async with router(redis) as served:
         assert (await frames_after(served, last))[1:] == ("", "stream_changed")
 
@@ -313,11 +362,19 @@ async def test_a_run_goes_on_when_redis_is_killed_and_new_ones_begin_without_it(
     assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 2
 
 
-@pytest.mark.parametrize("entry", ["not JSON", "[]", '["tokens","x"]', '["begin",".0.left"]', '["finish",".0.left",7]'])
-async def test_a_journal_that_makes_no_sense_costs_nothing_but_itself(redis: RedisServer, entry: str) -> None:
+@pytest.mark.parametrize(
+    "entry", ["not JSON", "[]", '["tokens","x"]', '["begin",".0.left"]', '["finish",".0.left",7]']
+)
+async def test_a_journal_that_makes_no_sense_costs_nothing_but_itself(
+    redis: RedisServer, entry: str
+) -> None:
     async with router(redis) as here, router(redis) as there:
         _, first = await here.post(CHATS, chat(), **KEY)
-        redis.ask("RPUSH", next(name for name, _ in redis.keys().items() if name.endswith(":journal")), entry)
+        redis.ask(
+            "RPUSH",
+            next(name for name, _ in redis.keys().items() if name.endswith(":journal")),
+            entry,
+        )
         status, again = await there.post(CHATS, chat(), **KEY)
         assert status == 200 and text(again) == text(first)
 
@@ -384,7 +441,9 @@ async def test_a_client_that_comes_after_the_last_one_left_has_a_run_of_its_own(
 
 
 @pytest.mark.parametrize("claims", [("away",), ("held", "away"), ("held", "away", "held", "away")])
-async def test_a_run_waits_for_its_journal_where_the_store_is_away_for_a_moment(claims: Sequence[str]) -> None:
+async def test_a_run_waits_for_its_journal_where_the_store_is_away_for_a_moment(
+    claims: Sequence[str],
+) -> None:
     left = list(claims)
 
     class Scripted(MemoryJournals):

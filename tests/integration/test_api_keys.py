@@ -1,4 +1,6 @@
-"""Keys over HTTP: what each may ask, how much, and how files of keys and certificates change while the router runs."""
+"""Keys over HTTP: what each may ask, how much, and how files of keys and certificates change while
+the router runs.
+"""
 
 import asyncio
 import json
@@ -55,11 +57,16 @@ ALICE, BOB, CAROL, DORA, EDNA, OPS = map(bearing, ("alice", "bob", "carol", "dor
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
-    relays: dict[str, Relay] = {"small": ScriptedRelay((NATIVE,)), "medium": ScriptedRelay((NATIVE,))}
+    relays: dict[str, Relay] = {
+        "small": ScriptedRelay((NATIVE,)),
+        "medium": ScriptedRelay((NATIVE,)),
+    }
     with opened_folder(tmp_path_factory.mktemp("batches")) as folder:
         batches = BatchesSettings()
         async with api(
-            settings=SETTINGS, relays=relays, extend=lambda app: add_batches(app, folder, batches, {})
+            settings=SETTINGS,
+            relays=relays,
+            extend=lambda app: add_batches(app, folder, batches, {}),
         ) as running:
             yield running
 
@@ -85,7 +92,10 @@ REFUSED = [
     (AGENT, {"program": "p", "agent": "b", "model": ["small", "medium"], "prompt": "Hi"}),
     ("/v1/responses", {"model": "medium", "input": "Hi"}),
     ("/v1/completions", {"model": "medium", "prompt": "Hi"}),
-    ("/v1/messages", {"model": "medium", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}),
+    (
+        "/v1/messages",
+        {"model": "medium", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
+    ),
     ("/v1/embeddings", {"model": "medium", "input": "Hi"}),
     ("/generate", {"model": "medium", "text": "x"}),
     ("/prefill_only", {"model": "medium", "text": "x"}),
@@ -99,7 +109,9 @@ async def test_a_key_for_some_models_may_use_them(served: Api, path: str, body: 
 
 
 @pytest.mark.parametrize(("path", "body"), REFUSED)
-async def test_a_key_for_some_models_may_use_no_others(served: Api, path: str, body: object) -> None:
+async def test_a_key_for_some_models_may_use_no_others(
+    served: Api, path: str, body: object
+) -> None:
     status, answer = await served.post(path, body, **ALICE)
     assert (status, answer["error"]["type"]) == (403, "permission_error"), answer
     assert (await served.post(path, body, **BOB))[0] in (200, 400, 404, 409), "another key may"
@@ -118,10 +130,14 @@ async def test_figures_of_all_tenants_and_administration_are_the_operators(serve
     async with served.client.get(f"{served.url}/metrics", headers=OPS) as answer:
         assert answer.status == 200
     for headers, status in ((BOB, 403), (OPS, 201)):
-        async with served.client.put(f"{served.url}/v1/topologies/mine", json=MINE, headers=headers) as answer:
+        async with served.client.put(
+            f"{served.url}/v1/topologies/mine", json=MINE, headers=headers
+        ) as answer:
             assert answer.status == status
     for headers, status in ((BOB, 403), (OPS, 200)):
-        async with served.client.delete(f"{served.url}/v1/topologies/mine", headers=headers) as answer:
+        async with served.client.delete(
+            f"{served.url}/v1/topologies/mine", headers=headers
+        ) as answer:
             assert answer.status == status
 
 
@@ -133,19 +149,33 @@ async def test_a_key_for_some_routes_may_ask_no_others(served: Api) -> None:
 
 async def test_a_put_whose_path_ends_in_cancel_is_admitted_as_any_other(served: Api) -> None:
     """It once took no place, and so no limit counted it."""
-    body = {"program": "p", "agent": "waits", "model": "small", "prompt": [{"output_of": "never"}], "wait_s": 60}
-    running = [asyncio.create_task(served.post(AGENT, {**body, "agent": f"a{n}"}, **BOB)) for n in range(4)]
+    body = {
+        "program": "p",
+        "agent": "waits",
+        "model": "small",
+        "prompt": [{"output_of": "never"}],
+        "wait_s": 60,
+    }
+    running = [
+        asyncio.create_task(served.post(AGENT, {**body, "agent": f"a{n}"}, **BOB)) for n in range(4)
+    ]
     while len((await served.get(f"{AGENT}/p", **BOB))[1].get("agents", ())) < 4:
         pass
-    async with served.client.put(f"{served.url}/v1/agent/outputs/p/cancel", data=b"x", headers=BOB) as answer:
+    async with served.client.put(
+        f"{served.url}/v1/agent/outputs/p/cancel", data=b"x", headers=BOB
+    ) as answer:
         assert answer.status == 429
-    assert (await served.post("/v1/batches/none/cancel", {}, **BOB))[0] == 404, "what makes space is not refused"
+    assert (await served.post("/v1/batches/none/cancel", {}, **BOB))[0] == 404, (
+        "what makes space is not refused"
+    )
     async with served.client.delete(f"{served.url}{AGENT}/p", headers=BOB) as answer:
         assert answer.status == 200
     await asyncio.gather(*running)
 
 
-async def test_a_request_that_alone_needs_too_many_agents_is_wrong_and_not_early(served: Api) -> None:
+async def test_a_request_that_alone_needs_too_many_agents_is_wrong_and_not_early(
+    served: Api,
+) -> None:
     agents = {f"a{n}": {"model": "small"} for n in range(4)}
     tree = {"name": "x", "agents": {**agents, "root": {"model": "small", "precursors": [*agents]}}}
     status, answer = await served.post(CHAT, chat(topology=tree), **BOB)
@@ -170,7 +200,10 @@ async def test_over_its_tokens_a_minute_a_tenant_may_still_read(path: str) -> No
 @pytest.mark.parametrize("path", ["/generate", "/prefill_only", CHAT, "/v1/completions"])
 async def test_engines_take_the_further_fields_that_a_request_s_key_names(path: str) -> None:
     relay = ScriptedRelay((NATIVE,), chat=ChatServing())
-    body = {CHAT: chat(model="small", logprobs=True), "/v1/completions": {"model": "small", "prompt": "x"}}
+    body = {
+        CHAT: chat(model="small", logprobs=True),
+        "/v1/completions": {"model": "small", "prompt": "x"},
+    }
     async with api(settings=SETTINGS, relays={"small": relay}) as fresh:
         for headers in (EDNA, BOB):
             assert (await fresh.post(path, body.get(path, {"text": "x"}), **headers))[0] == 200
@@ -184,7 +217,9 @@ async def test_tokens_of_native_streams_count(served: Api) -> None:
     cut = (stream[at : at + 7] for at in range(0, len(stream), 7))
     relay = ScriptedRelay((*cut, b"data: [DONE]\n\n"), content_type="text/event-stream")
     async with api(settings=SETTINGS, relays={"small": relay}) as fresh:
-        async with fresh.client.post(f"{fresh.url}/generate", json={"text": "x"}, headers=CAROL) as answer:
+        async with fresh.client.post(
+            f"{fresh.url}/generate", json={"text": "x"}, headers=CAROL
+        ) as answer:
             await answer.read()
         now_s = fresh.services.clock()
         assert fresh.services.rates.wait_s("carol", 42, now_s) > 0
@@ -205,7 +240,9 @@ async def test_a_file_that_changes_counts_and_a_wrong_one_does_not(
 
     reread = Reread("keys", lambda: (file,), take)
     await reread.look()
-    assert keys.caller("Bearer old", None, now).tenant == "alice", "nothing has changed since it was added"
+    assert keys.caller("Bearer old", None, now).tenant == "alice", (
+        "nothing has changed since it was added"
+    )
     file.write_text("newer")
     await reread.look()
     assert keys.caller("Bearer newer", None, now).tenant == "alice"
@@ -219,10 +256,22 @@ async def test_a_file_that_changes_counts_and_a_wrong_one_does_not(
     assert len(errors) == 3 and "what was before stays" in errors[0].message
 
 
-async def test_an_encrypted_key_is_refused_and_the_terminal_asked_for_nothing(tmp_path: Path) -> None:
+async def test_an_encrypted_key_is_refused_and_the_terminal_asked_for_nothing(
+    tmp_path: Path,
+) -> None:
     own = authority(tmp_path).signed("router")
     locked = tmp_path / "locked.key"
-    encrypt = ["openssl", "pkey", "-in", own.key, "-aes256", "-passout", "pass:secret", "-out", locked]
+    encrypt = [
+        "openssl",
+        "pkey",
+        "-in",
+        own.key,
+        "-aes256",
+        "-passout",
+        "pass:secret",
+        "-out",
+        locked,
+    ]
     subprocess.run(encrypt, check=True, capture_output=True)  # noqa: ASYNC221
     with pytest.raises(ConfigError, match=r"listen\.tls: .*locked\.key is encrypted.*openssl pkey"):
         served_tls(ListenTls(own.certificate, locked))
@@ -242,7 +291,9 @@ async def test_a_client_that_begins_no_tls_is_given_up(tmp_path: Path, served: A
             writer.close()
 
 
-async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restart(tmp_path: Path, served: Api) -> None:
+async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restart(
+    tmp_path: Path, served: Api
+) -> None:
     signing = authority(tmp_path)
     one = signing.signed("router")
     files = ListenTls(one.certificate, one.key)
@@ -253,7 +304,11 @@ async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restar
             async def serial() -> object:
                 for path, body in (("/health", None), (CHAT, chat(stream=True))):
                     asked = served.client.request(
-                        "GET" if body is None else "POST", url + path, json=body, headers=BOB, ssl=signing.trusting
+                        "GET" if body is None else "POST",
+                        url + path,
+                        json=body,
+                        headers=BOB,
+                        ssl=signing.trusting,
                     )
                     async with asked as answer:
                         assert answer.status == 200 and await answer.read()
@@ -275,4 +330,6 @@ async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restar
             renew(context, files)
             assert await serial() != before
             with pytest.raises((ssl.SSLError, OSError)):
-                await asyncio.open_connection(*url.removeprefix("https://").split(":"), ssl=UNKNOWING)
+                await asyncio.open_connection(
+                    *url.removeprefix("https://").split(":"), ssl=UNKNOWING
+                )

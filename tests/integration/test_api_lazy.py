@@ -47,13 +47,27 @@ async def content(served: Api, model: str, *messages: tuple[str, str], **fields:
 async def tree(served: Api, leaves: dict[str, object], root: dict[str, object]) -> str:
     """Three leaves, two that read them, and a root that reads these in all roles."""
     models = ("small", "medium", "other")
-    drafts = [await content(served, model, ("system", "Draft."), ("user", "Why?"), **leaves) for model in models]
+    drafts = [
+        await content(served, model, ("system", "Draft."), ("user", "Why?"), **leaves)
+        for model in models
+    ]
     middle = [
-        await content(served, model, ("system", "Be brief."), ("user", f"A: {drafts[0]}\n{drafts[1]}B"), **leaves)
+        await content(
+            served,
+            model,
+            ("system", "Be brief."),
+            ("user", f"A: {drafts[0]}\n{drafts[1]}B"),
+            **leaves,
+        )
         for model in ("large", "small")
     ]
-    system, last = ("system", f"Known:{middle[0]}"), ("user", f"{middle[1]}, {drafts[2]}{drafts[0]}")
-    return await content(served, "large", ("system", "Sum up."), system, ("assistant", drafts[0]), last, **root)
+    system, last = (
+        ("system", f"Known:{middle[0]}"),
+        ("user", f"{middle[1]}, {drafts[2]}{drafts[0]}"),
+    )
+    return await content(
+        served, "large", ("system", "Sum up."), system, ("assistant", drafts[0]), last, **root
+    )
 
 
 async def test_a_tree_of_lazy_answers_ends_as_without() -> None:
@@ -72,8 +86,12 @@ async def test_a_lazy_answer_comes_before_its_agent_has_ended_and_is_a_whole_com
     async with api(moa_that_echoes(hold.pace)) as served, client(served, "none") as ai:
         headers = {"x-shell-router-program": "p", "x-shell-router-lazy": "true"}
         messages: Any = [{"role": "user", "content": "Why?"}]
-        lazy = await ai.chat.completions.create(model="small", messages=messages, extra_headers=headers)
-        assert lazy.choices[0].finish_reason == "stop" and lazy.usage and lazy.usage.total_tokens == 0
+        lazy = await ai.chat.completions.create(
+            model="small", messages=messages, extra_headers=headers
+        )
+        assert (
+            lazy.choices[0].finish_reason == "stop" and lazy.usage and lazy.usage.total_tokens == 0
+        )
         marker = lazy.choices[0].message.content or ""
         streamed = await ai.chat.completions.create(
             model="small", messages=messages, stream=True, extra_body={"program": "p", "lazy": True}
@@ -82,7 +100,13 @@ async def test_a_lazy_answer_comes_before_its_agent_has_ended_and_is_a_whole_com
         assert "".join(parts).startswith("[[lazyanswer:") and "".join(parts) != marker
         assert await served.get(OUTPUTS + f"{marker}?wait_s=0") == (
             202,
-            {"object": "agent.output", "program": "p", "agent": marker[13:-2], "state": "running", "text": None},
+            {
+                "object": "agent.output",
+                "program": "p",
+                "agent": marker[13:-2],
+                "state": "running",
+                "text": None,
+            },
         )
         assert (await served.get(OUTPUTS + f"{marker}?wait_s=-1"))[0] == 400
         root = asyncio.ensure_future(content(served, "large", ("user", f"So: {marker}")))
@@ -101,11 +125,16 @@ async def test_a_reader_streams_its_own_answer_with_its_agents() -> None:
         messages: Any = [{"role": "user", "content": marker}]
         for usage in (True, False):
             stream = await ai.chat.completions.create(
-                model="large", messages=messages, stream=True, stream_options={"include_usage": usage}
+                model="large",
+                messages=messages,
+                stream=True,
+                stream_options={"include_usage": usage},
             )
             chunks = [chunk async for chunk in stream]
             assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
-            assert any(not chunk.choices for chunk in chunks) is usage  # Together's clients index every chunk's choices
+            assert (
+                any(not chunk.choices for chunk in chunks) is usage
+            )  # Together's clients index every chunk's choices
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -113,10 +142,15 @@ async def test_responses_and_messages_are_lazy_too_and_read_markers(stream: bool
     async with api(moa_that_echoes()) as served:
 
         async def said(model: str, text: str, path: str, **fields: object) -> str:
-            inputs: dict[str, object] = {"max_tokens": 99, "messages": [{"role": "user", "content": text}]}
+            inputs: dict[str, object] = {
+                "max_tokens": 99,
+                "messages": [{"role": "user", "content": text}],
+            }
             if path == "/v1/responses":
                 inputs = {"input": text}
-            async with served.stream({"model": model, "stream": stream, **inputs, **fields}, path) as answer:
+            async with served.stream(
+                {"model": model, "stream": stream, **inputs, **fields}, path
+            ) as answer:
                 whole = await answer.text()
                 assert answer.status == 200 and "x-ignored-fields" not in answer.headers, whole
             found = re.search(r"\[\[lazyanswer:\w+]]|  says \d+ of it", whole)
@@ -129,18 +163,27 @@ async def test_responses_and_messages_are_lazy_too_and_read_markers(stream: bool
         assert all(prompt.startswith("<user>  says ") for prompt in served.moa.prompts("large"))
 
 
-async def test_what_a_request_says_of_thinking_holds_for_lazy_answers_and_their_readers_too() -> None:
+async def test_what_a_request_says_of_thinking_holds_for_lazy_answers_and_their_readers_too() -> (
+    None
+):
     moa = ScriptedMoa(reasoning=REASONING_PARSERS["qwen3"])
     for engine in moa.engines.values():
         engine.answer = lambda _: Script("<think>hm</think> Seven.", piece_words=1)
-    options: dict[str, object] = {"chat_template_kwargs": {"style": "x"}, "max_thinking_tokens": 3, "max_tokens": 9}
+    options: dict[str, object] = {
+        "chat_template_kwargs": {"style": "x"},
+        "max_thinking_tokens": 3,
+        "max_tokens": 9,
+    }
     async with api(moa) as served:
         marker = await content(served, "small", ("user", "Why?"), program="p", lazy=True, **options)
         assert (await served.get(OUTPUTS + marker))[1]["text"] == "Seven."
         await content(served, "large", ("user", f"So {marker}"), **options)
         assert moa.prompts("small")[0] == "<style=x><user>Why?<assistant>"
         assert moa.prompts("large")[0] == "<style=x><user>So Seven.<assistant>"
-        assert [moa.engines[alias].generated[0].sampling["max_new_tokens"] for alias in ("small", "large")] == [3, 3]
+        assert [
+            moa.engines[alias].generated[0].sampling["max_new_tokens"]
+            for alias in ("small", "large")
+        ] == [3, 3]
         moa.engines["large"].answer = lambda _: Script("<think>on and on", reason="length")
         for asked in ("So Seven.", f"So {marker}"):
             status, body = await served.post(CHAT, chat(asked, model="large"))
@@ -157,7 +200,9 @@ async def test_a_topology_reads_lazy_answers_and_is_none() -> None:
     async with api(moa_that_echoes()) as served:
         first = await content(served, "small", ("user", "Why?"))
         marker = await content(served, "small", ("user", "Why?"), program="p", lazy=True)
-        assert await content(served, "duo", ("user", marker)) == await content(served, "duo", ("user", first))
+        assert await content(served, "duo", ("user", marker)) == await content(
+            served, "duo", ("user", first)
+        )
         status, body = await served.post(CHAT, chat(program="p", lazy=True))
         assert (status, body["error"]["param"]) == (400, "lazy")
 
@@ -167,7 +212,11 @@ TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
 async def test_tools_and_thinking_never_go_together_with_markers() -> None:
     def called(arguments: str, question: str = "Why?") -> list[dict[str, object]]:
-        call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        call = {
+            "id": "c",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": arguments},
+        }
         result: dict[str, object] = {"role": "tool", "tool_call_id": "c", "content": "Rain."}
         return [
             {"role": "user", "content": question},
@@ -195,7 +244,10 @@ async def test_tools_and_thinking_never_go_together_with_markers() -> None:
                 (chat("Why?", lazy=True, program="p", tools=TOOLS), "lazy"),
                 ({"messages": called("{}"), "lazy": True, "program": "p"}, "lazy"),
                 (chat(f"So {marker}", tools=TOOLS), "messages"),
-                (chat(f"So {marker}", tools=TOOLS, tool_choice="required", stream=True), "messages"),
+                (
+                    chat(f"So {marker}", tools=TOOLS, tool_choice="required", stream=True),
+                    "messages",
+                ),
                 ({"messages": called("{}", f"So {marker}")}, "messages"),
                 ({"messages": called(json.dumps({"text": marker}))}, "messages"),
                 ({"messages": thought}, "messages"),
@@ -256,21 +308,37 @@ async def test_what_is_no_marker_of_the_program_is_refused_and_nothing_runs(alte
         text = altered.format(**known, upper="A" + ids[0].upper(), others=ids[2])
         for engine in served.moa.engines.values():
             engine.generated.clear()
-        for fields in ({"program": "p"}, {"program": "p", "lazy": True}, {"program": "p", "stream": True}):
+        for fields in (
+            {"program": "p"},
+            {"program": "p", "lazy": True},
+            {"program": "p", "stream": True},
+        ):
             for model in ("large", "duo"):
                 body = chat(f"Judge {text}", model=model, **fields)
                 status, answer = await served.post(CHAT, body, **ME)
                 assert (status, answer["error"]["code"]) == (400, "invalid_field")
         agent = {"program": "p", "agent": "a", "model": "small"}
-        for prompt in ({"prompt": text}, {"prompt": ["x", {"text": text}]}, {"messages": chat(text)["messages"]}):
+        for prompt in (
+            {"prompt": text},
+            {"prompt": ["x", {"text": text}]},
+            {"messages": chat(text)["messages"]},
+        ):
             assert (await served.post("/v1/agent/requests", {**agent, **prompt}, **ME))[0] == 400
         assert (await served.post("/generate", {"text": text}, **ME))[0] == 400
         assert not served.moa.running
-        assert not any(engine.generated or engine.prefilled for engine in served.moa.engines.values())
+        assert not any(
+            engine.generated or engine.prefilled for engine in served.moa.engines.values()
+        )
 
 
 @pytest.mark.parametrize(
-    "word", ["What is a lazyanswer?", '{"LazyAnswer": "Lazyanswer"}', "`lazyanswer`: a word", "LAZYANSWERS"]
+    "word",
+    [
+        "What is a lazyanswer?",
+        '{"LazyAnswer": "Lazyanswer"}',
+        "`lazyanswer`: a word",
+        "LAZYANSWERS",
+    ],
 )
 async def test_a_text_with_the_markers_word_alone_has_none(word: str) -> None:
     relay = ScriptedRelay()
@@ -311,7 +379,9 @@ async def test_two_lazy_chains_of_one_program_race() -> None:
 
     async with api(moa_that_echoes()) as served:
         plain = [await chain(first) for first in ("one", "two")]
-        lazy = await asyncio.gather(*(chain(first, program="p", lazy=True) for first in ("one", "two")))
+        lazy = await asyncio.gather(
+            *(chain(first, program="p", lazy=True) for first in ("one", "two"))
+        )
         assert lazy == plain
 
 
@@ -366,7 +436,9 @@ async def test_lazy_agents_count_as_those_of_their_tenant_until_they_end() -> No
         assert (await served.post(CHAT, chat(model="small"), **ME))[0] == 200
 
 
-async def test_a_lazy_answer_that_cannot_begin_is_refused_and_one_that_fails_fails_its_readers() -> None:
+async def test_a_lazy_answer_that_cannot_begin_is_refused_and_one_that_fails_fails_its_readers() -> (
+    None
+):
     moa = moa_that_echoes()
     async with api(moa) as served, client(served, "none") as ai:
         messages: Any = [{"role": "user", "content": "Why?"}]
@@ -374,8 +446,12 @@ async def test_a_lazy_answer_that_cannot_begin_is_refused_and_one_that_fails_fai
         with pytest.raises(openai.NotFoundError, match="missing"):
             await ai.chat.completions.create(model="missing", messages=messages, extra_body=lazy)
         with pytest.raises(openai.BadRequestError, match="4096"):
-            await ai.chat.completions.create(model="small", messages=messages, max_tokens=5000, extra_body=lazy)
-        moa.engines["small"].answer = lambda _: Script("x", error=EngineUnreachable("The engine is gone."))
+            await ai.chat.completions.create(
+                model="small", messages=messages, max_tokens=5000, extra_body=lazy
+            )
+        moa.engines["small"].answer = lambda _: Script(
+            "x", error=EngineUnreachable("The engine is gone.")
+        )
         marker = await content(served, "small", ("user", "Why?"), **lazy)
         for model in ("large", "duo"):
             status, body = await served.post(CHAT, chat(f"Judge {marker}", model=model))

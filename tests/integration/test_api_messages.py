@@ -1,4 +1,6 @@
-"""/v1/messages: Anthropic's shape, of topologies and of plain models on servers with chats of their own."""
+"""/v1/messages: Anthropic's shape, of topologies and of plain models on servers with chats of their
+own.
+"""
 
 from typing import Any
 
@@ -10,7 +12,13 @@ from shell_router.api.fields import Fields
 from shell_router.api.messages import MessageTranslation, as_chat
 from shell_router.api.replies import anthropic_error, problem_body
 from shell_router.engines.wire import EventSplitter
-from shell_router.errors import EngineAborted, EngineStalled, PromptTooLong, RouterStopping, ShellRouterError
+from shell_router.errors import (
+    EngineAborted,
+    EngineStalled,
+    PromptTooLong,
+    RouterStopping,
+    ShellRouterError,
+)
 from tests.fakes.api_server import Api, api
 from tests.fakes.chat_engines import ChatScript, call, chat_pair
 from tests.fakes.moa import ScriptedMoa
@@ -38,7 +46,12 @@ async def events_of(served: Api, **fields: object) -> list[dict[str, Any]]:
 async def test_a_topology_answers_whole_and_streamed_in_the_published_order_of_events() -> None:
     async with api() as served:
         status, whole = await served.post("/v1/messages", asked(model="duo", system="Be brief."))
-        assert (status, whole["type"], whole["role"], whole["model"]) == (200, "message", "assistant", "duo")
+        assert (status, whole["type"], whole["role"], whole["model"]) == (
+            200,
+            "message",
+            "assistant",
+            "duo",
+        )
         assert whole["content"] == [{"type": "text", "text": ROOT_SAYS}]
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
         assert whole["usage"]["output_tokens"] == 30 and whole["usage"]["input_tokens"] > 0
@@ -72,20 +85,33 @@ async def test_an_answer_cut_at_its_limit_says_so_and_a_failed_stream_ends_with_
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(RouterStopping("x"), "overloaded_error"), (EngineStalled("x"), "api_error"), (PromptTooLong("x"), None)],
+    [
+        (RouterStopping("x"), "overloaded_error"),
+        (EngineStalled("x"), "api_error"),
+        (PromptTooLong("x"), None),
+    ],
 )
-async def test_a_failed_stream_names_the_kind_of_error(error: ShellRouterError, kind: str | None) -> None:
+async def test_a_failed_stream_names_the_kind_of_error(
+    error: ShellRouterError, kind: str | None
+) -> None:
     frames = MessageTranslation("1", {"model": "m"}, {}).error(problem_body(error, "1"))
     last = orjson.loads(EventSplitter().feed(frames)[-1])
-    assert last == {"type": "error", "error": {"type": kind or "invalid_request_error", "message": "x"}}
+    assert last == {
+        "type": "error",
+        "error": {"type": kind or "invalid_request_error", "message": "x"},
+    }
 
 
 def test_an_aborted_answer_is_an_error_whole_and_streamed() -> None:
     aborted = {"index": 0, "finish_reason": "abort"}
     with pytest.raises(EngineAborted):
-        MessageTranslation("1", {"model": "m"}, {}).whole({"choices": [{**aborted, "message": {"content": "a"}}]})
+        MessageTranslation("1", {"model": "m"}, {}).whole(
+            {"choices": [{**aborted, "message": {"content": "a"}}]}
+        )
     chunk = orjson.dumps({"choices": [{**aborted, "delta": {"content": "a"}}]})
-    frames = MessageTranslation("1", {"model": "m"}, {}).feed(b"data: %b\n\ndata: [DONE]\n\n" % chunk)
+    frames = MessageTranslation("1", {"model": "m"}, {}).feed(
+        b"data: %b\n\ndata: [DONE]\n\n" % chunk
+    )
     assert orjson.loads(EventSplitter().feed(frames)[-1])["error"]["type"] == "api_error"
 
 
@@ -96,12 +122,20 @@ async def test_errors_have_anthropics_shape() -> None:
             ({"model": "none"}, "sk-1", 404, "not_found_error"),
             ({"temperature": 3}, "sk-1", 400, "invalid_request_error"),
         ):
-            answered, body = await served.post("/v1/messages", asked(**fields), **{"x-api-key": key})
-            assert (answered, body["type"], body["error"].keys()) == (status, "error", {"type", "message"})
+            answered, body = await served.post(
+                "/v1/messages", asked(**fields), **{"x-api-key": key}
+            )
+            assert (answered, body["type"], body["error"].keys()) == (
+                status,
+                "error",
+                {"type", "message"},
+            )
             assert body["error"]["type"] == kind and body["request_id"]
 
 
-@pytest.mark.parametrize(("status", "kind"), [(413, "request_too_large"), (429, "rate_limit_error")])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(413, "request_too_large"), (429, "rate_limit_error")]
+)
 def test_an_error_is_named_by_its_status(status: int, kind: str) -> None:
     assert anthropic_error({"message": "x"}, status) == {"type": kind, "message": "x"}
 
@@ -113,42 +147,67 @@ async def test_thoughts_tools_and_results_reach_a_model_with_chats_of_its_own() 
         return call("weather", {"city": "Paris"})
 
     async with chat_pair(ChatScript(say=says)) as at, api(relays={"small": at.pair}) as served:
-        _, first = await served.post("/v1/messages", asked(tools=[WEATHER], tool_choice={"type": "any"}))
+        _, first = await served.post(
+            "/v1/messages", asked(tools=[WEATHER], tool_choice={"type": "any"})
+        )
         (block,) = first["content"]
-        assert (first["stop_reason"], block["type"], block["input"]) == ("tool_use", "tool_use", {"city": "Paris"})
+        assert (first["stop_reason"], block["type"], block["input"]) == (
+            "tool_use",
+            "tool_use",
+            {"city": "Paris"},
+        )
         sent = at.decode.sent[0][1]
-        assert (sent["tool_choice"], sent["parallel_tool_calls"], sent["max_completion_tokens"]) == (
+        assert (
+            sent["tool_choice"],
+            sent["parallel_tool_calls"],
+            sent["max_completion_tokens"],
+        ) == (
             "required",
             True,
             64,
         )
         assert sent["tools"][0]["function"]["parameters"] == {"type": "object"}
-        dry = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "dry"}]}
+        dry = {
+            "type": "tool_result",
+            "tool_use_id": block["id"],
+            "content": [{"type": "text", "text": "dry"}],
+        }
         thought = {"type": "thinking", "thinking": "Ask.", "signature": ""}
         history = [
             RAIN,
             {"role": "assistant", "content": [thought, *first["content"]]},
             {"role": "user", "content": [dry]},
         ]
-        events = await events_of(served, messages=history, tools=[WEATHER], output_config={"effort": "low"})
-        started = [one["content_block"]["type"] for one in events if one["type"] == "content_block_start"]
+        events = await events_of(
+            served, messages=history, tools=[WEATHER], output_config={"effort": "low"}
+        )
+        started = [
+            one["content_block"]["type"] for one in events if one["type"] == "content_block_start"
+        ]
         deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
         assert (deltas, started) == ([{"type": "text_delta", "text": "Dry."}], ["text"])
         sent = at.decode.sent[1][1]
         assert [one["role"] for one in sent["messages"]] == ["user", "assistant", "tool"]
-        assert sent["messages"][1]["reasoning_content"] == "Ask." and sent["messages"][2]["content"] == "dry"
+        assert (
+            sent["messages"][1]["reasoning_content"] == "Ask."
+            and sent["messages"][2]["content"] == "dry"
+        )
         assert sent["reasoning_effort"] == "low"
         _, whole = await served.post("/v1/messages", asked(messages=history, tools=[WEATHER]))
         assert [one["type"] for one in whole["content"]] == ["thinking", "text"]
         events = await events_of(served, tools=[WEATHER])
-        parts = [one["delta"]["partial_json"] for one in events if one["type"] == "content_block_delta"]
+        parts = [
+            one["delta"]["partial_json"] for one in events if one["type"] == "content_block_delta"
+        ]
         assert len(parts) > 1 and orjson.loads("".join(parts)) == {"city": "Paris"}
 
 
 async def test_arguments_that_were_cut_off_are_wrapped() -> None:
     translation = MessageTranslation("1", {"model": "m"}, {})
     cut = {"id": "c", "function": {"name": "weather", "arguments": '{"city": "Pa'}}
-    found = translation.whole({"choices": [{"message": {"tool_calls": [cut]}, "finish_reason": "length"}]})
+    found = translation.whole(
+        {"choices": [{"message": {"tool_calls": [cut]}, "finish_reason": "length"}]}
+    )
     assert found["content"][0]["input"] == {"INVALID_JSON": '{"city": "Pa'}
 
 
@@ -156,8 +215,12 @@ async def test_images_stops_and_thinking_are_translated() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
     async with chat_pair() as at, api(relays={"small": at.pair}) as served:
-        body = asked(messages=[{"role": "user", "content": content}], stop_sequences=["END"], top_k=5)
-        status, answer = await served.post("/v1/messages", body | {"thinking": {"type": "disabled"}})
+        body = asked(
+            messages=[{"role": "user", "content": content}], stop_sequences=["END"], top_k=5
+        )
+        status, answer = await served.post(
+            "/v1/messages", body | {"thinking": {"type": "disabled"}}
+        )
         assert status == 200, answer
         sent = at.decode.sent[0][1]
         assert sent["messages"][0]["content"][0]["image_url"]["url"] == "data:image/png;base64,AAAA"
@@ -175,14 +238,26 @@ async def test_images_stops_and_thinking_are_translated() -> None:
         ({"messages": [3]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
-        ({"messages": [RAIN, {"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[1].content[0].name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {"messages": [RAIN, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "messages[1].content[0].name",
+        ),
         ({"messages": [RAIN, {"role": "assistant", "content": "Well"}]}, "messages[1].role"),
         ({"messages": [{"role": "system", "content": "x"}, RAIN]}, "messages[0].role"),
         (image({"type": "file", "file_id": "f"}), "messages[0].content[0].source.type"),
         (image({"type": "base64", "data": "AAAA"}), "messages[0].content[0].source.media_type"),
-        (image({"type": "base64", "media_type": "image/png"}), "messages[0].content[0].source.data"),
+        (
+            image({"type": "base64", "media_type": "image/png"}),
+            "messages[0].content[0].source.data",
+        ),
         (image({"type": "url"}), "messages[0].content[0].source.url"),
         (image(None), "messages[0].content[0].source"),
         ({"thinking": {"type": "enabled"}, "chat_template_kwargs": "x"}, "chat_template_kwargs"),
@@ -208,7 +283,9 @@ async def test_malformed_requests_are_refused_by_field(fields: dict[str, Any], a
 async def test_what_is_ignored_is_named_and_keys_come_in_either_header() -> None:
     async with api(settings=ApiSettings(keys={"me": "sk-1"})) as served:
         headers = {"x-api-key": "sk-1", "anthropic-version": "2023-06-01"}
-        status, body = await served.post("/v1/messages", asked(container="c", cache_control={}), **headers)
+        status, body = await served.post(
+            "/v1/messages", asked(container="c", cache_control={}), **headers
+        )
         assert status == 200
         assert body["warnings"] == ["container was ignored: it has no effect here."]
         assert (await served.post("/v1/messages", asked(), **{"x-api-key": "sk-2"}))[0] == 401

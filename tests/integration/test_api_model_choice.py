@@ -65,7 +65,9 @@ async def test_auto_is_listed_and_a_topology_may_not_have_its_name() -> None:
             pass
 
 
-@pytest.mark.parametrize("named", [[], ["small", "small"], ["small", 7], ["small", "duo"], ["small", "unknown"]])
+@pytest.mark.parametrize(
+    "named", [[], ["small", "small"], ["small", 7], ["small", "duo"], ["small", "unknown"]]
+)
 async def test_a_list_that_cannot_be_chosen_from_is_refused(named: object) -> None:
     async with api(choosing()) as served:
         status, _ = await served.post("/v1/chat/completions", chat(model=named))
@@ -78,7 +80,9 @@ async def test_an_agent_program_keeps_its_model() -> None:
         for agent in ("first", "second"):
             body = {"program": "p", "agent": agent, "model": "auto", "prompt": "Say something."}
             async with served.client.post(served.url + "/v1/agent/requests", json=body) as response:
-                reported.append((response.headers["x-model-choice"], (await response.json())["model"]))
+                reported.append(
+                    (response.headers["x-model-choice"], (await response.json())["model"])
+                )
         assert reported == [
             ("first=large, chimera: better", "large"),
             ("second=large, chimera: kept", "large"),
@@ -86,15 +90,28 @@ async def test_an_agent_program_keeps_its_model() -> None:
 
 
 def lines_in(folder: Path) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for file in folder.glob("*.jsonl") for line in file.read_bytes().splitlines()]
+    return [
+        orjson.loads(line)
+        for file in folder.glob("*.jsonl")
+        for line in file.read_bytes().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("prompts", [False, True])
-async def test_every_agents_run_is_recorded_and_texts_only_when_asked_for(tmp_path: Path, prompts: bool) -> None:
-    recorder = Recorder("trace files", tmp_path, 2**20, lambda _outcome, _lines: None, prompts=prompts)
+async def test_every_agents_run_is_recorded_and_texts_only_when_asked_for(
+    tmp_path: Path, prompts: bool
+) -> None:
+    recorder = Recorder(
+        "trace files", tmp_path, 2**20, lambda _outcome, _lines: None, prompts=prompts
+    )
     async with api(choosing(), recorder=recorder) as served:
         await served.post("/v1/chat/completions", chat("What is it?"))
-        program = {"program": "p", "agent": "solo", "model": "small", "prompt": ["a b ", {"output_of": "solo2"}]}
+        program = {
+            "program": "p",
+            "agent": "solo",
+            "model": "small",
+            "prompt": ["a b ", {"output_of": "solo2"}],
+        }
         await served.post("/v1/agent/requests", {**program, "agent": "solo2", "prompt": "a b"})
         await served.post("/v1/agent/requests", program)
     recorder.close()
@@ -111,7 +128,10 @@ async def test_every_agents_run_is_recorded_and_texts_only_when_asked_for(tmp_pa
     assert (root["user_tokens"], root["state"]) == (4, "finished")
     assert by_agent["solo"]["reads"] == ["solo2"]
     assert by_agent["solo"]["program"] == by_agent["solo2"]["program"] != root["program"]
-    assert all(line["output_tokens"] > 0 and line["prompt_tokens"] >= line["user_tokens"] for line in by_agent.values())
+    assert all(
+        line["output_tokens"] > 0 and line["prompt_tokens"] >= line["user_tokens"]
+        for line in by_agent.values()
+    )
     if prompts:
         assert (root["user"], root["output"].split()[0]) == ("What is it?", "root")
     else:

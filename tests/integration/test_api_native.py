@@ -23,7 +23,9 @@ async def test_bodies_and_answers_pass_byte_for_byte(route: str) -> None:
 
 
 async def test_a_stream_passes_chunk_by_chunk() -> None:
-    relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event())
+    relay = ScriptedRelay(
+        (b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event()
+    )
     body = {"text": "x", "stream": True}
     async with api(relays={"small": relay}) as served, served.stream(body, "/generate") as response:
         assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
@@ -57,8 +59,16 @@ async def test_a_tenants_user_goes_with_what_an_engine_answers_itself() -> None:
     relay = ScriptedRelay(chat=ChatServing())
     chat = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
     async with api(relays={"small": relay}) as served:
-        for path, body in (("chat/completions", chat), ("completions", {"model": "small", "prompt": "Hi"})):
-            for fields in ({"user": "ann"}, {"user": "ben", "prompt_cache_key": "ann"}, {"user": "ben"}, {}):
+        for path, body in (
+            ("chat/completions", chat),
+            ("completions", {"model": "small", "prompt": "Hi"}),
+        ):
+            for fields in (
+                {"user": "ann"},
+                {"user": "ben", "prompt_cache_key": "ann"},
+                {"user": "ben"},
+                {},
+            ):
                 status, _ = await served.post(f"/v1/{path}", {**body, **fields})
                 assert status == 200
     ann, also_ann, ben, none = relay.end_users[:4]
@@ -110,11 +120,17 @@ async def test_an_engines_error_keeps_status_and_message_in_the_shape_of_all_err
 
 @pytest.mark.parametrize(
     "relay",
-    [ScriptedRelay((b"busy",), status=429), ScriptedRelay((), error=EngineRejected("busy", status=429))],
+    [
+        ScriptedRelay((b"busy",), status=429),
+        ScriptedRelay((), error=EngineRejected("busy", status=429)),
+    ],
 )
 async def test_an_engine_that_has_too_much_to_do_is_asked_again_later(relay: ScriptedRelay) -> None:
     settings, body = ApiSettings(retry_after_s=7), {"text": "x"}
-    async with api(settings=settings, relays={"small": relay}) as served, served.stream(body, "/generate") as response:
+    async with (
+        api(settings=settings, relays={"small": relay}) as served,
+        served.stream(body, "/generate") as response,
+    ):
         assert (response.status, response.headers["Retry-After"]) == (429, "7")
 
 
@@ -122,5 +138,11 @@ async def test_an_engine_that_has_too_much_to_do_is_asked_again_later(relay: Scr
 async def test_the_servers_that_answer_are_named_with_the_reason(content_type: str) -> None:
     placed = (Placement("prefill-0", "scored", "wait"), Placement("decode-1", "scored", "tie"))
     relay = ScriptedRelay((b"1",), content_type, placed=placed)
-    async with api(relays={"small": relay}) as served, served.stream({"text": "x"}, "/generate") as response:
-        assert response.headers["x-shell-router-engine"] == "prefill-0 (scored: wait); decode-1 (scored: tie)"
+    async with (
+        api(relays={"small": relay}) as served,
+        served.stream({"text": "x"}, "/generate") as response,
+    ):
+        assert (
+            response.headers["x-shell-router-engine"]
+            == "prefill-0 (scored: wait); decode-1 (scored: tie)"
+        )

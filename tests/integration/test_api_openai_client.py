@@ -18,7 +18,9 @@ ROOT_SAYS = "root thinks and root speaks and then root is done"
 
 @asynccontextmanager
 async def client(served: Api, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as connected:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key=key, max_retries=0
+    ) as connected:
         yield connected
 
 
@@ -40,7 +42,9 @@ async def test_it_gets_an_answer_straight_from_a_model() -> None:
 
 async def test_it_reads_a_stream_to_the_same_text() -> None:
     async with api() as served, client(served) as ai:
-        stream = await ai.chat.completions.create(stream=True, stream_options={"include_usage": True}, **chat())
+        stream = await ai.chat.completions.create(
+            stream=True, stream_options={"include_usage": True}, **chat()
+        )
         chunks = [chunk async for chunk in stream]
         text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
         assert text == ROOT_SAYS
@@ -51,16 +55,22 @@ async def test_it_reads_a_stream_to_the_same_text() -> None:
 
 async def test_it_steps_over_agent_events_and_can_look_at_them() -> None:
     async with api() as served, client(served) as ai:
-        stream = await ai.chat.completions.create(stream=True, extra_body={"include_agents": True}, **chat())
+        stream = await ai.chat.completions.create(
+            stream=True, extra_body={"include_agents": True}, **chat()
+        )
         chunks = [chunk async for chunk in stream]
         text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
         events = [chunk.model_extra["agent_event"] for chunk in chunks if not chunk.choices]
         assert text == ROOT_SAYS
-        assert {"agent.started", "agent.prefill", "agent.tokens", "agent.finished"} <= {e["type"] for e in events}
+        assert {"agent.started", "agent.prefill", "agent.tokens", "agent.finished"} <= {
+            e["type"] for e in events
+        }
 
 
 async def test_it_raises_when_a_stream_fails_after_its_head() -> None:
-    scripts = {"root": Script("a b c d e f", error=EngineStalled("nothing came for 60 s."), error_after=1)}
+    scripts = {
+        "root": Script("a b c d e f", error=EngineStalled("nothing came for 60 s."), error_after=1)
+    }
     async with api(ScriptedMoa(scripts)) as served, client(served) as ai:
         stream = await ai.chat.completions.create(stream=True, **chat())
         with pytest.raises(openai.APIError, match="nothing came"):
@@ -89,12 +99,16 @@ async def test_it_raises_its_own_errors() -> None:
 
 async def test_it_gets_thinking_apart_from_the_answer() -> None:
     moa = ScriptedMoa(
-        {"root": Script("<think>\nmaybe so</think>\n\nIt is.", piece_words=1)}, reasoning=ReasoningMarks()
+        {"root": Script("<think>\nmaybe so</think>\n\nIt is.", piece_words=1)},
+        reasoning=ReasoningMarks(),
     )
     async with api(moa) as served, client(served) as ai:
         whole = await ai.chat.completions.create(**chat())
         message = whole.choices[0].message
-        assert (message.content, message.model_extra) == ("It is.", {"reasoning_content": "maybe so"})
+        assert (message.content, message.model_extra) == (
+            "It is.",
+            {"reasoning_content": "maybe so"},
+        )
         details = whole.usage and whole.usage.completion_tokens_details
         assert details is not None and details.reasoning_tokens
         for include_agents in (False, True):
@@ -102,13 +116,19 @@ async def test_it_gets_thinking_apart_from_the_answer() -> None:
             stream = await ai.chat.completions.create(stream=True, **body)
             deltas = [choice.delta async for chunk in stream for choice in chunk.choices]
             assert "".join(delta.content or "" for delta in deltas) == "It is."
-            assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "maybe so"
+            assert (
+                "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
+                == "maybe so"
+            )
 
 
 async def test_it_gets_calls_of_tools_behind_the_text_before_them() -> None:
     said = 'I look. <tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
     tools = [{"type": "function", "function": {"name": "look"}}]
-    async with api(ScriptedMoa({"root": said}, call_mark="<tool_call>")) as served, client(served) as ai:
+    async with (
+        api(ScriptedMoa({"root": said}, call_mark="<tool_call>")) as served,
+        client(served) as ai,
+    ):
         for model in ("duo", "small"):
             if model == "small":
                 served.moa.engines["small"].answer = lambda _request: Script(said, piece_words=1)

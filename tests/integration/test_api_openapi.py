@@ -1,4 +1,6 @@
-"""The router describes its routes and their fields, as its readers and its reference page have them."""
+"""The router describes its routes and their fields, as its readers and its reference page have
+them.
+"""
 
 import re
 from collections.abc import Callable
@@ -34,7 +36,9 @@ async def described() -> dict[str, Any]:
 
 async def test_every_route_is_there_with_what_it_does_and_its_parameters() -> None:
     found = await described()
-    named = {f"{method.upper()} {path}" for path, methods in found["paths"].items() for method in methods}
+    named = {
+        f"{method.upper()} {path}" for path, methods in found["paths"].items() for method in methods
+    }
     assert named == {f"{route.method} {route.path}" for route in ROUTES}
     operations = [one for methods in found["paths"].values() for one in methods.values()]
     assert all(one["summary"].endswith(".") for one in operations)
@@ -52,12 +56,24 @@ async def test_keys_come_in_either_header() -> None:
 
 async def test_bodies_that_are_answered_fit_and_wrong_ones_do_not() -> None:
     found = await described()
-    asked = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    asked = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"][
+        "application/json"
+    ]["schema"]
     check = jsonschema.Draft202012Validator(asked)
     tool = {"type": "function", "function": {"name": "look"}}
-    for good in ({}, {"stop": "x", "temperature": 1}, {"tools": [tool], "tool_choice": "auto"}, {"model": ["a", "b"]}):
+    for good in (
+        {},
+        {"stop": "x", "temperature": 1},
+        {"tools": [tool], "tool_choice": "auto"},
+        {"model": ["a", "b"]},
+    ):
         check.validate(chat(**good))
-    for wrong in ({"temperature": 3}, {"messages": []}, {"stream": "yes"}, {"messages": [{"role": "robot"}]}):
+    for wrong in (
+        {"temperature": 3},
+        {"messages": []},
+        {"stream": "yes"},
+        {"messages": [{"role": "robot"}]},
+    ):
         assert not check.is_valid(chat(**wrong)), wrong
 
 
@@ -86,9 +102,15 @@ CHAT = BODIES["POST /v1/chat/completions"].keys()
 @pytest.mark.parametrize(
     ("route", "asked"),
     [
-        ("POST /v1/chat/completions", types.chat.completion_create_params.CompletionCreateParamsNonStreaming),
+        (
+            "POST /v1/chat/completions",
+            types.chat.completion_create_params.CompletionCreateParamsNonStreaming,
+        ),
         ("POST /v1/completions", types.completion_create_params.CompletionCreateParamsNonStreaming),
-        ("POST /v1/responses", types.responses.response_create_params.ResponseCreateParamsNonStreaming),
+        (
+            "POST /v1/responses",
+            types.responses.response_create_params.ResponseCreateParamsNonStreaming,
+        ),
         ("POST /v1/embeddings", types.embedding_create_params.EmbeddingCreateParams),
     ],
 )
@@ -132,10 +154,15 @@ def test_other_bodies_have_every_field_that_their_readers_ask_for(route: str) ->
 
 
 @pytest.mark.parametrize(
-    "route", ["POST /v1/chat/completions", "POST /v1/embeddings", *(READERS.keys() - {"POST /v1/batches"})]
+    "route",
+    ["POST /v1/chat/completions", "POST /v1/embeddings", *(READERS.keys() - {"POST /v1/batches"})],
 )
 def test_the_reference_page_has_every_field(route: str) -> None:
-    section = re.search(rf"^## {re.escape(route)}\n(.*?)(?=^## )", REFERENCE.read_text(), re.DOTALL | re.MULTILINE)
+    section = re.search(
+        rf"^## {re.escape(route)}\n(.*?)(?=^## )", REFERENCE.read_text(), re.DOTALL | re.MULTILINE
+    )
     assert section is not None
     as_in_chats = {*SAMPLING} if "sampling fields" in section[1] else set()
-    assert [name for name in BODIES[route] if f"`{name}" not in section[1] and name not in as_in_chats] == []
+    assert [
+        name for name in BODIES[route] if f"`{name}" not in section[1] and name not in as_in_chats
+    ] == []

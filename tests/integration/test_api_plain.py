@@ -16,7 +16,9 @@ from tests.fakes.api_server import Api, ScriptedRelay, api
 BODY = b'{"text":"hi"}'
 HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 13\r\n"
 CHUNKED = (
-    b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n" + BODY + b"\r\n0\r\n\r\n"
+    b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n"
+    + BODY
+    + b"\r\n0\r\n\r\n"
 )
 
 
@@ -36,8 +38,12 @@ class Client:
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
         """Status, headers by their lower-case names, and the body."""
         async with asyncio.timeout(30):
-            start, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
-            headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+            start, *lines = (
+                (await self._reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+            )
+            headers = {
+                name.lower(): value for name, value in (line.split(": ", 1) for line in lines)
+            }
             if "content-length" in headers:
                 body = await self._reader.readexactly(int(headers["content-length"]))
             else:
@@ -71,7 +77,11 @@ def relays(**fields: object) -> dict[str, ScriptedRelay]:
 @pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
 async def test_both_ways_give_the_same_answer_with_the_same_headers(content_type: str) -> None:
     served_by = relays(chunks=(b"data: 1\n\n", b"data: 2\n\n"), content_type=content_type)
-    async with api(relays=served_by) as served, client_of(served) as plain, client_of(served) as other:
+    async with (
+        api(relays=served_by) as served,
+        client_of(served) as plain,
+        client_of(served) as other,
+    ):
         await plain.send(HEAD + b"x-request-id: same\r\n\r\n" + BODY)
         await other.send(CHUNKED.replace(b"\r\n\r\n", b"\r\nx-request-id: same\r\n\r\n", 1))
         one, two = await plain.answer(), await other.answer()
@@ -82,7 +92,9 @@ async def test_both_ways_give_the_same_answer_with_the_same_headers(content_type
 
 async def test_a_body_may_come_in_pieces_and_requests_one_behind_the_other() -> None:
     async with api(relays=relays()) as served, client_of(served) as client:
-        await client.send(HEAD + b"\r\n", BODY[:5], BODY[5:] + HEAD + b"\r\n" + BODY + HEAD, b"\r\n" + BODY)
+        await client.send(
+            HEAD + b"\r\n", BODY[:5], BODY[5:] + HEAD + b"\r\n" + BODY + HEAD, b"\r\n" + BODY
+        )
         assert [(await client.answer())[0] for _ in range(3)] == [200, 200, 200]
 
 
@@ -103,7 +115,9 @@ async def test_a_body_may_come_in_pieces_and_requests_one_behind_the_other() -> 
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
     ],
 )
-async def test_what_is_not_plain_is_answered_too_also_behind_a_plain_request(request_bytes: bytes, status: int) -> None:
+async def test_what_is_not_plain_is_answered_too_also_behind_a_plain_request(
+    request_bytes: bytes, status: int
+) -> None:
     async with api(relays=relays()) as served, client_of(served) as client:
         await client.send(HEAD + b"\r\n" + BODY + request_bytes)
         assert (await client.answer())[0] == 200
@@ -114,14 +128,19 @@ async def test_what_is_not_plain_is_answered_too_also_behind_a_plain_request(req
 
 
 async def test_a_body_that_does_not_come_is_refused_at_its_limit() -> None:
-    async with api(settings=ApiSettings(body_timeout_s=0.05), relays=relays()) as served, client_of(served) as client:
+    async with (
+        api(settings=ApiSettings(body_timeout_s=0.05), relays=relays()) as served,
+        client_of(served) as client,
+    ):
         await client.send(HEAD + b"\r\n" + BODY[:5])
         status, _, body = await client.answer()
         assert status == 400 and "did not arrive" in orjson.loads(body)["error"]["message"]
 
 
 @pytest.mark.parametrize("asked", [HEAD + b"\r\n" + BODY, CHUNKED], ids=["plain", "aiohttp"])
-async def test_a_connection_that_is_idle_after_its_answer_is_closed_at_its_limit(asked: bytes) -> None:
+async def test_a_connection_that_is_idle_after_its_answer_is_closed_at_its_limit(
+    asked: bytes,
+) -> None:
     settings = ApiSettings(idle_timeout_s=0.05, body_timeout_s=3600)
     async with api(settings=settings, relays=relays()) as served, client_of(served) as client:
         await client.send(asked)
@@ -132,7 +151,9 @@ async def test_a_connection_that_is_idle_after_its_answer_is_closed_at_its_limit
 @pytest.mark.parametrize("asked", [HEAD + b"\r\n" + BODY, CHUNKED], ids=["plain", "aiohttp"])
 async def test_a_connection_whose_request_runs_is_not_idle(asked: bytes) -> None:
     gate, settings = asyncio.Event(), ApiSettings(idle_timeout_s=0.05, body_timeout_s=0.05)
-    served_by = relays(chunks=(b"data: 1\n\n", b"data: 2\n\n"), content_type="text/event-stream", gate=gate)
+    served_by = relays(
+        chunks=(b"data: 1\n\n", b"data: 2\n\n"), content_type="text/event-stream", gate=gate
+    )
     async with api(settings=settings, relays=served_by) as served, client_of(served) as client:
         async with client_of(served) as idle:
             await client.send(asked)
@@ -142,7 +163,11 @@ async def test_a_connection_whose_request_runs_is_not_idle(asked: bytes) -> None
 
 
 async def test_a_stop_closes_idle_connections() -> None:
-    async with api(relays=relays()) as served, client_of(served) as client, client_of(served) as silent:
+    async with (
+        api(relays=relays()) as served,
+        client_of(served) as client,
+        client_of(served) as silent,
+    ):
         await client.send(HEAD + b"\r\n" + BODY)
         await client.answer()
         ended = [asyncio.ensure_future(one.ended()) for one in (client, silent)]
@@ -151,7 +176,10 @@ async def test_a_stop_closes_idle_connections() -> None:
 
 
 async def test_a_header_cannot_be_split_by_what_an_answer_says() -> None:
-    async with api(relays=relays(content_type="text/plain\r\nx-evil: 1")) as served, client_of(served) as client:
+    async with (
+        api(relays=relays(content_type="text/plain\r\nx-evil: 1")) as served,
+        client_of(served) as client,
+    ):
         await client.send(HEAD + b"\r\n" + BODY)
         assert await client.ended() == b""
 
@@ -179,7 +207,9 @@ class Transport:
         return 1
 
 
-async def test_a_limit_that_passes_while_a_client_takes_nothing_leaves_the_connection_usable() -> None:
+async def test_a_limit_that_passes_while_a_client_takes_nothing_leaves_the_connection_usable() -> (
+    None
+):
     connection = PlainConnection(cast(Any, None))
     connection.transport = cast(Any, Transport())
     connection.pause_writing()

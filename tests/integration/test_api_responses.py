@@ -1,4 +1,6 @@
-"""/v1/responses with the official client: of topologies, and of plain models on servers with chats of their own."""
+"""/v1/responses with the official client: of topologies, and of plain models on servers with chats
+of their own.
+"""
 
 from typing import Any
 
@@ -16,7 +18,12 @@ from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Script
 
 ROOT_SAYS = "root thinks and root speaks and then root is done"
-WEATHER: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object"},
+    "strict": False,
+}
 
 
 def client(served: Api) -> openai.AsyncOpenAI:
@@ -25,17 +32,27 @@ def client(served: Api) -> openai.AsyncOpenAI:
 
 async def test_a_topology_answers_whole_and_streamed() -> None:
     async with api() as served, client(served) as ai:
-        answer = await ai.responses.create(model="duo", instructions="Be brief.", input="What is it?")
+        answer = await ai.responses.create(
+            model="duo", instructions="Be brief.", input="What is it?"
+        )
         assert (answer.output_text, answer.status, answer.model) == (ROOT_SAYS, "completed", "duo")
         assert answer.usage is not None and answer.usage.output_tokens == 30
-        events = [one async for one in await ai.responses.create(model="duo", input="What is it?", stream=True)]
+        events = [
+            one
+            async for one in await ai.responses.create(
+                model="duo", input="What is it?", stream=True
+            )
+        ]
         assert [one.type for one in events[:4]] == [
             "response.created",
             "response.in_progress",
             "response.output_item.added",
             "response.content_part.added",
         ]
-        assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == ROOT_SAYS
+        assert (
+            "".join(one.delta for one in events if one.type == "response.output_text.delta")
+            == ROOT_SAYS
+        )
         last = events[-1]
         assert last.type == "response.completed" and last.response.output_text == ROOT_SAYS
         assert last.response.usage is not None and last.response.usage.output_tokens == 30
@@ -43,14 +60,25 @@ async def test_a_topology_answers_whole_and_streamed() -> None:
 
 
 async def test_an_answer_cut_at_its_limit_is_incomplete_and_a_failed_one_failed() -> None:
-    scripts = {"small": Script("a b c d", reason="length"), "root": Script("a b", error=EngineStalled("nothing came."))}
+    scripts = {
+        "small": Script("a b c d", reason="length"),
+        "root": Script("a b", error=EngineStalled("nothing came.")),
+    }
     async with api(ScriptedMoa(scripts)) as served, client(served) as ai:
         answer = await ai.responses.create(model="small", input="x", max_output_tokens=4)
         assert answer.status == "incomplete"
-        assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
-        events = [one async for one in await ai.responses.create(model="duo", input="x", stream=True)]
+        assert (
+            answer.incomplete_details is not None
+            and answer.incomplete_details.reason == "max_output_tokens"
+        )
+        events = [
+            one async for one in await ai.responses.create(model="duo", input="x", stream=True)
+        ]
         assert events[-1].type == "response.failed"
-        assert events[-1].response.error is not None and "nothing came" in events[-1].response.error.message
+        assert (
+            events[-1].response.error is not None
+            and "nothing came" in events[-1].response.error.message
+        )
 
 
 async def test_tools_are_called_and_answered_by_a_model_with_chats_of_its_own() -> None:
@@ -58,7 +86,10 @@ async def test_tools_are_called_and_answered_by_a_model_with_chats_of_its_own() 
         question: Any = {"role": "user", "content": [{"type": "input_text", "text": "Rain?"}]}
         answer = await ai.responses.create(model="small", input=[question], tools=[WEATHER])
         call = answer.output[0]
-        assert call.type == "function_call" and (call.name, call.arguments) == ("weather", '{"city":"Paris"}')
+        assert call.type == "function_call" and (call.name, call.arguments) == (
+            "weather",
+            '{"city":"Paris"}',
+        )
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "dry"}
         history: Any = [question, call.model_dump(exclude_none=True), result]
         answer = await ai.responses.create(model="small", input=history, tools=[WEATHER])
@@ -68,7 +99,10 @@ async def test_tools_are_called_and_answered_by_a_model_with_chats_of_its_own() 
         async with ai.responses.stream(model="small", input=[question], tools=[WEATHER]) as stream:
             kinds = {event.type async for event in stream}
             done = await stream.get_final_response()
-        assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
+        assert {
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+        } <= kinds
         call = done.output[0]
         assert call.type == "function_call" and call.arguments == '{"city":"Paris"}'
 
@@ -80,14 +114,22 @@ async def test_reasoning_is_an_item_of_its_own_and_formats_are_passed_on() -> No
     def thinks(_: object) -> dict[str, Any]:
         return {"role": "assistant", "content": '{"wet": true}', "reasoning_content": "Hm."}
 
-    async with chat_pair(ChatScript(say=thinks)) as at, api(relays={"small": at.pair}) as served, client(served) as ai:
+    async with (
+        chat_pair(ChatScript(say=thinks)) as at,
+        api(relays={"small": at.pair}) as served,
+        client(served) as ai,
+    ):
         answer = await ai.responses.parse(
             model="small", input="Rain?", text_format=Answer, reasoning={"effort": "low"}, top_p=0.5
         )
         assert [item.type for item in answer.output] == ["reasoning", "message"]
         assert answer.output_parsed == Answer(wet=True)
         body = at.decode.sent[0][1]
-        assert (body["reasoning_effort"], body["response_format"]["type"], body["top_p"]) == ("low", "json_schema", 0.5)
+        assert (body["reasoning_effort"], body["response_format"]["type"], body["top_p"]) == (
+            "low",
+            "json_schema",
+            0.5,
+        )
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -105,8 +147,14 @@ def deep(levels: int) -> dict[str, Any]:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"tools": [{"type": "function", "name": "no spaces"}]}, "tools[0].name"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+            "input[0].call_id",
+        ),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -126,18 +174,29 @@ def deep(levels: int) -> dict[str, Any]:
 )
 async def test_malformed_requests_are_refused_by_field(fields: dict[str, Any], at: str) -> None:
     async with api() as served:
-        status, body = await served.post("/v1/responses", {"model": "small", "input": "x", **fields})
+        status, body = await served.post(
+            "/v1/responses", {"model": "small", "input": "x", **fields}
+        )
         assert (status, body["error"]["type"]) == (400, "invalid_request_error")
         assert body["error"]["param"].endswith(at)
 
 
 async def test_what_is_ignored_is_named() -> None:
     async with api() as served:
-        status, body = await served.post("/v1/responses", {"model": "small", "input": "x", "store": True, "colour": 1})
+        status, body = await served.post(
+            "/v1/responses", {"model": "small", "input": "x", "store": True, "colour": 1}
+        )
         assert status == 200
-        assert body["warnings"] == [f"{name} was ignored: it has no effect here." for name in ("store", "colour")]
-        _, body = await served.post("/v1/responses", {"model": "duo", "input": "Hi", "prefill": {}, "colour": "red"})
-        assert [one.split()[0] for one in body["warnings"]] == ["colour", "prefill"]  # the chat's own, too
+        assert body["warnings"] == [
+            f"{name} was ignored: it has no effect here." for name in ("store", "colour")
+        ]
+        _, body = await served.post(
+            "/v1/responses", {"model": "duo", "input": "Hi", "prefill": {}, "colour": "red"}
+        )
+        assert [one.split()[0] for one in body["warnings"]] == [
+            "colour",
+            "prefill",
+        ]  # the chat's own, too
 
 
 def test_a_call_without_arguments_has_the_same_in_its_last_events() -> None:
@@ -152,7 +211,9 @@ def test_a_call_without_arguments_has_the_same_in_its_last_events() -> None:
 
 
 def test_an_aborted_answer_failed() -> None:
-    chunk = orjson.dumps({"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "abort"}]})
+    chunk = orjson.dumps(
+        {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "abort"}]}
+    )
     frames = ResponseTranslation("1", 0, {}, {}).feed(b"data: %b\n\ndata: [DONE]\n\n" % chunk)
     last = orjson.loads(EventSplitter().feed(frames)[-1])
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")

@@ -1,4 +1,6 @@
-"""Topologies with steps over HTTP: who answers, what is streamed when, and what is reported of the choice."""
+"""Topologies with steps over HTTP: who answers, what is streamed when, and what is reported of the
+choice.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +16,9 @@ from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Gates, Hold, Script
 from tests.fakes.topologies import parse_steps
 
-TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml")
+TREE = parse_topology(
+    "name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml"
+)
 TRIAGE = parse_steps(
     """name: triage
 description: the small one first
@@ -41,7 +45,9 @@ async def served(
 
 @asynccontextmanager
 async def client(running: Api) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as connected:
+    async with openai.AsyncOpenAI(
+        base_url=f"{running.url}/v1", api_key="none", max_retries=0
+    ) as connected:
         yield connected
 
 
@@ -63,7 +69,9 @@ async def test_it_gets_the_next_steps_answer_where_the_first_says_so_and_pays_fo
         agents = answer.model_extra["agents"]
         assert answer.choices[0].message.content == UNSURE["careful"]
         assert list(agents) == ["quick", "careful"]
-        assert answer.usage.completion_tokens == sum(spent["completion_tokens"] for spent in agents.values())
+        assert answer.usage.completion_tokens == sum(
+            spent["completion_tokens"] for spent in agents.values()
+        )
         assert "i am unsure of that" in running.moa.prompt_of("careful")
 
 
@@ -71,15 +79,23 @@ async def test_metadata_chooses_the_tree_instead() -> None:
     async with served({"together/root": "all of us"}) as running, client(running) as ai:
         answer = await ai.chat.completions.create(**question(metadata={"effort": "high"}))
         assert answer.choices[0].message.content == "all of us"
-        stream = await ai.chat.completions.create(stream=True, **question(metadata={"effort": "high"}))
-        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "all of us"
+        stream = await ai.chat.completions.create(
+            stream=True, **question(metadata={"effort": "high"})
+        )
+        assert (
+            "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "all of us"
+        )
 
 
 async def test_a_step_that_is_surely_the_last_streams_as_it_writes() -> None:
     hold = Hold(first=1)  # at the second piece of the large model's answer
     async with served({**UNSURE, "quick": "unsure"}, hold) as running, client(running) as ai:
         stream = await ai.chat.completions.create(stream=True, **question())
-        texts = (chunk.choices[0].delta.content async for chunk in stream if chunk.choices[0].delta.content)
+        texts = (
+            chunk.choices[0].delta.content
+            async for chunk in stream
+            if chunk.choices[0].delta.content
+        )
         first = await anext(texts)
         hold.release()
         assert UNSURE["careful"].startswith(first) and first != UNSURE["careful"]
@@ -88,13 +104,19 @@ async def test_a_step_that_is_surely_the_last_streams_as_it_writes() -> None:
 
 async def test_an_answer_that_could_have_been_followed_comes_when_it_is_decided() -> None:
     async with served({"quick": "it is one and two and three"}) as running, client(running) as ai:
-        stream = await ai.chat.completions.create(stream=True, extra_body={"include_agents": True}, **question())
+        stream = await ai.chat.completions.create(
+            stream=True, extra_body={"include_agents": True}, **question()
+        )
         chunks = [chunk async for chunk in stream]
         reported = [
-            chunk.model_extra["agent_event"]["type"] if not chunk.choices else chunk.choices[0].delta.content
+            chunk.model_extra["agent_event"]["type"]
+            if not chunk.choices
+            else chunk.choices[0].delta.content
             for chunk in chunks
         ]
-        assert [one for one in reported if one and not one.startswith("agent.")] == ["it is one and two and three"]
+        assert [one for one in reported if one and not one.startswith("agent.")] == [
+            "it is one and two and three"
+        ]
         assert reported.index("agent.finished") < reported.index("it is one and two and three")
         steps = [
             chunk.model_extra["agent_event"]
@@ -114,15 +136,22 @@ async def test_the_thinking_of_an_answer_that_could_have_been_followed_comes_wit
         said = whole.choices[0].message
         assert (said.content, (said.model_extra or {})["reasoning_content"]) == ("it is 2", "hm")
         for agents in (False, True):
-            stream = await ai.chat.completions.create(stream=True, **question(), extra_body={"include_agents": agents})
+            stream = await ai.chat.completions.create(
+                stream=True, **question(), extra_body={"include_agents": agents}
+            )
             chunks = [chunk async for chunk in stream]
             deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
             thinking = [(one.model_extra or {}).get("reasoning_content") for one in deltas]
-            assert ([one.content for one in deltas if one.content], [one for one in thinking if one]) == (
+            assert (
+                [one.content for one in deltas if one.content],
+                [one for one in thinking if one],
+            ) == (
                 ["it is 2"],
                 ["hm"],
             )
-            last = [event for chunk in chunks if (event := (chunk.model_extra or {}).get("agent_event"))][-1:]
+            last = [
+                event for chunk in chunks if (event := (chunk.model_extra or {}).get("agent_event"))
+            ][-1:]
             assert all("reasoning" not in event for event in last)
         request_id = chunks[0].id.removeprefix("chatcmpl-")
         assert "hm" not in str((await running.get(f"/v1/traces/{request_id}"))[1])
@@ -130,7 +159,9 @@ async def test_the_thinking_of_an_answer_that_could_have_been_followed_comes_wit
 
 async def test_the_trace_tells_which_rule_chose_what_and_why() -> None:
     async with served(UNSURE) as running:
-        async with running.client.post(f"{running.url}/v1/chat/completions", json=question()) as response:
+        async with running.client.post(
+            f"{running.url}/v1/chat/completions", json=question()
+        ) as response:
             trace_id = response.headers["x-trace-id"]
         _, trace = await running.get(f"/v1/traces/{trace_id}")
         assert [(one["after"], one["rule"], one["step"], one["why"]) for one in trace["steps"]] == [
@@ -142,12 +173,17 @@ async def test_the_trace_tells_which_rule_chose_what_and_why() -> None:
         assert trace["overlap"]["critical_path"] == ["quick", "careful"]
         async with running.client.get(f"{running.url}/metrics") as response:
             metrics = await response.text()
-        assert 'shell_router_steps_chosen_total{after="quick",rule="1",step="careful",target="triage"} 1.0' in metrics
+        assert (
+            'shell_router_steps_chosen_total{after="quick",rule="1",step="careful",target="triage"} 1.0'
+            in metrics
+        )
 
 
 async def test_the_critical_path_ends_with_the_agent_that_answered() -> None:
     async with served({"quick": "it is 2"}) as running:
-        async with running.client.post(f"{running.url}/v1/chat/completions", json=question()) as response:
+        async with running.client.post(
+            f"{running.url}/v1/chat/completions", json=question()
+        ) as response:
             trace_id = response.headers["x-trace-id"]
             assert response.headers["x-shell-router-engine"].startswith("engine-0")
         _, trace = await running.get(f"/v1/traces/{trace_id}")
@@ -155,8 +191,14 @@ async def test_the_critical_path_ends_with_the_agent_that_answered() -> None:
 
 
 async def test_a_choice_of_model_inside_a_step_is_reported_with_the_steps_name() -> None:
-    tree = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small], root_model: auto}", source="tree.yaml")
-    whole = parse_steps("name: s\nstart: w\nsteps: {w: {topology: tree}}", source="s.yaml", topologies={"tree": tree})
+    tree = parse_topology(
+        "name: tree\ntree: {shape: [2, 1], models: [small], root_model: auto}", source="tree.yaml"
+    )
+    whole = parse_steps(
+        "name: s\nstart: w\nsteps: {w: {topology: tree}}",
+        source="s.yaml",
+        topologies={"tree": tree},
+    )
     async with api(topologies=(whole,)) as running:  # type: ignore[arg-type]
         body = chat("How much?", model="s")
         async with running.client.post(f"{running.url}/v1/chat/completions", json=body) as response:
@@ -178,10 +220,13 @@ async def test_metadata_that_is_no_object_of_texts_is_refused_by_field() -> None
             assert (status, body["error"]["param"]) == (400, field)
 
 
-async def test_a_prompt_that_is_too_long_for_the_first_step_is_refused_with_its_status_in_a_stream_too() -> None:
+async def test_a_prompt_that_is_too_long_for_the_first_step_is_refused_with_its_status_in_a_stream_too() -> (
+    None
+):
     async with api(ScriptedMoa(context_length=200), topologies=(TRIAGE, TREE)) as running:  # type: ignore[arg-type]
         status, body = await running.post(
-            "/v1/chat/completions", {**question(stream=True), **chat("a " * 200, model="triage", stream=True)}
+            "/v1/chat/completions",
+            {**question(stream=True), **chat("a " * 200, model="triage", stream=True)},
         )
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
 

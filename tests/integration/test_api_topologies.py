@@ -1,4 +1,6 @@
-"""Topologies inside of requests, topologies that are put and deleted while requests run, and panels of models."""
+"""Topologies inside of requests, topologies that are put and deleted while requests run, and panels
+of models.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -38,17 +40,27 @@ def sender(served: Api, method: str) -> Put:
     return send
 
 
-async def test_a_topology_inside_of_a_request_runs_and_the_reply_names_what_the_client_named() -> None:
+async def test_a_topology_inside_of_a_request_runs_and_the_reply_names_what_the_client_named() -> (
+    None
+):
     async with api(ScriptedMoa({"root": "it is 4"})) as served:
         for named, shown in (({}, "inline"), ({"model": "mine"}, "mine")):
-            status, body = await served.post("/v1/chat/completions", brought(PAIR, include_agents=True, **named))
+            status, body = await served.post(
+                "/v1/chat/completions", brought(PAIR, include_agents=True, **named)
+            )
             assert (status, body["model"]) == (200, shown), body
             assert body["choices"][0]["message"]["content"] == "it is 4"
             assert list(body["agents"]) == ["a", "root"]
         status, body = await served.post("/v1/responses", {"input": "How much?", "topology": PAIR})
-        assert (status, body["model"], body["output"][0]["content"][0]["text"]) == (200, "inline", "it is 4"), body
+        assert (status, body["model"], body["output"][0]["content"][0]["text"]) == (
+            200,
+            "inline",
+            "it is 4",
+        ), body
         steps = {"start": "s", "steps": {"s": {"topology": "duo"}}}
-        status, body = await served.post("/v1/chat/completions", brought(steps, include_agents=True))
+        status, body = await served.post(
+            "/v1/chat/completions", brought(steps, include_agents=True)
+        )
         assert list(body["agents"]) == ["s/left", "s/right", "s/root"]
         count = served.services.metrics.registry.get_sample_value
         ended = {"target": "inline", "outcome": "finished"}
@@ -63,7 +75,11 @@ async def test_a_topology_of_one_agent_gives_a_model_a_second_name_as_on_hubs() 
         async with served.client.put(at, json={"agents": {"only": {"model": "small"}}}) as response:
             assert response.status == 201, await response.json()
         status, body = await served.post("/v1/chat/completions", chat(model=name))
-        assert (status, body["model"], body["choices"][0]["message"]["content"]) == (200, name, "it is 4")
+        assert (status, body["model"], body["choices"][0]["message"]["content"]) == (
+            200,
+            name,
+            "it is 4",
+        )
         async with served.client.delete(at) as response:
             assert response.status == 200
 
@@ -95,11 +111,17 @@ MALFORMED: dict[str, tuple[object, str]] = {
         "topology.agents.b.precursors",
     ),
     "too many agents": ({"tree": {"shape": [4, 1], "models": ["small"]}}, "topology"),
-    "too many agents to build": ({"all_to_all": {"shape": [500, 500, 1], "models": ["small"]}}, "topology"),
+    "too many agents to build": (
+        {"all_to_all": {"shape": [500, 500, 1], "models": ["small"]}},
+        "topology",
+    ),
     "too many bytes": ({**PAIR, "description": "x" * 2000}, "topology"),
     "too deep": ({**PAIR, "defaults": {"sampling": {"x": DEEP}}}, "topology"),
     "a bad pattern": (
-        {"start": [{"when": {"matches": "("}, "go": "s"}, {"go": "s"}], "steps": {"s": {"model": "small"}}},
+        {
+            "start": [{"when": {"matches": "("}, "go": "s"}, {"go": "s"}],
+            "steps": {"s": {"model": "small"}},
+        },
         "topology.start[0].when.matches",
     ),
     "an unknown topology of a step": (
@@ -110,11 +132,17 @@ MALFORMED: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-async def test_a_malformed_document_is_refused_by_path_and_nothing_is_asked_or_served(case: str) -> None:
+async def test_a_malformed_document_is_refused_by_path_and_nothing_is_asked_or_served(
+    case: str,
+) -> None:
     document, path = MALFORMED[case]
     async with api(live_settings=LIMITED) as served:
         status, body = await served.post("/v1/chat/completions", brought(document))
-        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_field", path), body
+        assert (status, body["error"]["code"], body["error"]["param"]) == (
+            400,
+            "invalid_field",
+            path,
+        ), body
         put_status, put = await sender(served, "PUT")("mine", document)
         assert put_status == 400, put
         assert (put["error"]["param"] or "") == path.removeprefix("topology").removeprefix(".")
@@ -128,11 +156,18 @@ async def test_topologies_are_put_listed_read_replaced_and_deleted() -> None:
         assert await put("mine", PAIR) == (201, {"name": "mine", "source": "put"})
         assert (await put("mine", {**PAIR, "description": "changed"}))[0] == 200
         _, listed = await served.get("/v1/topologies")
-        assert [(one["name"], one["source"]) for one in listed["data"]] == [("duo", "file"), ("mine", "put")]
+        assert [(one["name"], one["source"]) for one in listed["data"]] == [
+            ("duo", "file"),
+            ("mine", "put"),
+        ]
         _, document = await served.get("/v1/topologies/mine")
         assert document == {**PAIR, "name": "mine", "description": "changed"}
         _, model = await served.get("/v1/models/mine")
-        assert (model["kind"], model["source"], model["description"]) == ("topology", "put", "changed")
+        assert (model["kind"], model["source"], model["description"]) == (
+            "topology",
+            "put",
+            "changed",
+        )
         assert (await put("steps", {"start": "s", "steps": {"s": {"topology": "mine"}}}))[0] == 201
         for status, answer in (
             await put("small", PAIR),  # a model's name
@@ -154,7 +189,11 @@ async def test_topologies_are_put_listed_read_replaced_and_deleted() -> None:
 async def test_the_routes_name_is_checked_as_a_documents_is(name: str) -> None:
     async with api() as served:
         status, body = await sender(served, "PUT")(quote(name), PAIR)
-        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_field", "name"), body
+        assert (status, body["error"]["code"], body["error"]["param"]) == (
+            400,
+            "invalid_field",
+            "name",
+        ), body
         assert [one["name"] for one in (await served.get("/v1/topologies"))[1]["data"]] == ["duo"]
 
 
@@ -168,37 +207,55 @@ async def test_clients_change_nothing_unless_the_deployment_lets_them() -> None:
             await served.post("/v1/chat/completions", brought(PAIR)),
             await served.post("/v1/chat/completions", chat(judge="small")),
         ]
-        assert {(status, body["error"]["code"]) for status, body in refused} == {(403, "topologies_off")}
+        assert {(status, body["error"]["code"]) for status, body in refused} == {
+            (403, "topologies_off")
+        }
 
 
-async def test_streams_keep_the_graph_that_they_began_with_while_it_is_replaced_and_deleted() -> None:
+async def test_streams_keep_the_graph_that_they_began_with_while_it_is_replaced_and_deleted() -> (
+    None
+):
     gates = Gates("root")
     async with api(ScriptedMoa({"root": "it is 4"}, pace=gates.pace)) as served:
         put, delete = sender(served, "PUT"), sender(served, "DELETE")
         await put("mine", PAIR)
 
         async def stream() -> str:
-            async with served.stream(chat(model="mine", stream=True, include_agents=True)) as response:
+            async with served.stream(
+                chat(model="mine", stream=True, include_agents=True)
+            ) as response:
                 return (await response.read()).decode()
 
         streams = [asyncio.create_task(stream()) for _ in range(32)]
         await gates.until_waiting(32)
         for number in range(20):
-            three = {"tree": {"shape": [2, 1], "models": ["small", "medium"]}, "description": str(number)}
+            three = {
+                "tree": {"shape": [2, 1], "models": ["small", "medium"]},
+                "description": str(number),
+            }
             assert (await put("mine", three if number % 2 else PAIR))[0] == 200
         assert (await delete("mine"))[0] == 200
         assert (await served.post("/v1/chat/completions", chat(model="mine")))[0] == 404
         gates.open("root")
         for text in await asyncio.gather(*streams):
-            assert '"it is 4"' in text and "proposer" not in text and text.endswith("data: [DONE]\n\n")
+            assert (
+                '"it is 4"' in text and "proposer" not in text and text.endswith("data: [DONE]\n\n")
+            )
         await until(lambda: not served.moa.running)
 
 
 PANELS: dict[str, tuple[dict[str, object], list[str], str]] = {
     "ours": ({"models": ["small", "medium"], "judge": "large"}, ["small", "medium"], "large"),
-    "a list of judges": ({"models": ["small", "small"], "judge": ["large", "medium"]}, ["small", "small"], "large"),
+    "a list of judges": (
+        {"models": ["small", "small"], "judge": ["large", "medium"]},
+        ["small", "small"],
+        "large",
+    ),
     "LiteLLM's": (
-        {"model": "litellm/fusion-1", "fusion": {"models": ["small"], "judge": {"model": "large", "criteria": "{x}"}}},
+        {
+            "model": "litellm/fusion-1",
+            "fusion": {"models": ["small"], "judge": {"model": "large", "criteria": "{x}"}},
+        },
         ["small"],
         "large",
     ),
@@ -212,16 +269,24 @@ PANELS: dict[str, tuple[dict[str, object], list[str], str]] = {
         ["small", "medium"],
         "large",
     ),
-    "OpenRouter's alias": ({"model": "openrouter/fusion"}, ["other", "small", "medium", "large"], "other"),
+    "OpenRouter's alias": (
+        {"model": "openrouter/fusion"},
+        ["other", "small", "medium", "large"],
+        "other",
+    ),
 }
 
 
-async def test_a_topology_files_yaml_is_put_and_what_is_wrong_with_it_is_named_by_its_line() -> None:
+async def test_a_topology_files_yaml_is_put_and_what_is_wrong_with_it_is_named_by_its_line() -> (
+    None
+):
     async with api() as served:
 
         async def put(text: bytes) -> tuple[int, dict[str, Any]]:
             kind = {"Content-Type": "application/yaml"}
-            async with served.client.put(f"{served.url}/v1/topologies/mine", data=text, headers=kind) as answer:
+            async with served.client.put(
+                f"{served.url}/v1/topologies/mine", data=text, headers=kind
+            ) as answer:
                 return answer.status, await answer.json()
 
         status, _ = await put(b"name: mine\nagents:\n  a: {model: small} # a comment\n")
@@ -251,7 +316,9 @@ async def test_a_panel_answers_side_by_side_and_the_judge_reads_all(shape: str) 
         assert answer["model"] == fields.get("model", "fusion")
         used = [one["model"] for one in answer["agents"].values()]
         assert used == [*members, judge]
-        assert all(f"panel-{n} speaks" in served.moa.prompt_of("judge") for n in range(1, len(members) + 1))
+        assert all(
+            f"panel-{n} speaks" in served.moa.prompt_of("judge") for n in range(1, len(members) + 1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +334,9 @@ async def test_a_panel_answers_side_by_side_and_the_judge_reads_all(shape: str) 
         ({"topology": PAIR, "judge": "large"}, "topology"),
     ],
 )
-async def test_a_panel_that_cannot_be_is_refused_by_path(fields: dict[str, object], path: str) -> None:
+async def test_a_panel_that_cannot_be_is_refused_by_path(
+    fields: dict[str, object], path: str
+) -> None:
     async with api() as served:
         status, body = await served.post("/v1/chat/completions", chat(**fields))
         assert (status, body["error"]["param"]) == (400, path), body
@@ -279,7 +348,12 @@ async def test_the_judge_begins_without_those_that_the_quorum_does_not_wait_for(
         panel = {"models": ["small", "medium", "large"], "quorum": 2, "grace_s": 0.01}
         _, body = await served.post("/v1/chat/completions", chat(fusion=panel, include_agents=True))
         states = {name: one["state"] for name, one in body["agents"].items()}
-        assert states == {"panel-1": "finished", "panel-2": "finished", "panel-3": "early_exit", "judge": "finished"}
+        assert states == {
+            "panel-1": "finished",
+            "panel-2": "finished",
+            "panel-3": "early_exit",
+            "judge": "finished",
+        }
         assert not served.moa.running and served.moa.aborted == {"panel-3"}
 
 
@@ -288,7 +362,9 @@ async def test_a_judge_that_fails_is_replaced_by_the_next_model_and_the_reply_sa
     dead = Script("", error=EngineUnreachable("no engine"))
     for alias in ("large", "medium"):
         others = moa.engines[alias].answer
-        moa.engines[alias].answer = lambda asked, others=others: dead if asked.rid.endswith("judge") else others(asked)
+        moa.engines[alias].answer = lambda asked, others=others: (
+            dead if asked.rid.endswith("judge") else others(asked)
+        )
     async with api(moa) as served:
         body = chat(models=["medium", "small"], judge="large", include_agents=True)
         async with served.client.post(served.url + "/v1/chat/completions", json=body) as response:
@@ -298,22 +374,35 @@ async def test_a_judge_that_fails_is_replaced_by_the_next_model_and_the_reply_sa
             )
         assert answer["agents"]["judge"]["model"] == "small"
         labels = {"model": "small", "policy": "fallback", "why": "medium failed"}
-        assert served.services.metrics.registry.get_sample_value("shell_router_model_choices_total", labels) == 1
+        assert (
+            served.services.metrics.registry.get_sample_value(
+                "shell_router_model_choices_total", labels
+            )
+            == 1
+        )
 
 
-async def test_a_panel_of_which_all_fail_is_an_error_and_a_judge_that_has_begun_is_not_replaced() -> None:
+async def test_a_panel_of_which_all_fail_is_an_error_and_a_judge_that_has_begun_is_not_replaced() -> (
+    None
+):
     dead = EngineUnreachable("no engine")
     scripts = {"panel-1": Script("", error=dead), "panel-2": Script("", error=dead)}
     async with api(ScriptedMoa(scripts)) as served:
-        status, body = await served.post("/v1/chat/completions", chat(fusion={"models": ["small", "medium"]}))
+        status, body = await served.post(
+            "/v1/chat/completions", chat(fusion={"models": ["small", "medium"]})
+        )
         assert (status, body["error"]["code"]) == (502, "agent_failed")
         assert "No agent of 'panel' has answered" in body["error"]["message"]
     broken = Script("it is four and more", piece_words=2, error=dead, error_after=1)
     moa = ScriptedMoa()
     others = moa.engines["small"].answer
-    moa.engines["small"].answer = lambda asked: broken if asked.rid.endswith("judge") else others(asked)
+    moa.engines["small"].answer = lambda asked: (
+        broken if asked.rid.endswith("judge") else others(asked)
+    )
     async with api(moa) as served:
-        status, body = await served.post("/v1/chat/completions", chat(fusion={"models": ["small", "medium"]}))
+        status, body = await served.post(
+            "/v1/chat/completions", chat(fusion={"models": ["small", "medium"]})
+        )
         assert (status, body["error"]["code"]) == (502, "engine_error")
 
 
@@ -321,7 +410,9 @@ async def test_a_panel_answers_a_response() -> None:
     async with api(ScriptedMoa({"judge": "it is 4"})) as served:
         panel = {"models": ["small", "medium"], "judge": "large", "quorum": 1}
         _, body = await served.post("/v1/responses", {"input": "How much?", **panel})
-        assert (body["model"], body["output"][0]["content"][0]["text"]) == ("fusion", "it is 4"), body
+        assert (body["model"], body["output"][0]["content"][0]["text"]) == ("fusion", "it is 4"), (
+            body
+        )
 
 
 async def test_the_judges_tokens_are_streamed_as_they_come() -> None:
@@ -336,7 +427,10 @@ async def test_the_judges_tokens_are_streamed_as_they_come() -> None:
 
 
 def test_a_quorum_in_a_file_is_the_same_policy() -> None:
-    text = "tree: {shape: [3, 1], models: [small]}\nearly_exit: {policy: quorum, min_completed: 2, grace_s: 1.5}\n"
+    text = (
+        "tree: {shape: [3, 1], models: [small]}\nearly_exit: {policy: quorum, min_completed: "
+        "2, grace_s: 1.5}\n"
+    )
     (cluster,) = parse_topology(text, source="f.yaml").clusters
     assert cluster.early_exit is not None
     assert (cluster.early_exit.min_completed, cluster.early_exit.grace_s) == (2, 1.5)

@@ -82,7 +82,9 @@ async def test_metrics_have_the_number_of_the_loop_s_tasks() -> None:
 
         async def tasks() -> float:
             async with served.client.get(served.url + "/metrics") as response:
-                return float((await response.text()).partition("\nshell_router_asyncio_tasks ")[2].split()[0])
+                return float(
+                    (await response.text()).partition("\nshell_router_asyncio_tasks ")[2].split()[0]
+                )
 
         before = await tasks()
         async with asyncio.TaskGroup() as group:
@@ -95,7 +97,9 @@ async def test_metrics_have_the_number_of_the_loop_s_tasks() -> None:
 
 async def test_metrics_can_be_asked_for_by_name_those_of_engines_too() -> None:
     async with api() as served:
-        served.services.metrics.registry.register(EngineMetrics({}, restarts=[lambda: {"small": 2}]))
+        served.services.metrics.registry.register(
+            EngineMetrics({}, restarts=[lambda: {"small": 2}])
+        )
         names = {"name[]": "shell_router_engine_restarts_total"}
         async with served.client.get(served.url + "/metrics", params=names) as response:
             lines = (await response.text()).splitlines()
@@ -122,7 +126,10 @@ async def test_a_name_that_is_both_topology_and_model_is_refused_at_start() -> N
 
 async def test_topologies_and_models_say_what_incremental_prefill_and_drafts_save_them() -> None:
     holdouts = Holdouts()
-    updates, drafts = Compared("incremental_prefill", "duo", "small"), Compared("drafts", "duo", "small", "root")
+    updates, drafts = (
+        Compared("incremental_prefill", "duo", "small"),
+        Compared("drafts", "duo", "small", "root"),
+    )
     for number in range(16):
         held_out, key = number % 2 == 0, drafts if number < 8 else updates
         holdouts.observe(key, held_out=held_out, seconds=2.0 + held_out + number / 100, now_s=0.0)

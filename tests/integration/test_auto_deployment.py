@@ -44,7 +44,9 @@ async def test_auto_is_asked_as_a_model_and_only_plain_models_teach(tmp_path: Pa
     found = read_graded([records], data)
     assert len(found) == 2 * 40
     assert {one.model for one in found} == {"small", "large"}
-    assert all(one.right == (int(one.question.split()[2]) + 1 <= LIMITS[one.model]) for one in found)
+    assert all(
+        one.right == (int(one.question.split()[2]) + 1 <= LIMITS[one.model]) for one in found
+    )
 
 
 async def test_records_of_other_questions_are_named(tmp_path: Path) -> None:
@@ -70,7 +72,11 @@ async def test_a_deployment_chooses_by_what_was_trained_and_records_what_it_did(
     config = load_config(tmp_path / "router.yaml", {})
     async with running_server(config) as url, aiohttp.ClientSession() as client:
         await answering(client, url)
-        body = {"model": "auto", "messages": [{"role": "user", "content": "What is 29 + 1?"}], "max_tokens": 4}
+        body = {
+            "model": "auto",
+            "messages": [{"role": "user", "content": "What is 29 + 1?"}],
+            "max_tokens": 4,
+        }
         async with client.post(f"{url}/v1/chat/completions", json=body) as response:
             assert response.status == 200
             assert response.headers["x-model-choice"].endswith("best_score: best_score")
@@ -81,7 +87,10 @@ async def test_a_deployment_chooses_by_what_was_trained_and_records_what_it_did(
             metrics = await response.text()
     assert set(choice["scores"]) == {"small", "large"}
     assert choice["model"] == max(choice["scores"], key=choice["scores"].get)
-    assert f'shell_router_model_choices_total{{model="{choice["model"]}",policy="best_score"' in metrics
+    assert (
+        f'shell_router_model_choices_total{{model="{choice["model"]}",policy="best_score"'
+        in metrics
+    )
     lines = recorded(tmp_path / "traces")
     assert [(line["topology"], line["model"], line["user"]) for line in lines] == [
         ("plain request", choice["model"], "What is 29 + 1?")
@@ -98,7 +107,11 @@ async def answering(client: aiohttp.ClientSession, url: str) -> None:
 
 
 def recorded(folder: Path) -> list[dict[str, object]]:
-    return [orjson.loads(line) for file in folder.glob("*.jsonl") for line in file.read_bytes().splitlines()]
+    return [
+        orjson.loads(line)
+        for file in folder.glob("*.jsonl")
+        for line in file.read_bytes().splitlines()
+    ]
 
 
 def test_names_that_auto_cannot_choose_from_are_refused(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ redis = pytest.fixture(own_redis)
 @asynccontextmanager
 async def clients(*routers: Api, key: str = "none") -> AsyncIterator[list[openai.AsyncOpenAI]]:
     async with AsyncExitStack() as stack:
-        made = [openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key=key, max_retries=0) for one in routers]
+        made = [
+            openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key=key, max_retries=0)
+            for one in routers
+        ]
         yield [await stack.enter_async_context(one) for one in made]
 
 
@@ -51,7 +54,9 @@ def text_of(found: list[Any]) -> str:
     return "".join(one.delta for one in found if one.type == "response.output_text.delta")
 
 
-async def test_a_response_is_made_without_its_client_and_given_by_every_router(redis: RedisServer) -> None:
+async def test_a_response_is_made_without_its_client_and_given_by_every_router(
+    redis: RedisServer,
+) -> None:
     gates = Gates("root")
     async with (
         router(redis, ScriptedMoa(pace=gates.pace)) as here,
@@ -77,7 +82,10 @@ async def test_the_next_router_that_is_asked_goes_on_with_what_a_dead_one_left(
 ) -> None:
     gates = Gates("root")
     async with router(redis) as there, clients(there) as (two,):
-        async with router(redis, ScriptedMoa(pace=gates.pace), drain_s=0.01) as here, clients(here) as (one,):
+        async with (
+            router(redis, ScriptedMoa(pace=gates.pace), drain_s=0.01) as here,
+            clients(here) as (one,),
+        ):
             begun = await one.responses.create(**ASK)
             await gates.until_waiting(1)
         found = (await events(two, begun.id))[-1].response if stream else await ended(two, begun.id)
@@ -85,10 +93,16 @@ async def test_the_next_router_that_is_asked_goes_on_with_what_a_dead_one_left(
         assert asked(there) == ["root"]
 
 
-async def test_a_stream_can_be_left_and_followed_from_any_event_on_at_any_router(redis: RedisServer) -> None:
+async def test_a_stream_can_be_left_and_followed_from_any_event_on_at_any_router(
+    redis: RedisServer,
+) -> None:
     gates = Gates("root")
     moa = ScriptedMoa(pace=lambda rid, piece: gates.pace(rid, piece - 2))
-    async with router(redis, moa) as here, router(redis) as there, clients(here, there) as (one, two):
+    async with (
+        router(redis, moa) as here,
+        router(redis) as there,
+        clients(here, there) as (one, two),
+    ):
         first = []
         async for event in await one.responses.create(**ASK, stream=True):
             first.append(event)
@@ -109,7 +123,9 @@ async def test_a_stream_can_be_left_and_followed_from_any_event_on_at_any_router
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_stream_at_another_router_waits_for_the_end(redis: RedisServer, cancelled: bool) -> None:
+async def test_a_stream_at_another_router_waits_for_the_end(
+    redis: RedisServer, cancelled: bool
+) -> None:
     gates = Gates("root")
     async with (
         router(redis, ScriptedMoa(pace=gates.pace)) as here,
@@ -119,7 +135,9 @@ async def test_a_stream_at_another_router_waits_for_the_end(redis: RedisServer, 
         begun = await one.responses.create(**ASK)
         await gates.until_waiting(1)
         following = asyncio.create_task(events(two, begun.id))
-        await until(lambda: [task.get_name() for task in asyncio.all_tasks()].count("kept-run") == 2)
+        await until(
+            lambda: [task.get_name() for task in asyncio.all_tasks()].count("kept-run") == 2
+        )
         if cancelled:
             await two.responses.cancel(begun.id)
             with pytest.raises(openai.ConflictError, match="was cancelled"):
@@ -128,13 +146,19 @@ async def test_a_stream_at_another_router_waits_for_the_end(redis: RedisServer, 
             gates.open("root")
             assert (await following)[-1].type == "response.completed"
         assert asked(there) == []
-        assert (await two.responses.retrieve(begun.id)).status == ("cancelled" if cancelled else "completed")
+        assert (await two.responses.retrieve(begun.id)).status == (
+            "cancelled" if cancelled else "completed"
+        )
 
 
 async def test_a_cancelled_response_ends_at_the_router_that_runs_it(redis: RedisServer) -> None:
     gates = Gates("root")
     moa = ScriptedMoa(pace=gates.pace)
-    async with router(redis, moa) as here, router(redis) as there, clients(here, there) as (one, two):
+    async with (
+        router(redis, moa) as here,
+        router(redis) as there,
+        clients(here, there) as (one, two),
+    ):
         for canceller in (one, two):
             begun = await one.responses.create(**ASK)
             await gates.until_waiting(1)
@@ -165,7 +189,9 @@ class Late:
         return late if name == self._call else call
 
 
-async def test_a_response_that_ends_while_it_is_cancelled_keeps_its_output(redis: RedisServer) -> None:
+async def test_a_response_that_ends_while_it_is_cancelled_keeps_its_output(
+    redis: RedisServer,
+) -> None:
     gates = Gates("root")
 
     async def end() -> None:
@@ -174,10 +200,16 @@ async def test_a_response_that_ends_while_it_is_cancelled_keeps_its_output(redis
 
     async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
         journals: Any = Late(cache.journals, "seal", end)
-        async with api(ScriptedMoa(pace=gates.pace), journals=journals) as served, clients(served) as (client,):
+        async with (
+            api(ScriptedMoa(pace=gates.pace), journals=journals) as served,
+            clients(served) as (client,),
+        ):
             begun = await client.responses.create(**ASK)
             await gates.until_waiting(1)
-            for found in (await client.responses.cancel(begun.id), await client.responses.retrieve(begun.id)):
+            for found in (
+                await client.responses.cancel(begun.id),
+                await client.responses.retrieve(begun.id),
+            ):
                 assert found.status == "completed" and "root is done" in found.output_text
 
 
@@ -192,8 +224,13 @@ async def test_a_response_that_is_just_being_created_has_its_time(redis: RedisSe
 
     async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
         journals: Any = Late(cache.journals, "append", look_and_cancel)
-        async with api(journals=journals, wall=lambda: 1234.5) as served, clients(served) as (client,):
-            found.append(await client.responses.create(**ASK, extra_headers={"Idempotency-Key": key}))
+        async with (
+            api(journals=journals, wall=lambda: 1234.5) as served,
+            clients(served) as (client,),
+        ):
+            found.append(
+                await client.responses.create(**ASK, extra_headers={"Idempotency-Key": key})
+            )
             found.append(await client.responses.retrieve(id))
     assert [one.status for one in found] == ["queued", "cancelled", "queued", "cancelled"]
     assert [one.created_at for one in found] == [1234] * 4
@@ -202,7 +239,9 @@ async def test_a_response_that_is_just_being_created_has_its_time(redis: RedisSe
 async def test_two_retries_with_a_key_race_for_one_response(redis: RedisServer) -> None:
     async with router(redis) as here, router(redis) as there, clients(here, there) as (one, two):
         headers = {"Idempotency-Key": "one-response"}
-        sent = [client.responses.create(**ASK, extra_headers=headers) for client in (one, two, one, two)]
+        sent = [
+            client.responses.create(**ASK, extra_headers=headers) for client in (one, two, one, two)
+        ]
         begun = await asyncio.gather(*sent)
         assert len({response.id for response in begun}) == 1
         assert (await ended(two, begun[0].id)).status == "completed"
@@ -263,13 +302,18 @@ async def test_a_streamed_response_counts_once_until_it_ends_whether_its_client_
         gates.open("root")
         await until(lambda: running() == 0)
         assert (
-            await alice.chat.completions.create(model="tree-26", messages=[{"role": "user", "content": "x"}])
+            await alice.chat.completions.create(
+                model="tree-26", messages=[{"role": "user", "content": "x"}]
+            )
         ).choices
 
 
 async def test_a_response_that_two_requests_take_up_at_once_counts_once(redis: RedisServer) -> None:
     gates, both, claims = Gates("root"), asyncio.Event(), list[None]()
-    settings, trees = ApiSettings(keys={"alice": "a", "bob": "b"}, max_agents_per_tenant=30), (tree(13), tree(14))
+    settings, trees = (
+        ApiSettings(keys={"alice": "a", "bob": "b"}, max_agents_per_tenant=30),
+        (tree(13), tree(14)),
+    )
 
     async def claim_together() -> None:
         claims.append(None)
@@ -300,7 +344,9 @@ async def test_an_id_that_names_nothing_or_another_run_is_unknown(redis: RedisSe
         for id in (key, "resp_" + "1" * 32, "resp_x", "{response_id}"):
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(id)
-        status, body = await served.get(f"{RESPONSES}/{(await client.responses.create(**ASK)).id}?starting_after=x")
+        status, body = await served.get(
+            f"{RESPONSES}/{(await client.responses.create(**ASK)).id}?starting_after=x"
+        )
         assert (status, body["error"]["param"]) == (400, "starting_after")
 
 
@@ -313,7 +359,11 @@ async def test_a_failed_response_says_why_at_every_router(redis: RedisServer) ->
         begun = await one.responses.create(**ASK)
         for client in (one, two):
             found = await ended(client, begun.id)
-            assert found.status == "failed" and found.error is not None and "left" in found.error.message
+            assert (
+                found.status == "failed"
+                and found.error is not None
+                and "left" in found.error.message
+            )
             assert (await events(client, begun.id))[-1].type == "response.failed"
         assert asked(there) == []
 

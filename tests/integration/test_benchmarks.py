@@ -16,8 +16,30 @@ from shell_router.lab.simulation.summary import prefilled_tokens
 
 ROOT = Path(__file__).parents[2]
 SHORT = {
-    "adapters": ("--engine", "simulated", "--requests", "20", "--clients", "4", "--adapters", "4", "--room", "2"),
-    "auto": ("--questions", "8", "--block", "4", "--clients", "2", "--slacks", "1", "--worths", "1"),
+    "adapters": (
+        "--engine",
+        "simulated",
+        "--requests",
+        "20",
+        "--clients",
+        "4",
+        "--adapters",
+        "4",
+        "--room",
+        "2",
+    ),
+    "auto": (
+        "--questions",
+        "8",
+        "--block",
+        "4",
+        "--clients",
+        "2",
+        "--slacks",
+        "1",
+        "--worths",
+        "1",
+    ),
     "agent_cache_cost": ("--rounds", "1", "--chunks", "50"),
     "batch": ("--rounds", "1", "--questions", "6", "--sizes", "1,2"),
     "chimera": ("--tasks", "10", "--per-s", "8", "--seeds", "2"),
@@ -35,7 +57,16 @@ SHORT = {
     "stalls": (),
     "swapping": ("--rounds", "1", "--requests", "16", "--clients", "4", "--tokens", "4"),
     "tenants": ("--rounds", "1", "--seconds", "1", "--only", "stop ids,flood of chats"),
-    "under_load": ("--rounds", "1", "--requests", "12", "--policies", "scored", "--orders", "no queue"),
+    "under_load": (
+        "--rounds",
+        "1",
+        "--requests",
+        "12",
+        "--policies",
+        "scored",
+        "--orders",
+        "no queue",
+    ),
     "simulation_error": ("--rounds", "1", "--turns", "1", "--clients", "1", "--new-tokens", "16"),
 }
 LIMIT_S = 240.0
@@ -117,7 +148,9 @@ async def test_batches_on_engines_that_are_kept_and_that_are_restarted_share_one
 
 @pytest.mark.slow
 async def test_a_process_with_a_real_expert_pool_grows_by_no_more_than_the_pools_budget() -> None:
-    rows = rows_of(await printed_by("coserve", "--table", "real", "--images", "200", "--seeds", "1"))
+    rows = rows_of(
+        await printed_by("coserve", "--table", "real", "--images", "200", "--seeds", "1")
+    )
     most = 1.05  # threads and images take memory, too
     assert [row["system"] for row in rows if row["grown_mb"] > most * row["budget_mb"]] == []
 
@@ -150,6 +183,10 @@ def rows_of(printed: bytes) -> list[dict[str, Any]]:
     found = json.loads(printed.splitlines()[-1])
     assert found.keys() == {"title", "engine", "simulated", "rows"}
     assert found["rows"] and all(row.keys() == found["rows"][0].keys() for row in found["rows"])
-    assert all(value is None or isinstance(value, str | int | float) for row in found["rows"] for value in row.values())
+    assert all(
+        value is None or isinstance(value, str | int | float)
+        for row in found["rows"]
+        for value in row.values()
+    )
     rows: list[dict[str, Any]] = found["rows"]
     return rows

@@ -20,7 +20,9 @@ async def texts() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize(("ttl_s", "known_s"), [(700.0, 600.0), (7200.0, 4000.0)])
-async def test_a_program_is_known_for_as_long_as_the_cache_keeps_its_outputs(ttl_s: float, known_s: float) -> None:
+async def test_a_program_is_known_for_as_long_as_the_cache_keeps_its_outputs(
+    ttl_s: float, known_s: float
+) -> None:
     passed_s = 0.0
     async with ScriptedPair(ScriptedSettings(vocabulary=30)) as pair:
         pairs = (PairSettings(pair.prefill.url, pair.decode.url),)

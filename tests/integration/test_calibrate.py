@@ -1,4 +1,6 @@
-"""`shell-router calibrate` starts the deployment with a topology per early exit and names the one to take."""
+"""`shell-router calibrate` starts the deployment with a topology per early exit and names the one
+to take.
+"""
 
 import asyncio
 import re
@@ -12,7 +14,12 @@ from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.scripted.server import ScriptedPair
 from shell_router.core.engine import Generation
 from shell_router.errors import ShellRouterError
-from shell_router.lab.evaluation.calibration import Tried, calibrated, run_calibration, write_variants
+from shell_router.lab.evaluation.calibration import (
+    Tried,
+    calibrated,
+    run_calibration,
+    write_variants,
+)
 from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.topology import load_topology
 from tests.fakes.api_server import api
@@ -31,7 +38,9 @@ TREE = "name: mine\ntree: {shape: [3, 1], models: [a]}\n"
 
 def written(folder: Path, pair: ScriptedPair, gate: str) -> tuple[Path, Path]:
     """A topology file, and a deployment that serves another one."""
-    model, topology, other, config = (folder / name for name in ("model", "mine.yaml", "other.yaml", "router.yaml"))
+    model, topology, other, config = (
+        folder / name for name in ("model", "mine.yaml", "other.yaml", "router.yaml")
+    )
     topology.write_text(f"{TREE}early_exit: {gate}\n", encoding="utf-8")
     other.write_text("name: other\ntree: {shape: [2, 1], models: [a]}\n", encoding="utf-8")
     pairs = f"[{{prefill: '{pair.prefill.url}', decode: '{pair.decode.url}'}}]"
@@ -52,9 +61,15 @@ async def test_every_early_exit_is_asked_and_one_that_loses_nothing_is_named(
         options = EvaluationOptions(write_sums(tmp_path, 4, 5, 6), config=config, json=report)
         choice = await run_calibration(topology, thresholds(0.5, 0.8), 0.5, options)
     settings = orjson.loads(report.read_bytes())["settings"]
-    assert settings == ["mine-without-exit", "mine-in_flight-cluster-0.5", "mine-in_flight-cluster-0.8"]
+    assert settings == [
+        "mine-without-exit",
+        "mine-in_flight-cluster-0.5",
+        "mine-in_flight-cluster-0.8",
+    ]
     assert choice.loss.value == 0.0
-    assert "early_exit: {policy: in_flight, scope: cluster, threshold: 0." in capsys.readouterr().out
+    assert (
+        "early_exit: {policy: in_flight, scope: cluster, threshold: 0." in capsys.readouterr().out
+    )
 
 
 RASH = """
@@ -66,7 +81,9 @@ early_exit: {policy: in_flight, min_completed: 1}
 
 
 def moa_with_an_early_agent_that_is_wrong() -> ScriptedMoa:
-    """`small` ends first and is wrong, `medium` is right, and `large` says what most of its precursors do."""
+    """`small` ends first and is wrong, `medium` is right, and `large` says what most of its
+    precursors do.
+    """
     moa = adding_moa({"small": 0, "medium": 100})
     large, tokenizer = moa.engines["large"], moa.tokenizers["large"]
 
@@ -98,7 +115,9 @@ async def test_a_threshold_that_loses_answers_is_distinguished_from_one_that_doe
         options = EvaluationOptions(data, url=served.url, json=report)
         choice = await calibrated(variants, 0.5, options)
         rash = {name: of for name, of in variants.items() if not name.endswith("0.9")}
-        with pytest.raises(ShellRouterError, match=r"No early exit keeps the loss within 0\.5 points on these 4"):
+        with pytest.raises(
+            ShellRouterError, match=r"No early exit keeps the loss within 0\.5 points on these 4"
+        ):
             await calibrated(rash, 0.5, EvaluationOptions(data, url=served.url))
     rows = {row["setting"]: row for row in orjson.loads(report.read_bytes())["rows"]}
     assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {

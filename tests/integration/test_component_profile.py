@@ -1,4 +1,6 @@
-"""`shell-router components profile` on real torch modules, from a pool's file to a pool that answers."""
+"""`shell-router components profile` on real torch modules, from a pool's file to a pool that
+answers.
+"""
 
 import asyncio
 import json
@@ -44,7 +46,9 @@ def pool(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def sample(pool: Path) -> Path:
     file = pool.with_name("sample.jsonl")
-    file.write_text("".join(json.dumps({"chain": chain}) + "\n" for chain in SAMPLE), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps({"chain": chain}) + "\n" for chain in SAMPLE), encoding="utf-8"
+    )
     return file
 
 
@@ -57,7 +61,10 @@ def test_a_pool_is_measured_once_and_then_loaded_and_asked(
 
     async def answers() -> list[torch.Tensor]:
         async with asyncio.timeout(60), load_pool(pool) as opened:
-            asked = [Request(str(number), tuple(chain), torch.ones(16)) for number, chain in enumerate(SAMPLE)]
+            asked = [
+                Request(str(number), tuple(chain), torch.ones(16))
+                for number, chain in enumerate(SAMPLE)
+            ]
             return [answer.final for answer in await asyncio.gather(*map(opened.ask, asked))]
 
     assert [tuple(answer.shape) for answer in asyncio.run(answers())] == [(16,)] * 40 + [(4,)] * 10
@@ -67,12 +74,18 @@ def test_the_profile_says_what_was_found_and_the_pools_file_stays(pool: Path, sa
     main(["components", "profile", str(pool), "--sample", str(sample), *QUICK])
     assert pool.read_text(encoding="utf-8") == POOL
     found = read_profiled_pool(pool).profiled
-    assert found.components["shared"].usage == 0.8 and found.components["shared"].after == ("type-0", "type-1")
+    assert found.components["shared"].usage == 0.8 and found.components["shared"].after == (
+        "type-0",
+        "type-1",
+    )
     assert found.components["type-3"].usage == 0
     costs = found.costs["cpu"]
     assert set(costs) == {"linear", "wide"}
     assert costs["wide"].activation_bytes > 4096 * 4 > costs["linear"].activation_bytes > 16 * 4
-    assert all(min(one.disk_load_s, one.host_load_s) > 0 and one.largest_batch <= 4 for one in costs.values())
+    assert all(
+        min(one.disk_load_s, one.host_load_s) > 0 and one.largest_batch <= 4
+        for one in costs.values()
+    )
     assert found.component_shares["one"] == found.component_shares["two"] > 0.75
     assert "the largest useful batch has the rest" in found.measured["share of cpu"]
     assert "medians of 1 rounds, batches of 1, 2, 4" in found.measured["costs of cpu"]
@@ -88,9 +101,13 @@ def test_measuring_again_keeps_what_is_not_measured(pool: Path, sample: Path) ->
     assert read_profiled_pool(pool).profiled.components["shared"].usage == 0.8
 
 
-def test_rules_in_the_file_take_the_place_of_a_sample(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_in_the_file_take_the_place_of_a_sample(
+    pool: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pool.open("a", encoding="utf-8") as file:
-        file.write("rules:\n  - {chain: [type-0, shared], share: 3}\n  - {chain: [type-1], share: 1}\n")
+        file.write(
+            "rules:\n  - {chain: [type-0, shared], share: 3}\n  - {chain: [type-1], share: 1}\n"
+        )
     assert main(["components", "profile", str(pool), "--requests", "50", *QUICK]) == 0
     assert "requests a second with these shares in virtual time" in capsys.readouterr().out
     assert read_profiled_pool(pool).profiled.components["shared"].usage == 0.75
@@ -107,12 +124,21 @@ def test_without_rules_and_sample_the_command_says_what_it_leaves(
 @pytest.mark.parametrize(
     ("change", "printed"),
     [
-        (("tests.fakes.nets:linear", "tests.fakes.nets:no"), "architectures.linear: tests.fakes.nets:no cannot be"),
+        (
+            ("tests.fakes.nets:linear", "tests.fakes.nets:no"),
+            "architectures.linear: tests.fakes.nets:no cannot be",
+        ),
         (("device: cpu", "device: abacus"), "executors.one: 'abacus' is no device"),
         (('["shared"]', '["shard"]'), "Component 'shared' is of 0 architectures"),
         (("folder: weights", "folder: nowhere"), "holds no weights"),
-        (("sample: [16]}\n  wide", "sample: [15]}\n  wide"), "linear cannot be measured on cpu: RuntimeError"),
-        (("memory_bytes: 3000000", "memory_bytes: 300"), "no architecture fits on cpu. Raise the executor's memory"),
+        (
+            ("sample: [16]}\n  wide", "sample: [15]}\n  wide"),
+            "linear cannot be measured on cpu: RuntimeError",
+        ),
+        (
+            ("memory_bytes: 3000000", "memory_bytes: 300"),
+            "no architecture fits on cpu. Raise the executor's memory",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_reported_with_the_file(
@@ -141,7 +167,9 @@ def test_a_device_that_no_executor_is_on_is_reported_before_anything_is_written(
     assert not pool.with_name("costs.yaml").exists()
 
 
-def test_a_bad_sample_is_reported_before_anything_is_measured(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_sample_is_reported_before_anything_is_measured(
+    pool: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = pool.with_name("bad.jsonl")
     bad.write_text('{"chain": ["type-9"]}\n', encoding="utf-8")
     assert main(["components", "profile", str(pool), "--sample", str(bad), *QUICK]) == 2

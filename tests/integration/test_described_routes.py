@@ -1,4 +1,6 @@
-"""Every route of /openapi.json under schemathesis: no 500, answers as described, and nothing left running."""
+"""Every route of /openapi.json under schemathesis: no 500, answers as described, and nothing left
+running.
+"""
 
 import asyncio
 import warnings
@@ -20,30 +22,50 @@ from tests.fakes.moa import ScriptedMoa
 pytestmark = pytest.mark.slow
 
 SETTINGS = hypothesis.settings(
-    max_examples=40, derandomize=True, database=None, suppress_health_check=[*hypothesis.HealthCheck]
+    max_examples=40,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[*hypothesis.HealthCheck],
 )
 USER = [{"role": "user", "content": "Hi"}]
 MEANT = st.fixed_dictionaries(
-    {}, optional={"model": st.sampled_from(["small", "duo", "hash"]), "messages": st.just(USER), "input": st.just("Hi")}
+    {},
+    optional={
+        "model": st.sampled_from(["small", "duo", "hash"]),
+        "messages": st.just(USER),
+        "input": st.just("Hi"),
+    },
 )
-"""What is put into a body that has such a field: by chance alone hardly one would name what is served."""
+"""What is put into a body that has such a field: by chance alone hardly one would name what is
+served.
+"""
 
 
 def defects(schemathesis: Any, url: str) -> list[str]:
-    """What is wrong with the answers to bodies and parameters that fit the description, and to some that do not."""
+    """What is wrong with the answers to bodies and parameters that fit the description, and to some
+    that do not.
+    """
     checks = pytest.importorskip("schemathesis.specs.openapi.checks")
     not_a_server_error = pytest.importorskip("schemathesis.checks").not_a_server_error
-    asked = [not_a_server_error, checks.content_type_conformance, checks.response_schema_conformance]
+    asked = [
+        not_a_server_error,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+    ]
     found = []
     for each in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
         operation = each.ok()
-        modes = [operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
+        modes = [
+            operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode
+        ]
 
         @SETTINGS
         @hypothesis.given(case=st.one_of(modes), meant=MEANT)
         def ask(case: Any, meant: dict[str, Any]) -> None:
             if isinstance(case.body, dict):
-                case.body.update({name: value for name, value in meant.items() if name in case.body})
+                case.body.update(
+                    {name: value for name, value in meant.items() if name in case.body}
+                )
             case.call_and_validate(checks=asked, timeout=20)
 
         try:
@@ -55,7 +77,9 @@ def defects(schemathesis: Any, url: str) -> list[str]:
     return found
 
 
-async def test_every_described_route_answers_as_described_and_leaves_nothing_running(tmp_path: Path) -> None:
+async def test_every_described_route_answers_as_described_and_leaves_nothing_running(
+    tmp_path: Path,
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         schemathesis = pytest.importorskip("schemathesis", reason="the extra `ci` installs it")

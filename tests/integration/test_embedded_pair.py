@@ -48,7 +48,9 @@ class Client:
             return response.status, json.loads(content) if content else None
 
     async def prefill(self, body: Json) -> tuple[int, Any]:
-        return await self.post(f"{self.pair.address.prefill_url}/generate", {**body, "stream": False})
+        return await self.post(
+            f"{self.pair.address.prefill_url}/generate", {**body, "stream": False}
+        )
 
     async def decode(self, body: Json) -> tuple[int, Any]:
         return await self.post(f"{self.pair.address.decode_url}/generate", body)
@@ -56,7 +58,9 @@ class Client:
     async def generate(self, **fields: Any) -> Json:
         """The decode leg's answer."""
         body = self.body(**fields)
-        (prefill_status, _), (status, answer) = await asyncio.gather(self.prefill(body), self.decode(body))
+        (prefill_status, _), (status, answer) = await asyncio.gather(
+            self.prefill(body), self.decode(body)
+        )
         assert (prefill_status, status) == (200, 200), answer
         return answer  # type: ignore[no-any-return]
 
@@ -75,7 +79,9 @@ class Client:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
     async def prefill_only(self, input_ids: list[int]) -> Json:
-        status, answer = await self.post(f"{self.pair.address.prefill_url}/prefill_only", {"input_ids": input_ids})
+        status, answer = await self.post(
+            f"{self.pair.address.prefill_url}/prefill_only", {"input_ids": input_ids}
+        )
         assert status == 200
         return answer["meta_info"]  # type: ignore[no-any-return]
 
@@ -122,7 +128,9 @@ class Reference:
         with torch.inference_mode():
             logits = self.network(torch.tensor([input_ids + output_ids])).logits[0]
         scores = torch.log_softmax(logits, -1)
-        return [float(scores[len(input_ids) - 1 + at, token]) for at, token in enumerate(output_ids)]
+        return [
+            float(scores[len(input_ids) - 1 + at, token]) for at, token in enumerate(output_ids)
+        ]
 
 
 ARCHITECTURES = ("qwen3", "llama")
@@ -144,12 +152,18 @@ def load_reference(folder: Path) -> Reference:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def clients(engines: SharedEngines, folders: dict[str, Path]) -> AsyncIterator[dict[str, Client]]:
+async def clients(
+    engines: SharedEngines, folders: dict[str, Path]
+) -> AsyncIterator[dict[str, Client]]:
     qwen3, llama = (str(folders[name]) for name in ARCHITECTURES)
     pairs = {
-        "qwen3": EmbeddedSettings(qwen3, dtype="float64", chunked_prefill_size=64, max_running_requests=12),
+        "qwen3": EmbeddedSettings(
+            qwen3, dtype="float64", chunked_prefill_size=64, max_running_requests=12
+        ),
         "llama": EmbeddedSettings(llama, dtype="float64", incremental_streaming_output=True),
-        "impatient": EmbeddedSettings(qwen3, kv_wait_s=0.3, max_total_tokens=400, context_length=300),
+        "impatient": EmbeddedSettings(
+            qwen3, kv_wait_s=0.3, max_total_tokens=400, context_length=300
+        ),
     }
     async with aiohttp.ClientSession() as http:
         yield {alias: Client(http, engines.pair(settings)) for alias, settings in pairs.items()}
@@ -170,7 +184,9 @@ async def test_greedy_output_is_that_of_transformers(
     name: str, clients: dict[str, Client], references: dict[str, Reference]
 ) -> None:
     input_ids = prompt(1, 150)
-    answer = await clients[name].generate(input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": 40})
+    answer = await clients[name].generate(
+        input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": 40}
+    )
     assert answer["output_ids"] == references[name].continue_greedily(input_ids, 40)
     assert answer["text"] == references[name].tokenizer.decode(answer["output_ids"])
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
@@ -186,7 +202,9 @@ async def test_requests_of_unequal_length_do_not_disturb_each_other(
     prompts = [prompt(100 + index, tokens) for index, (tokens, _) in enumerate(sizes)]
     answers = await asyncio.gather(
         *(
-            clients[name].generate(input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": count})
+            clients[name].generate(
+                input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": count}
+            )
             for input_ids, (_, count) in zip(prompts, sizes, strict=True)
         )
     )
@@ -197,7 +215,9 @@ async def test_requests_of_unequal_length_do_not_disturb_each_other(
     assert [answer["output_ids"] for answer in answers] == expected
 
 
-async def test_logprobs_are_those_of_the_network(qwen3: Client, references: dict[str, Reference]) -> None:
+async def test_logprobs_are_those_of_the_network(
+    qwen3: Client, references: dict[str, Reference]
+) -> None:
     input_ids = prompt(2, 80)
     answer = await qwen3.generate(
         input_ids=input_ids, return_logprob=True, sampling_params={**GREEDY, "max_new_tokens": 20}
@@ -225,13 +245,17 @@ async def test_drafts_save_passes_and_change_nothing(
     assert streamed[-1]["meta_info"]["completion_tokens"] == 80
     assert (
         "spec_verify_ct"
-        not in (await clients[name].generate(input_ids=input_ids, sampling_params={**params, "custom_params": None}))[
-            "meta_info"
-        ]
+        not in (
+            await clients[name].generate(
+                input_ids=input_ids, sampling_params={**params, "custom_params": None}
+            )
+        )["meta_info"]
     )
 
 
-async def test_text_prompts_are_tokenized_by_the_engine(qwen3: Client, references: dict[str, Reference]) -> None:
+async def test_text_prompts_are_tokenized_by_the_engine(
+    qwen3: Client, references: dict[str, Reference]
+) -> None:
     text = "Why does the river meet the ocean?"
     answer = await qwen3.generate(text=text, sampling_params={**GREEDY, "max_new_tokens": 8})
     ids = references["qwen3"].tokenizer.encode(text).ids
@@ -241,9 +265,14 @@ async def test_text_prompts_are_tokenized_by_the_engine(qwen3: Client, reference
 
 async def test_each_prompt_finds_what_earlier_ones_computed(qwen3: Client) -> None:
     input_ids = prompt(3, 500)
-    found = [(await qwen3.prefill_only(input_ids[:count]))["cached_tokens"] for count in (100, 200, 201, 450, 450)]
+    found = [
+        (await qwen3.prefill_only(input_ids[:count]))["cached_tokens"]
+        for count in (100, 200, 201, 450, 450)
+    ]
     assert found == [0, 100, 200, 201, 449]
-    answer = await qwen3.generate(input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": 4})
+    answer = await qwen3.generate(
+        input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": 4}
+    )
     assert answer["meta_info"]["cached_tokens"] == 450
 
 
@@ -251,23 +280,34 @@ async def test_a_prefix_is_found_only_under_its_own_extra_key(qwen3: Client) -> 
     found = []
     for key in ("alice", "bob", "alice"):
         answer = await qwen3.generate(
-            input_ids=prompt(31, 200), sampling_params={**GREEDY, "max_new_tokens": 1}, extra_key=key
+            input_ids=prompt(31, 200),
+            sampling_params={**GREEDY, "max_new_tokens": 1},
+            extra_key=key,
         )
         found.append(answer["meta_info"]["cached_tokens"])
     assert found == [0, 0, 199]
 
 
-async def test_a_cached_prefix_does_not_change_the_output(qwen3: Client, references: dict[str, Reference]) -> None:
+async def test_a_cached_prefix_does_not_change_the_output(
+    qwen3: Client, references: dict[str, Reference]
+) -> None:
     input_ids = prompt(4, 300)
     for count in (37, 160, 163, 299):
         await qwen3.prefill_only(input_ids[:count])
-    answer = await qwen3.generate(input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": 30})
+    answer = await qwen3.generate(
+        input_ids=input_ids, sampling_params={**GREEDY, "max_new_tokens": 30}
+    )
     assert answer["meta_info"]["cached_tokens"] == 299
     assert answer["output_ids"] == references["qwen3"].continue_greedily(input_ids, 30)
 
 
 async def test_the_fake_bootstrap_host_prefills_without_a_partner(qwen3: Client) -> None:
-    body = {"input_ids": prompt(5, 60), "bootstrap_host": "2.2.2.2", "bootstrap_room": 0, "bootstrap_port": 1}
+    body = {
+        "input_ids": prompt(5, 60),
+        "bootstrap_host": "2.2.2.2",
+        "bootstrap_room": 0,
+        "bootstrap_port": 1,
+    }
     status, answer = await qwen3.prefill(body)
     assert status == 200
     assert len(answer["output_ids"]) == 1
@@ -282,23 +322,36 @@ async def test_the_prefill_leg_answers_with_the_first_token(qwen3: Client) -> No
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-async def test_a_stream_carries_what_the_whole_answer_does(name: str, clients: dict[str, Client]) -> None:
+async def test_a_stream_carries_what_the_whole_answer_does(
+    name: str, clients: dict[str, Client]
+) -> None:
     fields: Json = {
         "input_ids": prompt(7, 50),
         "return_logprob": True,
-        "sampling_params": {"temperature": 0.9, "sampling_seed": 11, "max_new_tokens": 30, "ignore_eos": True},
+        "sampling_params": {
+            "temperature": 0.9,
+            "sampling_seed": 11,
+            "max_new_tokens": 30,
+            "ignore_eos": True,
+        },
     }
     whole, events = await clients[name].generate(**fields), await clients[name].stream(**fields)
     assert len(events) > 1
-    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (
+        len(events) - 1
+    )
     if clients[name].pair.settings.incremental_streaming_output:
         text = "".join(event["text"] for event in events)
         ids = [token for event in events for token in event["output_ids"]]
-        logprobs = [each for event in events for each in event["meta_info"]["output_token_logprobs"]]
+        logprobs = [
+            each for event in events for each in event["meta_info"]["output_token_logprobs"]
+        ]
     else:
         text, ids = events[-1]["text"], events[-1]["output_ids"]
         logprobs = events[-1]["meta_info"]["output_token_logprobs"]
-        assert all(after["text"].startswith(before["text"]) for before, after in itertools.pairwise(events))
+        assert all(
+            after["text"].startswith(before["text"]) for before, after in itertools.pairwise(events)
+        )
     assert (text, ids) == (whole["text"], whole["output_ids"])
     assert logprobs == whole["meta_info"]["output_token_logprobs"]
     assert events[-1]["meta_info"]["completion_tokens"] == 30
@@ -331,7 +384,9 @@ async def test_a_stop_string_ends_the_text_before_it(qwen3: Client) -> None:
     fields: Json = {"input_ids": prompt(9, 30)}
     free = await qwen3.generate(**fields, sampling_params={**GREEDY, "max_new_tokens": 20})
     stop = free["text"].split()[5]
-    answer = await qwen3.generate(**fields, sampling_params={**GREEDY, "max_new_tokens": 20, "stop": [stop, "@@"]})
+    answer = await qwen3.generate(
+        **fields, sampling_params={**GREEDY, "max_new_tokens": 20, "stop": [stop, "@@"]}
+    )
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert answer["text"] == free["text"][: free["text"].index(stop)]
 
@@ -339,7 +394,9 @@ async def test_a_stop_string_ends_the_text_before_it(qwen3: Client) -> None:
 async def test_more_requests_than_the_batch_holds_all_end(qwen3: Client) -> None:
     answers = await asyncio.gather(
         *(
-            qwen3.generate(input_ids=prompt(seed, 20), sampling_params={**GREEDY, "max_new_tokens": 30})
+            qwen3.generate(
+                input_ids=prompt(seed, 20), sampling_params={**GREEDY, "max_new_tokens": 30}
+            )
             for seed in range(30)
         )
     )
@@ -401,9 +458,14 @@ async def test_aborting_a_decode_that_waits_for_kv_ends_both_legs(qwen3: Client)
 
 
 async def test_abort_all_ends_long_prefills_and_what_waits_behind(qwen3: Client) -> None:
-    legs = [asyncio.create_task(qwen3.prefill(qwen3.body(input_ids=prompt(20 + each, 6000)))) for each in range(4)]
+    legs = [
+        asyncio.create_task(qwen3.prefill(qwen3.body(input_ids=prompt(20 + each, 6000))))
+        for each in range(4)
+    ]
     url = qwen3.pair.address.prefill_url
-    await qwen3.until(url, lambda load: load["num_running_reqs"] == 1 and load["num_waiting_reqs"] == 3)
+    await qwen3.until(
+        url, lambda load: load["num_running_reqs"] == 1 and load["num_waiting_reqs"] == 3
+    )
     async with qwen3.http.post(f"{url}/abort_request", json={"abort_all": True}) as response:
         assert response.status == 200
     answers = await asyncio.gather(*legs)
@@ -424,14 +486,18 @@ async def test_unclaimed_kv_is_dropped_after_its_limit(clients: dict[str, Client
 
 
 async def test_a_decode_without_prefill_fails_after_its_limit(clients: dict[str, Client]) -> None:
-    status, answer = await clients["impatient"].decode(clients["impatient"].body(input_ids=prompt(15, 50)))
+    status, answer = await clients["impatient"].decode(
+        clients["impatient"].body(input_ids=prompt(15, 50))
+    )
     assert status == 500
     assert answer["object"] == "error"
     await clients["impatient"].until_idle()
 
 
 async def test_a_decode_whose_bootstrap_gets_no_answer_fails_at_once(qwen3: Client) -> None:
-    status, answer = await qwen3.decode({**qwen3.body(input_ids=prompt(16, 50)), "bootstrap_port": 1})
+    status, answer = await qwen3.decode(
+        {**qwen3.body(input_ids=prompt(16, 50)), "bootstrap_port": 1}
+    )
     assert status == 500
     assert "KVTransferError" in answer["message"] or "Connect" in answer["message"]
     await qwen3.until_idle()
@@ -454,7 +520,10 @@ BAD_BODIES: dict[str, tuple[Json, str]] = {
         {"input_ids": [5] * 250, "sampling_params": {"max_new_tokens": 100}},
         "Requested token count exceeds the model's maximum context length",
     ),
-    "negative temperature": ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
+    "negative temperature": (
+        {"input_ids": [5], "sampling_params": {"temperature": -1}},
+        "temperature",
+    ),
     "no room": ({"input_ids": [5], "bootstrap_room": None}, "bootstrap room"),
 }
 
@@ -472,14 +541,18 @@ async def test_bad_requests_get_400_on_both_servers(case: str, clients: dict[str
 async def test_a_refused_stream_is_an_error_event(clients: dict[str, Client]) -> None:
     client = clients["impatient"]
     body = client.body(input_ids=[5] * 300, stream=True)
-    async with client.http.post(f"{client.pair.address.decode_url}/generate", json=body) as response:
+    async with client.http.post(
+        f"{client.pair.address.decode_url}/generate", json=body
+    ) as response:
         assert response.status == 200
         event, end, _ = (await response.text()).split("\n\n")
     assert "context length" in json.loads(event.removeprefix("data: "))["error"]["message"]
     assert end == "data: [DONE]"
 
 
-@pytest.mark.parametrize("raw", [b"{", b"[1]", b'{"input_ids": "no"}', b'{"sampling_params": []}', b"\xff"])
+@pytest.mark.parametrize(
+    "raw", [b"{", b"[1]", b'{"input_ids": "no"}', b'{"sampling_params": []}', b"\xff"]
+)
 async def test_bodies_that_are_not_the_schema_get_400(raw: bytes, qwen3: Client) -> None:
     for url in (qwen3.pair.address.prefill_url, qwen3.pair.address.decode_url):
         async with qwen3.http.post(f"{url}/generate", data=raw) as response:
@@ -488,13 +561,19 @@ async def test_bodies_that_are_not_the_schema_get_400(raw: bytes, qwen3: Client)
 
 async def test_unknown_fields_are_ignored(qwen3: Client) -> None:
     answer = await qwen3.generate(
-        input_ids=prompt(17, 10), user="someone", priority=3, sampling_params={**GREEDY, "max_new_tokens": 2}
+        input_ids=prompt(17, 10),
+        user="someone",
+        priority=3,
+        sampling_params={**GREEDY, "max_new_tokens": 2},
     )
     assert len(answer["output_ids"]) == 2
 
 
 async def test_both_servers_say_what_they_are(qwen3: Client) -> None:
-    for url, mode in ((qwen3.pair.address.prefill_url, "prefill"), (qwen3.pair.address.decode_url, "decode")):
+    for url, mode in (
+        (qwen3.pair.address.prefill_url, "prefill"),
+        (qwen3.pair.address.decode_url, "decode"),
+    ):
         async with qwen3.http.get(f"{url}/health") as response:
             assert response.status == 200
         async with qwen3.http.get(f"{url}/model_info") as response:
@@ -507,7 +586,10 @@ async def test_both_servers_say_what_they_are(qwen3: Client) -> None:
 
 SCHEMA: Json = {
     "type": "object",
-    "properties": {"color": {"enum": ["red", "deep blue"]}, "count": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "properties": {
+        "color": {"enum": ["red", "deep blue"]},
+        "count": {"type": "integer", "minimum": 10, "maximum": 99},
+    },
     "required": ["color", "count"],
     "additionalProperties": False,
 }
@@ -525,7 +607,13 @@ async def test_an_output_follows_its_grammar_and_ends_with_it(kind: str, qwen3: 
         *(
             qwen3.generate(
                 input_ids=prompt(seed, 20 + seed),
-                sampling_params={kind: text, "temperature": 1.5, "ignore_eos": True, "max_new_tokens": 60, **drafts},
+                sampling_params={
+                    kind: text,
+                    "temperature": 1.5,
+                    "ignore_eos": True,
+                    "max_new_tokens": 60,
+                    **drafts,
+                },
             )
             for seed, drafts in enumerate(({}, {"custom_params": {"drafts": []}}))
         ),
@@ -549,7 +637,9 @@ async def test_an_output_follows_its_grammar_and_ends_with_it(kind: str, qwen3: 
         ("regex", "a" * 300_000, "characters"),
     ],
 )
-async def test_a_grammar_that_cannot_be_compiled_is_refused(kind: str, text: str, problem: str, qwen3: Client) -> None:
+async def test_a_grammar_that_cannot_be_compiled_is_refused(
+    kind: str, text: str, problem: str, qwen3: Client
+) -> None:
     status, refusal = await qwen3.decode(qwen3.body(input_ids=[5, 6], sampling_params={kind: text}))
     assert (status, problem in refusal["error"]["message"]) == (400, True), refusal
     await qwen3.until_idle()

@@ -1,4 +1,6 @@
-"""Embedded servers as processes: they start together, come back, end together, and never outlive their parent."""
+"""Embedded servers as processes: they start together, come back, end together, and never outlive
+their parent.
+"""
 
 import asyncio
 import json
@@ -49,9 +51,13 @@ def folder(engines: SharedEngines) -> str:
 
 @pytest_asyncio.fixture
 async def fleet(engines: SharedEngines, folder: str) -> AsyncIterator[EmbeddedFleet]:
-    """Two pairs of one model, so that one's decode server can work with the other's prefill server; none comes back."""
+    """Two pairs of one model, so that one's decode server can work with the other's prefill server;
+    none comes back.
+    """
     pairs = {"first": EmbeddedSettings(folder), "second": EmbeddedSettings(folder)}
-    async with EmbeddedFleet(pairs, policy=RestartPolicy(limit=0), spawner=engines.spawner()) as fleet:
+    async with EmbeddedFleet(
+        pairs, policy=RestartPolicy(limit=0), spawner=engines.spawner()
+    ) as fleet:
         yield fleet
 
 
@@ -59,11 +65,15 @@ async def test_a_pair_runs_on_the_cores_it_is_given_and_on_no_core_that_is_not_t
     engines: SharedEngines, folder: str
 ) -> None:
     core = max(os.sched_getaffinity(0))
-    async with EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(core,))}, spawner=engines.spawner()) as fleet:
+    async with EmbeddedFleet(
+        {"only": EmbeddedSettings(folder, cores=(core,))}, spawner=engines.spawner()
+    ) as fleet:
         for server in (fleet["only"].prefill, fleet["only"].decode):
             assert os.sched_getaffinity(server.pid) == {core}
     with pytest.raises(EngineUnreachable, match=r"there is no core 100000"):
-        await EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(100_000,))}, spawner=engines.spawner()).start()
+        await EmbeddedFleet(
+            {"only": EmbeddedSettings(folder, cores=(100_000,))}, spawner=engines.spawner()
+        ).start()
 
 
 @pytest.fixture
@@ -81,8 +91,12 @@ Made = Callable[..., EmbeddedFleet]
 
 @pytest.fixture
 def made(folder: str, lines: Lines, timers: SteppedTimers) -> Made:
-    """Makes a fleet of one pair whose restarts wait for `timers`, and which tells its steps to `lines`."""
-    return partial(EmbeddedFleet, {"only": EmbeddedSettings(folder)}, on_progress=lines, sleep=timers.sleep)
+    """Makes a fleet of one pair whose restarts wait for `timers`, and which tells its steps to
+    `lines`.
+    """
+    return partial(
+        EmbeddedFleet, {"only": EmbeddedSettings(folder)}, on_progress=lines, sleep=timers.sleep
+    )
 
 
 def pair_body(pair: EmbeddedPair, **fields: Any) -> dict[str, Any]:
@@ -95,7 +109,9 @@ def pair_body(pair: EmbeddedPair, **fields: Any) -> dict[str, Any]:
     }
 
 
-async def post(http: aiohttp.ClientSession, server: EmbeddedServer, body: dict[str, Any]) -> tuple[int, Any]:
+async def post(
+    http: aiohttp.ClientSession, server: EmbeddedServer, body: dict[str, Any]
+) -> tuple[int, Any]:
     async with http.post(f"{server.url}/generate", json=body) as response:
         return response.status, await response.json()
 
@@ -103,7 +119,9 @@ async def post(http: aiohttp.ClientSession, server: EmbeddedServer, body: dict[s
 async def through_both(http: aiohttp.ClientSession, pair: EmbeddedPair) -> tuple[int, Any]:
     """Decode's answer to a request of three tokens that goes through the whole pair."""
     body = pair_body(pair, sampling_params={"max_new_tokens": 3, "ignore_eos": True})
-    _, answered = await asyncio.gather(post(http, pair.prefill, body), post(http, pair.decode, body))
+    _, answered = await asyncio.gather(
+        post(http, pair.prefill, body), post(http, pair.decode, body)
+    )
     return answered
 
 
@@ -137,7 +155,9 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
     first, second = fleet["first"], fleet["second"]
     async with aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
         orphan = asyncio.create_task(post(http, first.decode, pair_body(first)))
-        long = pair_body(first, stream=True, sampling_params={"max_new_tokens": 300, "ignore_eos": True})
+        long = pair_body(
+            first, stream=True, sampling_params={"max_new_tokens": 300, "ignore_eos": True}
+        )
         prefill = asyncio.create_task(post(http, first.prefill, {**long, "stream": False}))
         async with http.post(f"{first.decode.url}/generate", json=long) as running:
             await running.content.readuntil(b"\n\n")
@@ -153,10 +173,16 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
             post(http, second.prefill, body), post(http, first.decode, body)
         )
         assert (status, answer["meta_info"]["completion_tokens"]) == (200, 3)
-        assert (first.prefill.exit_code, first.alive, first.decode.alive) == (-signal.SIGKILL, False, True)
+        assert (first.prefill.exit_code, first.alive, first.decode.alive) == (
+            -signal.SIGKILL,
+            False,
+            True,
+        )
     (logged,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert logged.startswith(
-        f"Embedded engine first/prefill (pid {first.prefill.pid}) was ended by SIGKILL. It ended too"
+        f"Embedded engine first/prefill (pid {first.prefill.pid}) was ended by SIGKILL. It "
+        "ended "
+        "too"
     )
     assert logged.endswith("then start this command again.")
     assert fleet.restarts_of("first") == {"first/prefill": 0, "first/decode": 0}
@@ -166,7 +192,11 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
 async def test_a_killed_server_comes_back_at_its_address_and_serves(
     engines: SharedEngines, made: Made, lines: Lines, timers: SteppedTimers, mode: str
 ) -> None:
-    async with made(spawner=engines.spawner()) as fleet, aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
+    async with (
+        made(spawner=engines.spawner()) as fleet,
+        aiohttp.ClientSession() as http,
+        asyncio.timeout(LIMIT_S),
+    ):
         pair = fleet["only"]
         before = {**pair.servers}
         address = pair.address
@@ -198,14 +228,18 @@ async def test_a_restart_that_fails_or_takes_too_long_is_tried_again(
     config = make_checkpoint(tmp_path) / "config.json"
     pairs = {"only": EmbeddedSettings(str(tmp_path))}
     with logged("shell_router", lines):
-        async with EmbeddedFleet(pairs, on_progress=lines, sleep=timers.sleep, spawner=engines.spawner()) as fleet:
+        async with EmbeddedFleet(
+            pairs, on_progress=lines, sleep=timers.sleep, spawner=engines.spawner()
+        ) as fleet:
             await kill(fleet["only"].decode)
             config.rename(tmp_path / "away")
             await timers.until_waiting(1.0)
             timers.step(1.0)
             await lines.with_words("only/decode cannot start: ConfigError: ")
             await lines.with_words(
-                "only/decode ended with code 1 before it was ready again. It is started again in 2 s"
+                "only/decode ended with code 1 before it was ready again. It is started "
+                "again in "
+                "2 s"
             )
             await timers.until_waiting(2.0)
             assert len(timers.delays_s) == 1
@@ -213,7 +247,9 @@ async def test_a_restart_that_fails_or_takes_too_long_is_tried_again(
             timers.step(2.0)
             await timers.until_waiting(START_LIMIT_S)
             timers.step(START_LIMIT_S)  # and it has only just begun to load
-            await lines.with_words("only/decode was not ready 180 s after its restart; it is killed")
+            await lines.with_words(
+                "only/decode was not ready 180 s after its restart; it is killed"
+            )
             await lines.with_words("only/decode was ended by SIGKILL before it was ready again")
             await timers.until_waiting(4.0)
             assert len(timers.delays_s) == 1
@@ -258,7 +294,9 @@ async def test_a_stop_that_is_cancelled_leaves_no_process(made: Made) -> None:
         os.killpg(group, 0)
 
 
-async def test_stopping_a_fleet_ends_every_server_in_order(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_stopping_a_fleet_ends_every_server_in_order(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
     fleet = EmbeddedFleet({"only": EmbeddedSettings(folder)})
     await fleet.start()
     servers = (fleet["only"].prefill, fleet["only"].decode)
@@ -271,11 +309,15 @@ async def test_stopping_a_fleet_ends_every_server_in_order(folder: str, caplog: 
 
 
 @pytest.mark.slow
-async def test_a_server_that_is_stopped_before_its_first_step_obeys_the_first_sigterm(folder: str) -> None:
+async def test_a_server_that_is_stopped_before_its_first_step_obeys_the_first_sigterm(
+    folder: str,
+) -> None:
     spawner = Spawner()
     await spawner.launch()
     assert spawner.pid is not None
-    os.sched_setaffinity(spawner.pid, {min(os.sched_getaffinity(0))})  # the fork then begins after the signal was sent
+    os.sched_setaffinity(
+        spawner.pid, {min(os.sched_getaffinity(0))}
+    )  # the fork then begins after the signal was sent
     server = spawner.start_server("only/decode", ServerSettings(EmbeddedSettings(folder), "decode"))
     await spawner.stop()
     assert (server.exit_code, server.pid) == (-signal.SIGTERM, 0)
@@ -310,7 +352,9 @@ async def test_servers_end_when_the_process_that_forked_them_is_killed_and_none_
                 await asyncio.sleep(0)
         assert not pair.alive
     (logged,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert logged.startswith("The process of all embedded engines") and "Restart the router" in logged
+    assert (
+        logged.startswith("The process of all embedded engines") and "Restart the router" in logged
+    )
 
 
 async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_nothing(
@@ -318,15 +362,21 @@ async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_noth
 ) -> None:
     steps: list[str] = []
     fleet = EmbeddedFleet(
-        {"broken": EmbeddedSettings(str(tmp_path))}, on_progress=steps.append, spawner=engines.spawner()
+        {"broken": EmbeddedSettings(str(tmp_path))},
+        on_progress=steps.append,
+        spawner=engines.spawner(),
     )
     with pytest.raises(EngineUnreachable, match=r"broken/\w+ cannot start: .*config\.json"):
         await fleet.start()
     assert steps == ["importing torch and transformers"]
 
 
-async def test_a_start_may_fail_with_a_message_of_any_length(engines: SharedEngines, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x" * 100_000}), encoding="utf-8")
+async def test_a_start_may_fail_with_a_message_of_any_length(
+    engines: SharedEngines, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "x" * 100_000}), encoding="utf-8"
+    )
     pairs = {"broken": EmbeddedSettings(str(tmp_path))}
     with pytest.raises(EngineUnreachable, match=r"broken/\w+ cannot start: ValueError: .*xxx"):
         await EmbeddedFleet(pairs, start_limit_s=LIMIT_S, spawner=engines.spawner()).start()

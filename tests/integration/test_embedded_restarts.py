@@ -1,4 +1,6 @@
-"""`shell-router serve` with an embedded pair: a dead engine comes back without the router's being started again."""
+"""`shell-router serve` with an embedded pair: a dead engine comes back without the router's being
+started again.
+"""
 
 import os
 import re
@@ -18,13 +20,20 @@ models:
   small: {{path: {SMALL}}}
 embedder: {{model: hash}}
 """
-QUESTION = {"model": "small", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 8, "ignore_eos": True}
+QUESTION = {
+    "model": "small",
+    "messages": [{"role": "user", "content": "Why?"}],
+    "max_tokens": 8,
+    "ignore_eos": True,
+}
 
 
 def process_of(command: RunningCommand, engine: str) -> int:
     """The process of the embedded engine of that name, which is its name in `ps` too."""
     (pid,) = (
-        pid for pid in command.started() if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8") == f"{engine}\n"
+        pid
+        for pid in command.started()
+        if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8") == f"{engine}\n"
     )
     return pid
 
@@ -44,12 +53,18 @@ async def restarts(url: str) -> dict[str, str]:
     """What `/metrics` says, by engine."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
         text = await answer.text()
-    return dict(re.findall(r'^shell_router_engine_restarts_total\{engine="(.+)"\} (.+)$', text, re.MULTILINE))
+    return dict(
+        re.findall(
+            r'^shell_router_engine_restarts_total\{engine="(.+)"\} (.+)$', text, re.MULTILINE
+        )
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
-async def test_a_router_serves_again_once_a_dead_embedded_engine_is_back_and_counts_it(tmp_path: Path) -> None:
+async def test_a_router_serves_again_once_a_dead_embedded_engine_is_back_and_counts_it(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "router.yaml"
     file.write_text(DEPLOYMENT, encoding="utf-8")
     async with running_command("serve", "--config", file) as command:

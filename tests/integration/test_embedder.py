@@ -19,7 +19,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WIDTH = 384
 MOST_TOKENS = 256
 ANSWER = "Add the seven apples of Monday to the five of Tuesday, so she has twelve apples."
-PARAPHRASE = "She picked seven apples on Monday and five on Tuesday; together that makes twelve apples."
+PARAPHRASE = (
+    "She picked seven apples on Monday and five on Tuesday; together that makes twelve apples."
+)
 UNRELATED = "The parliament rejected the new fishing treaty after a debate that lasted all night."
 
 
@@ -45,7 +47,9 @@ async def test_its_mean_state_is_the_vector_that_the_model_was_trained_for(embed
 
     states = [await embedder.embed(text) for text in (ANSWER, PARAPHRASE, UNRELATED)]
     found = np.array([sentence_vector(one) for one in states])
-    wanted = SentenceTransformer(str(default_model()), device="cpu").encode([ANSWER, PARAPHRASE, UNRELATED])
+    wanted = SentenceTransformer(str(default_model()), device="cpu").encode(
+        [ANSWER, PARAPHRASE, UNRELATED]
+    )
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
@@ -102,7 +106,10 @@ async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_work
 
 async def test_the_router_side_imports_no_torch():
     probe = "import sys, shell_router.engines.embedding as e; e.SentenceTransformerEmbedder()"
-    probe += "; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'sentence_transformers')))"
+    probe += (
+        "; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', "
+        "'sentence_transformers')))"
+    )
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", probe)
     assert await child.wait() == 0
 

@@ -1,4 +1,6 @@
-"""The embedder's process dies, hangs, fails or is given up; its model is a small script's (`embedding_child`)."""
+"""The embedder's process dies, hangs, fails or is given up; its model is a small script's
+(`embedding_child`).
+"""
 
 import asyncio
 import fcntl
@@ -83,8 +85,16 @@ def test_calls_are_taken_oldest_first_together_and_without_the_texts_of_those_gi
 def test_calls_that_were_given_up_are_answered_so_that_the_process_does_not_look_hung():
     gate, opened = os.pipe()
     command = [sys.executable, str(SCRIPT), "--gate", str(gate)]
-    with subprocess.Popen(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[gate]) as child:
-        child.stdin.write(REQUEST.pack(DO, 1, 1) + b"x" + REQUEST.pack(FORGET, 1, 0) + REQUEST.pack(DO, 2, 1) + b"y")
+    with subprocess.Popen(
+        command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[gate]
+    ) as child:
+        child.stdin.write(
+            REQUEST.pack(DO, 1, 1)
+            + b"x"
+            + REQUEST.pack(FORGET, 1, 0)
+            + REQUEST.pack(DO, 2, 1)
+            + b"y"
+        )
         child.stdin.flush()
         while struct.unpack("i", fcntl.ioctl(child.stdin, termios.FIONREAD, bytes(4))) != (0,):
             pass
@@ -102,7 +112,9 @@ def test_calls_that_were_given_up_are_answered_so_that_the_process_does_not_look
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_works(make_embedder, end):
+async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_works(
+    make_embedder, end
+):
     embedder = make_embedder()
     await embedder.start()
     killed = embedder.pid
@@ -122,7 +134,9 @@ async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_work
 async def test_a_process_that_ends_itself_fails_every_call_that_waits(make_embedder):
     embedder = make_embedder()
     await embedder.start()
-    outcomes = await asyncio.gather(*(embedder.embed("die") for _ in range(3)), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(embedder.embed("die") for _ in range(3)), return_exceptions=True
+    )
     assert [type(outcome) for outcome in outcomes] == [EngineUnreachable] * 3
     assert "status 3" in str(outcomes[0])
 
@@ -175,14 +189,19 @@ async def test_the_process_learns_what_was_given_up_and_its_late_answer_is_dropp
 
 async def test_a_caller_that_gives_up_during_the_start_does_not_end_it_for_others(make_embedder):
     embedder = make_embedder()
-    impatient, patient = asyncio.create_task(embedder.start()), asyncio.create_task(embedder.embed("abc"))
+    impatient, patient = (
+        asyncio.create_task(embedder.start()),
+        asyncio.create_task(embedder.embed("abc")),
+    )
     await until_waiting(patient)
     impatient.cancel()
     assert (await patient).shape == (3, 2)
     assert embedder.restarts == 0
 
 
-async def test_a_model_that_cannot_be_loaded_is_reported_with_its_reason_and_not_retried_at_once(make_embedder):
+async def test_a_model_that_cannot_be_loaded_is_reported_with_its_reason_and_not_retried_at_once(
+    make_embedder,
+):
     embedder = make_embedder("--unloadable", retry_s=3600)
     for _ in range(2):
         with pytest.raises(EngineError, match="OSError: no weights"):

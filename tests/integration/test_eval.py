@@ -14,7 +14,14 @@ from benchmarks.scripted.server import ScriptedPair
 from shell_router.api import ApiSettings
 from shell_router.cli import main
 from shell_router.core.engine import Generation
-from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellRouterError, Unauthorized, UnknownModel
+from shell_router.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    ShellRouterError,
+    Unauthorized,
+    UnknownModel,
+)
 from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.lab.evaluation.run import request_seed, run_evaluation
 from shell_router.topology import parse_topology
@@ -46,16 +53,22 @@ early_exit: {policy: threshold, threshold: 0, min_completed: 2}
 )
 
 
-async def _evaluated(served: Api, data: Path, *settings: str, **fields: Any) -> dict[str, dict[str, Any]]:
+async def _evaluated(
+    served: Api, data: Path, *settings: str, **fields: Any
+) -> dict[str, dict[str, Any]]:
     """The rows of the report's file, by setting."""
     report = data.with_name("report.json")
-    await run_evaluation(EvaluationOptions(data, url=served.url, settings=settings, json=report, **fields))
+    await run_evaluation(
+        EvaluationOptions(data, url=served.url, settings=settings, json=report, **fields)
+    )
     return {row["setting"]: row for row in orjson.loads(report.read_bytes())["rows"]}
 
 
 def _asked(moa: ScriptedMoa, alias: str) -> list[Generation]:
     """What a model was asked, without the warm-up."""
-    return [one for one in moa.engines[alias].generated if asked_sum(moa.tokenizers[alias], one) > 0]
+    return [
+        one for one in moa.engines[alias].generated if asked_sum(moa.tokenizers[alias], one) > 0
+    ]
 
 
 async def test_right_answers_are_counted_for_models_and_topologies(tmp_path: Path) -> None:
@@ -66,10 +79,15 @@ async def test_right_answers_are_counted_for_models_and_topologies(tmp_path: Pat
     assert rows["small"]["difference"]["value"] == -0.25
     assert rows["duo"]["difference"] is None
     assert rows["duo"]["latency_ratio"] == 1.0
-    assert all(row["answers"] == 4 and row["failed"] == 0 and row["latency_p50_s"] > 0 for row in rows.values())
+    assert all(
+        row["answers"] == 4 and row["failed"] == 0 and row["latency_p50_s"] > 0
+        for row in rows.values()
+    )
 
 
-async def test_steps_are_compared_as_any_topology_and_questions_may_bring_labels(tmp_path: Path) -> None:
+async def test_steps_are_compared_as_any_topology_and_questions_may_bring_labels(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "sums.jsonl"
     lines = [
         {"question": "What is 3 + 1?", "answer": "4"},
@@ -119,16 +137,35 @@ async def test_a_cut_agent_and_its_exit_are_counted(tmp_path: Path) -> None:
     async with api(moa, topologies=(JUDGED,)) as served:
         rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "judged")
     row = rows["judged"]
-    assert row["models"]["small"] == {"agents": 3, "started": 3.0, "completed": 2.0, "activation_rate": 2 / 3}
-    assert (row["agents_cut"], row["exits"]["clusters_judged"], row["exits"]["clusters_exited"]) == (1.0, 2, 1.0)
+    assert row["models"]["small"] == {
+        "agents": 3,
+        "started": 3.0,
+        "completed": 2.0,
+        "activation_rate": 2 / 3,
+    }
+    assert (
+        row["agents_cut"],
+        row["exits"]["clusters_judged"],
+        row["exits"]["clusters_exited"],
+    ) == (1.0, 2, 1.0)
     assert row["exits"]["questions_with_exit"] == 1.0
     assert 0 < row["exits"]["exposed_s"] < row["latency_p95_s"]
 
 
-async def test_what_is_said_of_sampling_is_sent_with_the_same_seed_in_all_settings(tmp_path: Path) -> None:
+async def test_what_is_said_of_sampling_is_sent_with_the_same_seed_in_all_settings(
+    tmp_path: Path,
+) -> None:
     moa = adding_moa(LIMITS)
     async with api(moa) as served:
-        await _evaluated(served, write_sums(tmp_path, 4), "small", "duo", temperature=0.3, max_tokens=77, seeds=(3,))
+        await _evaluated(
+            served,
+            write_sums(tmp_path, 4),
+            "small",
+            "duo",
+            temperature=0.3,
+            max_tokens=77,
+            seeds=(3,),
+        )
     asked = {agent_of(one): one.sampling for alias in LIMITS for one in _asked(moa, alias)}
     assert (asked["small"]["temperature"], asked["small"]["max_new_tokens"]) == (0.3, 77)
     assert asked["root"]["temperature"] == 0.3 and asked["root"]["max_new_tokens"] == 128
@@ -148,7 +185,9 @@ async def test_settings_take_turns_on_each_question(tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
     async with api(adding_moa(LIMITS)) as served:
         data = write_sums(tmp_path, 4, 10)
-        options = EvaluationOptions(data, url=served.url, settings=("small", "large"), records=records)
+        options = EvaluationOptions(
+            data, url=served.url, settings=("small", "large"), records=records
+        )
         await run_evaluation(options)
     written = [orjson.loads(line) for line in records.read_bytes().splitlines()]
     assert [(one["question"], one["setting"], one["right"], one["stated"]) for one in written] == [
@@ -204,7 +243,11 @@ async def test_a_failed_request_is_wrong_and_counted(tmp_path: Path) -> None:
     async with api(moa) as served:
         rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "small", "large", "duo")
     assert {name: row["failed"] for name, row in rows.items()} == {"small": 0, "large": 1, "duo": 1}
-    assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {"small": 1.0, "large": 0.5, "duo": 0.5}
+    assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {
+        "small": 1.0,
+        "large": 0.5,
+        "duo": 0.5,
+    }
 
 
 async def test_more_failures_than_answers_end_in_an_error_with_the_first_after_the_tables(
@@ -213,7 +256,10 @@ async def test_more_failures_than_answers_end_in_an_error_with_the_first_after_t
     moa = adding_moa(LIMITS)
     _break(moa, "large", {4, 5})
     async with api(moa) as served:
-        with pytest.raises(ShellRouterError, match=r"2 of 3 requests failed, the first one with: .*400.*4 is too much"):
+        with pytest.raises(
+            ShellRouterError,
+            match=r"2 of 3 requests failed, the first one with: .*400.*4 is too much",
+        ):
             await _evaluated(served, write_sums(tmp_path, 4, 5, 6), "large")
     assert "│ large " in capsys.readouterr().out
 
@@ -259,7 +305,8 @@ async def test_a_deployments_engines_are_named_and_its_keys_not_needed(
         pairs = f"[{{prefill: '{pair.prefill.url}', decode: '{pair.decode.url}'}}]"
         keys = "api_keys: {me: {env: SHELL_ROUTER_KEY_THAT_IS_NOT_SET}, you: secret}\n"
         config.write_text(
-            f"{keys}embedder: {{model: none}}\nmodels: {{b: {{path: '{model}', pairs: &p {pairs}}}, "
+            f"{keys}embedder: {{model: none}}\nmodels: {{b: {{path: '{model}', pairs: &p "
+            f"{pairs}}}, "
             f"a: {{path: '{model}', pairs: *p}}}}\n"
         )
         options = EvaluationOptions(write_sums(tmp_path, 4), config=config, json=report)
@@ -282,7 +329,9 @@ embedder: {{model: hash}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [False, True])
-async def test_a_deployment_that_was_started_ends_with_the_evaluation(tmp_path: Path, interrupted: bool) -> None:
+async def test_a_deployment_that_was_started_ends_with_the_evaluation(
+    tmp_path: Path, interrupted: bool
+) -> None:
     config = tmp_path / "router.yaml"
     config.write_text(EMBEDDED.format(model=SMALL), encoding="utf-8")
     asked = write_sums(tmp_path, *range(1, 2000 if interrupted else 4))
@@ -330,7 +379,9 @@ async def test_an_interrupted_evaluation_prints_what_it_has_and_leaves_nothing(
     assert (written["partial"], written["asked"], written["rows"][0]["answers"]) == (True, 2, 2)
 
 
-async def test_the_command_writes_its_files_and_ends_with_0_or_with_2_where_most_fails(tmp_path: Path) -> None:
+async def test_the_command_writes_its_files_and_ends_with_0_or_with_2_where_most_fails(
+    tmp_path: Path,
+) -> None:
     data, records = write_sums(tmp_path, 4, 5, 10), tmp_path / "records.jsonl"
     moa = adding_moa(LIMITS)
     _break(moa, "medium", {4, 5})
@@ -342,7 +393,9 @@ async def test_the_command_writes_its_files_and_ends_with_0_or_with_2_where_most
         assert (code, "Traceback" in output) == (0, False), output
         assert "66.7%" in output
         assert len(records.read_bytes().splitlines()) == 3
-        async with running_command("eval", "--url", served.url, "--data", data, "medium") as command:
+        async with running_command(
+            "eval", "--url", served.url, "--data", data, "medium"
+        ) as command:
             code, output = await command.ended(limit_s=60)
         assert code == 2
         assert "shell-router: 2 of 3 requests failed, the first one with:" in output
@@ -353,7 +406,10 @@ def test_a_file_that_cannot_be_written_is_reported_before_anything_is_asked(
     tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file in (tmp_path / "no" / "x", tmp_path):
-        assert main(["eval", "--url", "http://127.0.0.1:1", "--data", "mine.jsonl", option, str(file)]) == 2
+        assert (
+            main(["eval", "--url", "http://127.0.0.1:1", "--data", "mine.jsonl", option, str(file)])
+            == 2
+        )
         assert f"{file} cannot be written" in capsys.readouterr().err
 
 
@@ -363,13 +419,17 @@ async def test_a_file_that_takes_nothing_is_reported_after_the_tables(
 ) -> None:
     files = {option: Path("/dev/full")}  # opens well
     async with api(adding_moa(LIMITS)) as served:
-        options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, settings=("small",), **files)
+        options = EvaluationOptions(
+            write_sums(tmp_path, 4, 5), url=served.url, settings=("small",), **files
+        )
         with pytest.raises(ConfigError, match=f"--{option} /dev/full: No space left"):
             await run_evaluation(options)
     assert "│ small " in capsys.readouterr().out
 
 
-async def test_what_data_say_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_what_data_say_is_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "[bold].jsonl"
     data.write_bytes(orjson.dumps({"question": "[/x] What is 3 + 1?", "answer": "4"}))
     async with api(adding_moa(LIMITS)) as served:
@@ -378,7 +438,9 @@ async def test_what_data_say_is_no_markup(tmp_path: Path, capsys: pytest.Capture
     assert "Evaluation of [bold].jsonl" in printed
 
 
-async def test_pairs_that_launch_starts_are_expected_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_pairs_that_launch_starts_are_expected_to_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, config = make_checkpoint(tmp_path / "model"), tmp_path / "router.yaml"
     pair = "{prefill: 'http://127.0.0.1:1', decode: 'http://127.0.0.1:2', launch: {}}"
     config.write_text(
@@ -387,14 +449,25 @@ async def test_pairs_that_launch_starts_are_expected_to_run(tmp_path: Path, caps
         encoding="utf-8",
     )
     with pytest.raises(
-        EngineError, match=r"not ready within 0\.2 s.*have to run already: `shell-router launch --config"
+        EngineError,
+        match=r"not ready within 0\.2 s.*have to run already: `shell-router launch --config",
     ):
         await run_evaluation(EvaluationOptions(write_sums(tmp_path, 4), config=config))
     assert "have to run already" in capsys.readouterr().out
 
 
-def test_a_key_is_refused_for_a_deployment_that_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["eval", "--config", "router.yaml", "--data", "mine.jsonl", "--api-key-env", "MY_KEY"]
+def test_a_key_is_refused_for_a_deployment_that_is_started(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [
+        "eval",
+        "--config",
+        "router.yaml",
+        "--data",
+        "mine.jsonl",
+        "--api-key-env",
+        "MY_KEY",
+    ]
     assert main(arguments) == 2
     assert "--api-key-env goes with --url only" in capsys.readouterr().err
 

@@ -15,12 +15,18 @@ from tests.fakes.evaluations import adding_moa
 
 
 @asynccontextmanager
-async def _client_of(routes: dict[str, web.Response], limit_s: float = 5.0) -> AsyncIterator[Client]:
+async def _client_of(
+    routes: dict[str, web.Response], limit_s: float = 5.0
+) -> AsyncIterator[Client]:
     """A client of a server that answers GET requests to these paths."""
 
     async def answer(request: web.Request) -> web.Response:
         found = routes.get(request.path)
-        return web.Response(status=404) if found is None else web.Response(status=found.status, body=found.body)
+        return (
+            web.Response(status=404)
+            if found is None
+            else web.Response(status=found.status, body=found.body)
+        )
 
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
@@ -55,14 +61,18 @@ async def test_a_router_that_never_gets_ready_is_given_up() -> None:
 
 
 async def test_an_answer_that_is_no_json_is_shown() -> None:
-    async with _client_of({"/v1/models": web.Response(status=502, body=b"<html>Bad Gateway")}) as client:
+    async with _client_of(
+        {"/v1/models": web.Response(status=502, body=b"<html>Bad Gateway")}
+    ) as client:
         with pytest.raises(ShellRouterError, match=r"answered 502: b'<html>Bad Gateway'"):
             await client.served()
 
 
 async def test_a_missing_router_is_reported_with_the_url() -> None:
     async with aiohttp.ClientSession() as session:
-        with pytest.raises(EngineUnreachable, match=r"No answer from a router at http://127\.0\.0\.1:1"):
+        with pytest.raises(
+            EngineUnreachable, match=r"No answer from a router at http://127\.0\.0\.1:1"
+        ):
             await Client(session, "http://127.0.0.1:1").wait_until_ready(limit_s=5)
 
 
@@ -72,12 +82,18 @@ async def test_an_openai_base_url_will_do_and_latency_is_measured_by_the_clock()
         client = Client(served.client, f"{served.url}/v1/", clock=lambda: next(times))
         reply = await client.ask(chat("What is 1 + 2?"))
     assert (reply.text, reply.latency_s) == ("Let me think. Answer: 3", 2.5)
-    assert [(agent.agent, agent.layer) for agent in reply.agents] == [("left", 0), ("right", 0), ("root", 1)]
+    assert [(agent.agent, agent.layer) for agent in reply.agents] == [
+        ("left", 0),
+        ("right", 0),
+        ("root", 1),
+    ]
 
 
 async def test_a_trace_that_another_router_holds_is_missing_with_a_remedy() -> None:
     async with api(adding_moa({})) as served:
-        with pytest.raises(ShellRouterError, match=r"answered 404: .*behind a load balancer, ask one router"):
+        with pytest.raises(
+            ShellRouterError, match=r"answered 404: .*behind a load balancer, ask one router"
+        ):
             await Client(served.client, served.url).trace("of-another-router")
 
 

@@ -31,7 +31,9 @@ def record() -> ExpertRecord:
 
 @pytest.fixture
 def recorded(record: ExpertRecord, tmp_path: Path) -> Path:
-    np.savez(tmp_path / "record.npz", activations=record.activations, transitions=record.transitions)
+    np.savez(
+        tmp_path / "record.npz", activations=record.activations, transitions=record.transitions
+    )
     return tmp_path / "record.npz"
 
 
@@ -39,7 +41,9 @@ def test_the_command_offers_every_algorithm_there_is() -> None:
     assert tuple(ALGORITHMS) == get_args(Algorithm)
 
 
-async def test_a_record_is_placed_so_that_sglang_can_load_it(record: ExpertRecord, tmp_path: Path) -> None:
+async def test_a_record_is_placed_so_that_sglang_can_load_it(
+    record: ExpertRecord, tmp_path: Path
+) -> None:
     """Both commands as their users run them."""
     engine, out, placed = ExpertEngine(record), tmp_path / "out.npz", tmp_path / "placement.json"
     async with (
@@ -57,7 +61,9 @@ async def test_a_record_is_placed_so_that_sglang_can_load_it(record: ExpertRecor
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
 
-async def test_an_engine_that_cannot_record_is_named_with_what_it_needs(record: ExpertRecord, tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_record_is_named_with_what_it_needs(
+    record: ExpertRecord, tmp_path: Path
+) -> None:
     out = tmp_path / "out.npz"
     engine = ExpertEngine(record, records=False)
     async with served(engine) as url:
@@ -81,7 +87,22 @@ def test_place_compares_its_algorithm_with_the_others_on_the_record(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed = tmp_path / "placed.json"
-    assert main(["experts", "place", str(recorded), "--gpus", "2", "--algorithm", "gimbal", "--out", str(placed)]) == 0
+    assert (
+        main(
+            [
+                "experts",
+                "place",
+                str(recorded),
+                "--gpus",
+                "2",
+                "--algorithm",
+                "gimbal",
+                "--out",
+                str(placed),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "worst layer" in printed
     rows = [line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│")]
@@ -91,15 +112,32 @@ def test_place_compares_its_algorithm_with_the_others_on_the_record(
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [
-        (["place", "RECORD", "--gpus", "3", "--out", "OUT"], "16 experts do not divide over 3 GPUs"),
+        (
+            ["place", "RECORD", "--gpus", "3", "--out", "OUT"],
+            "16 experts do not divide over 3 GPUs",
+        ),
         (["place", "RECORD", "--gpus", "4", "--out", "/nowhere/p.json"], "cannot be written"),
-        (["place", "MISSING", "--gpus", "4", "--out", "OUT"], "Record one with `shell-router experts record`"),
-        (["record", "URL", "--seconds", "1", "--out", "OUT", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is empty"),
+        (
+            ["place", "MISSING", "--gpus", "4", "--out", "OUT"],
+            "Record one with `shell-router experts record`",
+        ),
+        (
+            ["record", "URL", "--seconds", "1", "--out", "OUT", "--api-key-env", "NO_SUCH_KEY"],
+            "NO_SUCH_KEY is empty",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_a_remedy(
-    recorded: Path, tmp_path: Path, arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
+    recorded: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    named = {"RECORD": str(recorded), "OUT": str(tmp_path / "p.json"), "MISSING": str(tmp_path / "missing")}
+    named = {
+        "RECORD": str(recorded),
+        "OUT": str(tmp_path / "p.json"),
+        "MISSING": str(tmp_path / "missing"),
+    }
     assert main(["experts", *(named.get(one, one) for one in arguments)]) == 2
     assert printed in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""LiteLLM, Together's client and optillm, whose pins conflict with ours, each in an environment of its own."""
+"""LiteLLM, Together's client and optillm, whose pins conflict with ours, each in an environment of
+its own.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +17,11 @@ from tests.fakes.moa import ScriptedMoa
 pytestmark = pytest.mark.slow
 
 ROOT_SAYS = "root thinks and root speaks and then root is done"
-ALIASES = ("meta-llama/Llama-3.3-70B-Instruct-Turbo", "Qwen/Qwen2.5-72B-Instruct-Turbo", "microsoft/WizardLM-2-8x22B")
+ALIASES = (
+    "meta-llama/Llama-3.3-70B-Instruct-Turbo",
+    "Qwen/Qwen2.5-72B-Instruct-Turbo",
+    "microsoft/WizardLM-2-8x22B",
+)
 LITELLM = ("litellm==1.80.0",)
 TOGETHER = ("together==1.5.30",)
 OPTILLM = ("openai",), ("optillm==0.4.0",)
@@ -23,12 +29,19 @@ OPTILLM = ("openai",), ("optillm==0.4.0",)
 
 @asynccontextmanager
 async def router() -> AsyncIterator[tuple[str, ScriptedMoa]]:
-    """A tree, a plain model that has chats of its own, an embedder, and the names that Together's script asks for."""
+    """A tree, a plain model that has chats of its own, an embedder, and the names that Together's
+    script asks for.
+    """
     aliases = [Topology(name, {"only": Agent("only", "medium")}) for name in ALIASES]
     moa = ScriptedMoa(context_length=32_768)  # optillm asks for 4,096 tokens
     async with (
         chat_pair() as at,
-        api(moa, relays={"small": at.pair}, topologies=(DUO, *aliases), embedders={"hash": HashEmbedder(8)}) as served,
+        api(
+            moa,
+            relays={"small": at.pair},
+            topologies=(DUO, *aliases),
+            embedders={"hash": HashEmbedder(8)},
+        ) as served,
     ):
         yield served.url, moa
 
@@ -120,7 +133,9 @@ async def test_togethers_moa_gathers_references_by_hub_names_and_streams_the_agg
     assert found["plain"] == [only, []]  # no chunk without a choice, unless it is asked for
     assert found["counted"] == [only, [len(moa.models["medium"].tokenizer.encode(only))]]
     prompt = moa.models["medium"].tokenizer.decode(medium.generated[-1].input_ids)
-    assert "Merge these answers into one:" in prompt and all(f"{number}. {only}" in prompt for number in (1, 2, 3))
+    assert "Merge these answers into one:" in prompt and all(
+        f"{number}. {only}" in prompt for number in (1, 2, 3)
+    )
 
 
 ASK_OPTILLM = """

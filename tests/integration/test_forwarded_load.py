@@ -1,4 +1,6 @@
-"""What forwarded requests count for on decode: expected tokens before they are written, reported ones then."""
+"""What forwarded requests count for on decode: expected tokens before they are written, reported
+ones then.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,14 +37,23 @@ class BatchServer(ScriptedServer):
         if not body.get("stream"):
             exchange.answer_json([self._output(place, place + 1, ended=True) for place in last])
             return
-        events = [self._output(place, n + 1, ended=n == place) | {"index": place} for n in last for place in last[n:]]
+        events = [
+            self._output(place, n + 1, ended=n == place) | {"index": place}
+            for n in last
+            for place in last[n:]
+        ]
         exchange.write([b"data: %b\n\n" % orjson.dumps(event) for event in events], last=False)
         exchange.write([b"data: [DONE]\n\n"], last=True)
 
     @staticmethod
     def _output(place: int, written: int, *, ended: bool) -> dict[str, Any]:
         reason = {"type": "length", "length": written} if ended else None
-        meta = {"id": f"r_{place}", "finish_reason": reason, "completion_tokens": written, "cached_tokens": 0}
+        meta = {
+            "id": f"r_{place}",
+            "finish_reason": reason,
+            "completion_tokens": written,
+            "cached_tokens": 0,
+        }
         return {"text": '"completion_tokens": 9' * written, "meta_info": meta}
 
 
@@ -54,7 +65,9 @@ async def batches(settings: ScriptedSettings, rules: NativeRules) -> AsyncIterat
             for role in ("prefill", "decode")
         ]
         address = PairAddress(prefill.url, decode.url, "127.0.0.1", 8998)
-        pair = SglangPair(address, limits=LIMITS, scheduling=SchedulingSettings(queue=QUEUE), rules=rules)
+        pair = SglangPair(
+            address, limits=LIMITS, scheduling=SchedulingSettings(queue=QUEUE), rules=rules
+        )
         yield pair
         await pair.aclose()
 
@@ -65,9 +78,15 @@ def decode_of(pair: SglangPair) -> TrackedEngine[Any]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("cut_bytes", [0, 7])
-async def test_a_batch_counts_each_of_its_requests_and_what_each_has_written(stream: bool, cut_bytes: int) -> None:
+async def test_a_batch_counts_each_of_its_requests_and_what_each_has_written(
+    stream: bool, cut_bytes: int
+) -> None:
     async with batches(ScriptedSettings(cut_bytes=cut_bytes), NativeRules()) as pair:
-        body = {"input_ids": [[1], [2], [3]], "sampling_params": {"max_new_tokens": 50}, "stream": stream}
+        body = {
+            "input_ids": [[1], [2], [3]],
+            "sampling_params": {"max_new_tokens": 50},
+            "stream": stream,
+        }
         async with pair.forward("generate", orjson.dumps(body), hints=Hints("ann")) as answer:
             load = decode_of(pair).load
             assert load.running == 3

@@ -1,4 +1,6 @@
-"""What a hostile tenant sends: it gets an error of its own, no other tenant notices, and nothing is left running."""
+"""What a hostile tenant sends: it gets an error of its own, no other tenant notices, and nothing is
+left running.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +30,15 @@ from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.failures import BreakerSettings
 from tests.fakes.api_server import Api, api, chat, jsonl, line
-from tests.fakes.hostile_inputs import BASES, COMPLETIONS, FAMILIES, HEADS, MALFORMED, MESSAGES, inline_topology
+from tests.fakes.hostile_inputs import (
+    BASES,
+    COMPLETIONS,
+    FAMILIES,
+    HEADS,
+    MALFORMED,
+    MESSAGES,
+    inline_topology,
+)
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
 from tests.fakes.turns import Turns, counted
@@ -66,11 +76,21 @@ def form(*parts: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 def part(name: bytes, content: bytes, headers: bytes = b"", more: bytes = b"") -> bytes:
-    return b'Content-Disposition: form-data; name="%s"%s\r\n%s\r\n%s' % (name, more, headers, content)
+    return b'Content-Disposition: form-data; name="%s"%s\r\n%s\r\n%s' % (
+        name,
+        more,
+        headers,
+        content,
+    )
 
 
 PURPOSE, FILE = part(b"purpose", b"batch"), part(b"file", b"{}", more=b'; filename="x"')
-CHAT, AGENT, GENERATE, FILES = "/v1/chat/completions", "/v1/agent/requests", "/generate", "/v1/files"
+CHAT, AGENT, GENERATE, FILES = (
+    "/v1/chat/completions",
+    "/v1/agent/requests",
+    "/generate",
+    "/v1/files",
+)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": nested(200)}}}
 
 BODIES: dict[str, tuple[str, object]] = {
@@ -82,7 +102,10 @@ BODIES: dict[str, tuple[str, object]] = {
     "a deep response format": (CHAT, chat(response_format=SCHEMA)),
     "a long text": (CHAT, chat("word " * 200_000)),
     "a long text to choose a model for": (CHAT, chat("word " * 200_000, model="auto")),
-    "a megabyte for a role": (CHAT, {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]}),
+    "a megabyte for a role": (
+        CHAT,
+        {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]},
+    ),
     "a megabyte for a model": (CHAT, chat(model="x" * 10**6)),
     "a megabyte for a label": (CHAT, chat(metadata={"x" * 10**6: 1})),
     "a body over the limit": (CHAT, chat("x" * 2**23)),
@@ -92,12 +115,22 @@ BODIES: dict[str, tuple[str, object]] = {
     "biases beyond the vocabulary": (AGENT, agent({"logit_bias": {str(VOCABULARY): 1}})),
     "biases beyond a float": (AGENT, agent({"logit_bias": {"1": 1e300}})),
     "a text for a number": (AGENT, agent({"stream_interval": "x"})),
-    "SGLang's own parameters": (AGENT, agent({"custom_params": {"__sglang_reasoning_in_grammar": True}})),
+    "SGLang's own parameters": (
+        AGENT,
+        agent({"custom_params": {"__sglang_reasoning_in_grammar": True}}),
+    ),
     "a text of marks": (AGENT, agent(prompt=None, messages=[{"role": "user", "content": MARKS}])),
     "a text of an agent": (AGENT, agent(prompt="word " * 200_000)),
     **{
         f"{field} on {route}": (route, {"text": "x", field: "http://10.0.0.1"})
-        for field in ("image_data", "custom_logit_processor", "session_params", "lora_path", "priority", "rid")
+        for field in (
+            "image_data",
+            "custom_logit_processor",
+            "session_params",
+            "lora_path",
+            "priority",
+            "rid",
+        )
         for route in (GENERATE, "/prefill_only")
     },
     "a data-parallel rank": (GENERATE, {"text": "x", "data_parallel_rank": 7}),
@@ -108,17 +141,29 @@ BODIES: dict[str, tuple[str, object]] = {
     "a native text": (GENERATE, {"text": "word " * 200_000}),
     "a native batch": (GENERATE, {"input_ids": [[1]] * 2000}),
     "a native batch over the tenant's limit": (GENERATE, {"input_ids": [[1]] * 9}),
-    "a batch of no file": ("/v1/batches", {"input_file_id": "x" * 10**6, "endpoint": CHAT, "completion_window": "24h"}),
+    "a batch of no file": (
+        "/v1/batches",
+        {"input_file_id": "x" * 10**6, "endpoint": CHAT, "completion_window": "24h"},
+    ),
 }
 RAW: dict[str, tuple[str, str, Any, dict[str, str]]] = {
     "deep JSON": ("POST", CHAT, b'{"a":' * 5000 + b"1" + b"}" * 5000, {}),
-    "deep JSON of the native route": ("POST", GENERATE, b'{"text":"x","text":' + b"[" * 900 + b"]" * 900 + b"}", {}),
+    "deep JSON of the native route": (
+        "POST",
+        GENERATE,
+        b'{"text":"x","text":' + b"[" * 900 + b"]" * 900 + b"}",
+        {},
+    ),
     "no JSON": ("POST", CHAT, b"\xff\xfe{", {}),
     "a chat that is a number": ("POST", CHAT, b"1e999", {}),
     "many fields": ("POST", FILES, *form(*(part(b"f%d" % number, b"x") for number in range(2000)))),
     "a field without an end": ("POST", FILES, *form(part(b"purpose", b"x" * 10**6))),
     "a field's endless name": ("POST", FILES, *form(part(b"x" * 5000, b"x"), PURPOSE, FILE)),
-    "a part of an unknown coding": ("POST", FILES, *form(part(b"file", b"x", b"Content-Encoding: odd\r\n"))),
+    "a part of an unknown coding": (
+        "POST",
+        FILES,
+        *form(part(b"file", b"x", b"Content-Encoding: odd\r\n")),
+    ),
     "a part of an unknown transfer": (
         "POST",
         FILES,
@@ -135,7 +180,11 @@ RAW: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         *form(part(b"file", b"nonsense", b"Content-Encoding: gzip\r\n", b'; filename="x"')),
     ),
     "a part without headers": ("POST", FILES, *form(b"\r\nx")),
-    "parts in parts": ("POST", FILES, *form(b"Content-Type: multipart/mixed; boundary=C\r\n\r\n--C\r\n\r\nx\r\n--C--")),
+    "parts in parts": (
+        "POST",
+        FILES,
+        *form(b"Content-Type: multipart/mixed; boundary=C\r\n\r\n--C\r\n\r\nx\r\n--C--"),
+    ),
     "a length that is none": ("POST", FILES, *form(part(b"file", b"x", b"Content-Length: -5\r\n"))),
     "a form without an end": ("POST", FILES, form(PURPOSE, FILE)[0][:-10], form()[1]),
     "a form without a boundary": ("POST", FILES, b"x", {"Content-Type": "multipart/form-data"}),
@@ -148,7 +197,10 @@ RAW: dict[str, tuple[str, str, Any, dict[str, str]]] = {
 HEADERS = {
     "a key of odd bytes": (b"Authorization: Bearer \xff\xfe", 401),
     "a name of odd bytes": (b"Authorization: Bearer sk-a\r\nx-model: \xff", 404),
-    "an id of odd bytes": (b"Authorization: Bearer sk-a\r\nx-request-id: \xff\r\nx-routing-key: \xff", 400),
+    "an id of odd bytes": (
+        b"Authorization: Bearer sk-a\r\nx-request-id: \xff\r\nx-routing-key: \xff",
+        400,
+    ),
 }
 
 
@@ -160,7 +212,13 @@ class Attacked:
     pair: Served
 
     async def send(
-        self, method: str, path: str, headers: dict[str, str], body: bytes | None = None, *, chunked: bool = False
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes | None = None,
+        *,
+        chunked: bool = False,
     ) -> tuple[int, dict[str, str], Any]:
         url, sent = self.api.url + path, None if body is None else io.BytesIO(body)
         fields = {"data": sent, "headers": {**ALICE, **headers}, "chunked": chunked or None}
@@ -171,7 +229,8 @@ class Attacked:
             return answer.status, dict(answer.headers), json.loads(raw) if raw else None
 
     async def still_serves(self) -> None:
-        """Bob is answered at once, by models and engines, and nothing of Alice's is left running."""
+        """Bob is answered at once, by models and engines, and nothing of Alice's is left
+        running."""
         assert (await self.api.post(CHAT, chat(), **BOB))[0] == 200
         body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
         assert (await self.api.post(GENERATE, body, **BOB))[0] == 200
@@ -190,7 +249,9 @@ async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[At
         pair = await stack.enter_async_context(served())
         rules = NativeRules(VOCABULARY, CONTEXT)
         breaker = BreakerSettings(failures=3)
-        relay = SglangPair(*pair.pair.addresses, limits=LIMITS, retries=SOON, rules=rules, breaker=breaker)
+        relay = SglangPair(
+            *pair.pair.addresses, limits=LIMITS, retries=SOON, rules=rules, breaker=breaker
+        )
         stack.push_async_callback(relay.aclose)
         folder = stack.enter_context(opened_folder(tmp_path_factory.mktemp("batches")))
         kept = BatchesSettings(max_tenant_files=6)
@@ -204,7 +265,9 @@ async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[At
 
 
 @pytest.mark.parametrize("what", BODIES)
-async def test_a_hostile_body_is_refused_and_no_other_tenant_notices(attacked: Attacked, what: str) -> None:
+async def test_a_hostile_body_is_refused_and_no_other_tenant_notices(
+    attacked: Attacked, what: str
+) -> None:
     path, body = BODIES[what]
     for _ in range(4):  # as often as would open a circuit breaker
         status, _, answer = await attacked.send("POST", path, {}, json.dumps(body).encode())
@@ -213,7 +276,9 @@ async def test_a_hostile_body_is_refused_and_no_other_tenant_notices(attacked: A
 
 
 @pytest.mark.parametrize("what", RAW)
-async def test_hostile_bytes_are_refused_and_no_other_tenant_notices(attacked: Attacked, what: str) -> None:
+async def test_hostile_bytes_are_refused_and_no_other_tenant_notices(
+    attacked: Attacked, what: str
+) -> None:
     method, path, body, headers = RAW[what]
     for chunked in (False, True) if body else (False,):
         status, _, _ = await attacked.send(method, path, headers, body, chunked=chunked)
@@ -222,7 +287,9 @@ async def test_hostile_bytes_are_refused_and_no_other_tenant_notices(attacked: A
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_every_input_of_a_family_is_refused_and_nothing_is_left_running(attacked: Attacked, family: str) -> None:
+async def test_every_input_of_a_family_is_refused_and_nothing_is_left_running(
+    attacked: Attacked, family: str
+) -> None:
     wrong = []
     for one in FAMILIES[family]:
         status, _, answer = await attacked.send(one.method, one.path, one.headers, one.body)
@@ -241,13 +308,17 @@ async def test_malformed_markers_schemas_tool_messages_and_parameters_are_bad_re
     assert len(MALFORMED[family]) > 20
     for one in MALFORMED[family]:
         status, _, answer = await attacked.send(one.method, one.path, one.headers, one.body)
-        field = answer["error"].get("param") or one.path == MESSAGES  # Anthropic's errors have no place for it
+        field = (
+            answer["error"].get("param") or one.path == MESSAGES
+        )  # Anthropic's errors have no place for it
         assert (status, bool(field)) == (400, True), (one.body, answer)
     assert [len(engine.generated) for engine in engines] == asked and not attacked.api.moa.running
 
 
 @pytest.mark.parametrize("path", [*BASES, COMPLETIONS])
-@pytest.mark.parametrize("crowd", [b"[]," * MAX_BODY_VALUES, b"1," * (MAX_BODY_NUMBERS + 1)], ids=["values", "numbers"])
+@pytest.mark.parametrize(
+    "crowd", [b"[]," * MAX_BODY_VALUES, b"1," * (MAX_BODY_NUMBERS + 1)], ids=["values", "numbers"]
+)
 async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
     attacked: Attacked, path: str, crowd: bytes
 ) -> None:
@@ -260,8 +331,12 @@ LARGE = {**large_bodies(), "crowds of values": FAMILIES["crowds of values"][::3]
 
 
 @pytest.mark.parametrize("what", LARGE)
-async def test_no_turn_of_the_event_loop_does_much_for_a_large_body(attacked: Attacked, what: str) -> None:
-    """That many lines take a few milliseconds. A stopwatch would measure what else the machine does."""
+async def test_no_turn_of_the_event_loop_does_much_for_a_large_body(
+    attacked: Attacked, what: str
+) -> None:
+    """That many lines take a few milliseconds. A stopwatch would measure what else the machine
+    does.
+    """
     turns = Turns()
     for one in LARGE[what]:
         with counted(turns):
@@ -281,13 +356,21 @@ async def test_topologies_like_the_hostile_ones_are_served_with_right_parameters
 
 async def test_there_are_as_many_hostile_inputs_as_the_docs_say() -> None:
     raw = sum(2 if body else 1 for _, _, body, _ in RAW.values())  # in chunks, too
-    number = len(BODIES) + raw + 2 * len(HEADERS) + len(HEADS) + sum(map(len, (FAMILIES | MALFORMED).values()))
+    number = (
+        len(BODIES)
+        + raw
+        + 2 * len(HEADERS)
+        + len(HEADS)
+        + sum(map(len, (FAMILIES | MALFORMED).values()))
+    )
     page = Path(__file__).parents[2] / "docs/how-to/serve-several-tenants.md"
     assert f"sends {number:,} hostile requests" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("head", HEADS)
-async def test_what_no_client_sends_is_refused_or_ends_the_connection(attacked: Attacked, head: bytes) -> None:
+async def test_what_no_client_sends_is_refused_or_ends_the_connection(
+    attacked: Attacked, head: bytes
+) -> None:
     at = urlsplit(attacked.api.url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     writer.write(head)
@@ -302,11 +385,17 @@ async def test_what_no_client_sends_is_refused_or_ends_the_connection(attacked: 
 
 @pytest.mark.parametrize("what", HEADERS)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "aiohttp"])
-async def test_odd_bytes_in_headers_are_the_clients_fault(attacked: Attacked, what: str, plain: bool) -> None:
+async def test_odd_bytes_in_headers_are_the_clients_fault(
+    attacked: Attacked, what: str, plain: bool
+) -> None:
     headers, expected = HEADERS[what]
     at = urlsplit(attacked.api.url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    framing = b"Content-Length: 2\r\n\r\n{}" if plain else b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    framing = (
+        b"Content-Length: 2\r\n\r\n{}"
+        if plain
+        else b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    )
     writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, framing))
     async with asyncio.timeout(30):
         assert (await reader.readline()).split()[1] == str(expected).encode()
@@ -315,12 +404,17 @@ async def test_odd_bytes_in_headers_are_the_clients_fault(attacked: Attacked, wh
 
 
 @pytest.mark.parametrize("what", ["fields", "a field"])
-async def test_a_form_in_chunks_without_an_end_is_refused_by_its_first_bytes(attacked: Attacked, what: str) -> None:
+async def test_a_form_in_chunks_without_an_end_is_refused_by_its_first_bytes(
+    attacked: Attacked, what: str
+) -> None:
     """Without a Content-Length, no limit of a body sees how much is on its way."""
     at = urlsplit(attacked.api.url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-a\r\nContent-Type: %s\r\n"
-    writer.write(head % (FILES.encode(), form()[1]["Content-Type"].encode()) + b"Transfer-Encoding: chunked\r\n\r\n")
+    writer.write(
+        head % (FILES.encode(), form()[1]["Content-Type"].encode())
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+    )
     many = (b"--B\r\n%s\r\n" % part(b"f%d" % number, b"x" * 1000) for number in range(60_000))
     one = chain((b"--B\r\n%s" % part(b"f", b"x"),), repeat(b"x" * 2**16, 1000))
     answered, sent = asyncio.create_task(reader.readline()), 0
@@ -347,7 +441,11 @@ async def test_a_name_of_odd_bytes_breaks_no_list(attacked: Attacked) -> None:
 async def test_a_tenants_waiting_agents_take_only_its_own_places(attacked: Attacked) -> None:
     waiting = [
         asyncio.create_task(
-            attacked.api.post(AGENT, agent(program=f"p{number}", prompt=[{"output_of": "never"}], wait_s=600), **ALICE)
+            attacked.api.post(
+                AGENT,
+                agent(program=f"p{number}", prompt=[{"output_of": "never"}], wait_s=600),
+                **ALICE,
+            )
         )
         for number in range(SETTINGS.max_agents_per_tenant)
     ]
@@ -358,7 +456,9 @@ async def test_a_tenants_waiting_agents_take_only_its_own_places(attacked: Attac
         path = AGENT if "program" in body else CHAT
         status, headers, _ = await attacked.send("POST", path, {}, json.dumps(body).encode())
         assert (status, headers["Retry-After"]) == (429, "3")
-    assert (await attacked.send("POST", "/v1/batches/mine/cancel", {}, b""))[0] == 404, "what cancels is not refused"
+    assert (await attacked.send("POST", "/v1/batches/mine/cancel", {}, b""))[0] == 404, (
+        "what cancels is not refused"
+    )
     await attacked.still_serves()
     for number in range(len(waiting)):
         assert (await attacked.send("DELETE", f"{AGENT}/p{number}", {}))[0] == 200
@@ -379,7 +479,9 @@ async def test_a_tenants_files_take_only_its_own_share(attacked: Attacked) -> No
     while (found := await attacked.send("POST", FILES, headers, body))[0] == 200:
         kept.append(found[2]["id"])
     assert found[0] == 403 and found[2]["error"]["code"] == "quota_exceeded" and len(kept) == 6
-    async with attacked.api.client.post(attacked.api.url + FILES, data=body, headers={**BOB, **headers}) as answer:
+    async with attacked.api.client.post(
+        attacked.api.url + FILES, data=body, headers={**BOB, **headers}
+    ) as answer:
         assert answer.status == 200
     for id in kept:
         await attacked.send("DELETE", f"{FILES}/{id}", {})
@@ -387,8 +489,14 @@ async def test_a_tenants_files_take_only_its_own_share(attacked: Attacked) -> No
 
 
 async def test_the_lines_of_a_batch_are_checked_as_requests_are(attacked: Attacked) -> None:
-    lines = jsonl(line("far", stop_token_ids=[FAR]), line("deep", json_schema=nested(200)), line("long", "x" * 10**6))
-    _, _, file = await attacked.send("POST", FILES, form()[1], form(PURPOSE, part(b"file", lines))[0])
+    lines = jsonl(
+        line("far", stop_token_ids=[FAR]),
+        line("deep", json_schema=nested(200)),
+        line("long", "x" * 10**6),
+    )
+    _, _, file = await attacked.send(
+        "POST", FILES, form()[1], form(PURPOSE, part(b"file", lines))[0]
+    )
     wanted = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "1h"}
     _, _, batch = await attacked.send("POST", "/v1/batches", {}, json.dumps(wanted).encode())
     async with asyncio.timeout(30):
@@ -398,14 +506,19 @@ async def test_the_lines_of_a_batch_are_checked_as_requests_are(attacked: Attack
     async with attacked.api.client.get(
         f"{attacked.api.url}{FILES}/{batch['error_file_id']}/content", headers=ALICE
     ) as answer:
-        statuses = [json.loads(one)["response"]["status_code"] for one in (await answer.text()).splitlines()]
+        statuses = [
+            json.loads(one)["response"]["status_code"] for one in (await answer.text()).splitlines()
+        ]
     assert statuses == [400, 400, 400]
     await attacked.still_serves()
 
 
 async def test_idle_connections_keep_nobody_out(attacked: Attacked) -> None:
     at = urlsplit(attacked.api.url)
-    idle = [await asyncio.open_connection(at.hostname, at.port) for _ in range(2 * SETTINGS.max_connections)]
+    idle = [
+        await asyncio.open_connection(at.hostname, at.port)
+        for _ in range(2 * SETTINGS.max_connections)
+    ]
     for _, writer in idle[1::2]:
         writer.write(b"POST /generate HTTP/1.1\r\nHo")
     async with aiohttp.ClientSession() as fresh:
@@ -431,7 +544,10 @@ async def test_a_head_that_drips_is_given_up() -> None:
 
 async def test_errors_name_no_engines_address(attacked: Attacked) -> None:
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
-    ports = {urlsplit(server.url).port for server in (attacked.pair.servers.prefill, attacked.pair.servers.decode)}
+    ports = {
+        urlsplit(server.url).port
+        for server in (attacked.pair.servers.prefill, attacked.pair.servers.decode)
+    }
     for kind in ("refuse", "close", "error_event"):
         attacked.pair.break_leg("decode", Fault(kind, times=6))  # type: ignore[arg-type]
         for _ in range(2):  # at last the breaker is open
@@ -457,7 +573,9 @@ JSON = {"Content-Type": "application/json"}
 async def test_without_keys_no_page_of_another_site_is_served(headers: dict[str, str]) -> None:
     async with api() as local:
         body = json.dumps(chat()).encode()
-        async with local.client.post(local.url + CHAT, data=body, headers={**JSON, **headers}) as answer:
+        async with local.client.post(
+            local.url + CHAT, data=body, headers={**JSON, **headers}
+        ) as answer:
             assert answer.status == 403
         for host in ("LocalHost", "127.0.0.1:8000", "[::1]:8000"):
             own = {"Host": host, "Origin": f"http://{host}", **JSON}
@@ -468,7 +586,9 @@ async def test_without_keys_no_page_of_another_site_is_served(headers: dict[str,
 @pytest.mark.parametrize(
     "kind", ["text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "Multipart/Form-Data"]
 )
-async def test_without_keys_no_body_is_read_that_a_page_may_post_anywhere(attacked: Attacked, kind: str) -> None:
+async def test_without_keys_no_body_is_read_that_a_page_may_post_anywhere(
+    attacked: Attacked, kind: str
+) -> None:
     body, posted = json.dumps(chat()).encode(), {"Content-Type": kind}
     async with api() as local:
         for sent in (body, io.BytesIO(body)):
@@ -476,6 +596,10 @@ async def test_without_keys_no_body_is_read_that_a_page_may_post_anywhere(attack
                 problem = (await answer.json())["error"]
                 assert (answer.status, problem["code"]) == (415, "unsupported_media_type")
                 assert "-H 'Content-Type: application/json'" in problem["message"]
-        async with local.client.post(local.url + FILES, data=form(PURPOSE)[0], headers=form()[1]) as answer:
+        async with local.client.post(
+            local.url + FILES, data=form(PURPOSE)[0], headers=form()[1]
+        ) as answer:
             assert (await answer.json())["error"]["code"] == "unknown_route", "files come as forms"
-    assert (await attacked.send("POST", CHAT, posted, body))[0] == 200, "no page of another site knows the key"
+    assert (await attacked.send("POST", CHAT, posted, body))[0] == 200, (
+        "no page of another site knows the key"
+    )

@@ -1,4 +1,6 @@
-"""The legs' HTTP client against servers that answer in every way there is, byte by byte, and in ways there is not."""
+"""The legs' HTTP client against servers that answer in every way there is, byte by byte, and in
+ways there is not.
+"""
 
 import asyncio
 import ssl
@@ -20,7 +22,10 @@ from tests.fakes.certificates import authority
 from tests.fakes.scripted_pair import ONCE, generation, until
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhello"
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;ext=1\r\nllo\r\n0\r\nTrailer: x\r\n\r\n"
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: "
+    b"chunked\r\n\r\n2\r\nhe\r\n3;ext=1\r\nllo\r\n0\r\nTrailer: x\r\n\r\n"
+)
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello"
 CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE
 SWITCHED = b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"
@@ -28,7 +33,8 @@ SWITCHED = b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n
 
 @dataclass
 class RawServer:
-    """Answers every request on a connection with the same bytes; `requests` holds what was asked."""
+    """Answers every request on a connection with the same bytes; `requests` holds what was
+    asked."""
 
     url: str = ""
     requests: list[bytes] = field(default_factory=list)
@@ -38,9 +44,14 @@ class RawServer:
 
 @asynccontextmanager
 async def raw_server(
-    *pieces: bytes, close: bool = False, tls: ssl.SSLContext | None = None, before_last: asyncio.Event | None = None
+    *pieces: bytes,
+    close: bool = False,
+    tls: ssl.SSLContext | None = None,
+    before_last: asyncio.Event | None = None,
 ) -> AsyncIterator[RawServer]:
-    """A server that writes `pieces` one by one to each request, and with `close` hangs up behind them."""
+    """A server that writes `pieces` one by one to each request, and with `close` hangs up behind
+    them.
+    """
     found = RawServer()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +84,9 @@ async def _request(reader: asyncio.StreamReader, requests: list[bytes]) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
         return False
-    length = next((line for line in head.split(b"\r\n") if line.startswith(b"Content-Length")), b": 0")
+    length = next(
+        (line for line in head.split(b"\r\n") if line.startswith(b"Content-Length")), b": 0"
+    )
     requests.append(head + await reader.readexactly(int(length.partition(b":")[2])))
     return True
 
@@ -87,7 +100,11 @@ async def http_client(idle_s: float = 2.0) -> AsyncIterator[HttpClient]:
 
 
 def post(
-    client: HttpClient, url: str, *, read_timeout_s: float = 5, max_buffered_bytes: int | None = 2**20
+    client: HttpClient,
+    url: str,
+    *,
+    read_timeout_s: float = 5,
+    max_buffered_bytes: int | None = 2**20,
 ) -> Exchange:
     return client.begin(
         endpoint("POST", URL(url) / "generate"),
@@ -104,7 +121,9 @@ async def answer(exchange: Exchange) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
-@pytest.mark.parametrize("written", [WHOLE, CHUNKED, CONTINUED], ids=["whole", "chunked", "after a 100"])
+@pytest.mark.parametrize(
+    "written", [WHOLE, CHUNKED, CONTINUED], ids=["whole", "chunked", "after a 100"]
+)
 async def test_an_answer_is_the_same_however_it_is_cut_and_its_connection_is_used_again(
     written: bytes, step: int
 ) -> None:
@@ -114,7 +133,8 @@ async def test_an_answer_is_the_same_however_it_is_cut_and_its_connection_is_use
             assert await answer(post(client, server.url)) == (200, b"hello")
         assert server.connections == 1
     assert server.requests[0] == (
-        b"POST /generate HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
+        b"POST /generate HTTP/1.1\r\nHost: %s\r\nContent-Type: "
+        b"application/json\r\nContent-Length: 7\r\n\r\n"
         b'{"a":1}' % server.url.removeprefix("http://").encode()
     )
 
@@ -140,7 +160,9 @@ async def test_https_with_certificates_on_both_sides_and_a_key(tmp_path: Path) -
 
 async def test_a_pairs_servers_get_their_key_with_every_request() -> None:
     async with raw_server(WHOLE) as server:
-        pair = SglangPair(PairAddress(server.url, server.url, "127.0.0.1", 1), key="sk-engine", retries=ONCE)
+        pair = SglangPair(
+            PairAddress(server.url, server.url, "127.0.0.1", 1), key="sk-engine", retries=ONCE
+        )
         await pair.ready()
         with pytest.raises(EngineError):
             async for _ in pair.generate(generation("r", 2)):
@@ -157,7 +179,9 @@ async def test_aborting_a_large_batch_takes_few_connections() -> None:
         pair.servers[0].abort(rids)
         await until(lambda: len(server.requests) == len(rids))
         await pair.aclose()
-    assert sorted(orjson.loads(one.partition(b"\r\n\r\n")[2])["rid"] for one in server.requests) == sorted(rids)
+    assert sorted(
+        orjson.loads(one.partition(b"\r\n\r\n")[2])["rid"] for one in server.requests
+    ) == sorted(rids)
     assert server.connections <= 16
 
 
@@ -219,18 +243,26 @@ async def test_a_reader_that_is_slow_stops_the_server_and_is_not_taken_for_silen
     "pieces",
     [
         (b"HTTP/1.1 200 OK\r\nX-Long: ", *[b"x" * 2**16] * 8, b"\r\nContent-Length: 2\r\n\r\nok"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=", *[b"x" * 2**16] * 8, b"\r\nok\r\n0\r\n\r\n"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=",
+            *[b"x" * 2**16] * 8,
+            b"\r\nok\r\n0\r\n\r\n",
+        ),
     ],
     ids=["head", "chunk extension"],
 )
-async def test_a_head_or_frame_without_end_fails_and_does_not_wait_for_a_reader(pieces: tuple[bytes, ...]) -> None:
+async def test_a_head_or_frame_without_end_fails_and_does_not_wait_for_a_reader(
+    pieces: tuple[bytes, ...],
+) -> None:
     async with raw_server(*pieces) as server, http_client() as client:
         with pytest.raises(ConnectionError):
             await answer(post(client, server.url, read_timeout_s=60, max_buffered_bytes=2**17))
         await until(lambda: server.open == 0)
 
 
-async def test_a_reader_that_leaves_breaks_the_connection_and_the_next_request_gets_another() -> None:
+async def test_a_reader_that_leaves_breaks_the_connection_and_the_next_request_gets_another() -> (
+    None
+):
     async with raw_server(CHUNKED[:60]) as server, http_client() as client:
         exchange = post(client, server.url)
         await exchange.head()
@@ -256,8 +288,14 @@ async def test_a_connection_idle_for_too_long_is_not_used_again() -> None:
         await until(lambda: server.open == 1)
 
 
-async def test_connections_idle_for_too_long_are_closed_when_requests_go_to_other_servers_only() -> None:
-    async with raw_server(WHOLE) as drained, raw_server(WHOLE) as other, http_client(idle_s=1e-9) as client:
+async def test_connections_idle_for_too_long_are_closed_when_requests_go_to_other_servers_only() -> (
+    None
+):
+    async with (
+        raw_server(WHOLE) as drained,
+        raw_server(WHOLE) as other,
+        http_client(idle_s=1e-9) as client,
+    ):
         for server in (drained, other):
             assert await answer(post(client, server.url)) == (200, b"hello")
         await until(lambda: drained.open == 0)
@@ -265,7 +303,10 @@ async def test_connections_idle_for_too_long_are_closed_when_requests_go_to_othe
 
 async def test_a_request_that_ends_after_the_client_is_closed_closes_its_connection() -> None:
     go_on = asyncio.Event()
-    async with raw_server(WHOLE[:-1], WHOLE[-1:], before_last=go_on) as server, http_client() as client:
+    async with (
+        raw_server(WHOLE[:-1], WHOLE[-1:], before_last=go_on) as server,
+        http_client() as client,
+    ):
         exchange = post(client, server.url)
         await exchange.head()
         await client.aclose(1)
@@ -307,5 +348,6 @@ def test_an_endpoint_keeps_path_port_and_credentials() -> None:
     at = endpoint("GET", URL("https://me:pass word@[::1]:8443/base/") / "v1/loads")
     assert at.origin == ("::1", 8443, True)
     assert at.request(None) == (
-        b"GET /base/v1/loads HTTP/1.1\r\nHost: [::1]:8443\r\nAuthorization: Basic bWU6cGFzcyB3b3Jk\r\n\r\n"
+        b"GET /base/v1/loads HTTP/1.1\r\nHost: [::1]:8443\r\nAuthorization: Basic "
+        b"bWU6cGFzcyB3b3Jk\r\n\r\n"
     )

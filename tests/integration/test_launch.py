@@ -1,4 +1,6 @@
-"""`shell-router launch`: one YAML file, engines and router; the engines here are those of the embedded pair."""
+"""`shell-router launch`: one YAML file, engines and router; the engines here are those of the
+embedded pair.
+"""
 
 import os
 import re
@@ -33,7 +35,12 @@ embedder: {{model: hash}}
 topologies: [trio.yaml]
 launch: {{python: {python}, folder: run, restart_delay_s: 0.01}}
 """
-QUESTION = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 8, "ignore_eos": True, "stream": True}
+QUESTION = {
+    "messages": [{"role": "user", "content": "Why?"}],
+    "max_tokens": 8,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -43,7 +50,10 @@ def deployment(tmp_path: Path) -> Path:
     (tmp_path / "trio.yaml").write_text(TREE, encoding="utf-8")
     file = tmp_path / "router.yaml"
     python = interpreter(tmp_path, Path(embedded_as_sglang.__file__))
-    file.write_text(DEPLOYMENT.format(*free_ports(3), python=python, model=ROOT / "models" / "small"), encoding="utf-8")
+    file.write_text(
+        DEPLOYMENT.format(*free_ports(3), python=python, model=ROOT / "models" / "small"),
+        encoding="utf-8",
+    )
     return file
 
 
@@ -68,7 +78,9 @@ async def serving(command: RunningCommand) -> str:
 
 @linux
 @pytest.mark.slow
-async def test_one_file_gives_an_answer_outlives_a_dead_engine_and_leaves_nothing(deployment: Path) -> None:
+async def test_one_file_gives_an_answer_outlives_a_dead_engine_and_leaves_nothing(
+    deployment: Path,
+) -> None:
     async with running_command("launch", "--config", deployment) as command:
         url = await serving(command)
         assert (await streamed(url)).rstrip().endswith("data: [DONE]")
@@ -76,8 +88,12 @@ async def test_one_file_gives_an_answer_outlives_a_dead_engine_and_leaves_nothin
         await command.line_with("small/decode ended with code -9", limit_s=60)
         await command.line_with("small/decode: ready after", limit_s=60)
         assert (await streamed(url)).rstrip().endswith("data: [DONE]")
-        assert await metric(url, 'shell_router_engine_restarts_total{engine="small/decode"}') == "1.0"
-        assert await metric(url, 'shell_router_engine_restarts_total{engine="small/prefill"}') == "0.0"
+        assert (
+            await metric(url, 'shell_router_engine_restarts_total{engine="small/decode"}') == "1.0"
+        )
+        assert (
+            await metric(url, 'shell_router_engine_restarts_total{engine="small/prefill"}') == "0.0"
+        )
         started = command.started()
         command.signal(signal.SIGTERM)
         code, output = await command.ended(limit_s=60)
@@ -107,7 +123,9 @@ async def test_ctrl_c_while_engines_start_leaves_nothing(deployment: Path) -> No
         assert "Traceback" not in output
 
 
-def test_a_dry_run_prints_every_command_and_runs_none(deployment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_every_command_and_runs_none(
+    deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["launch", "--config", str(deployment), "--dry-run"]) == 0
     prefill, decode, router = capsys.readouterr().out.splitlines()
     assert "--disaggregation-mode prefill" in prefill
@@ -135,7 +153,10 @@ def test_engines_may_listen_on_ipv6_and_a_taken_port_is_known_there(deployment: 
         taken = socket.create_server(("::1", planned.engines[1].ports[0]), family=socket.AF_INET6)
     except OSError:
         pytest.skip("no IPv6 on this machine")
-    with taken, pytest.raises(ConfigError, match=r"cannot listen on ::1, .* Address already in use"):
+    with (
+        taken,
+        pytest.raises(ConfigError, match=r"cannot listen on ::1, .* Address already in use"),
+    ):
         launched_engines(planned)
     launched_engines(planned)
 
@@ -146,13 +167,17 @@ def test_a_wrong_file_of_the_router_is_reported_before_an_engine_is_started(
 ) -> None:
     text = deployment.read_text(encoding="utf-8") + "auto: {profile: profile.yaml}\n"
     deployment.write_text(text, encoding="utf-8")
-    (deployment.parent / wrong).write_text("name: neither a topology nor a profile\n", encoding="utf-8")
+    (deployment.parent / wrong).write_text(
+        "name: neither a topology nor a profile\n", encoding="utf-8"
+    )
     assert main(["launch", "--config", str(deployment)]) == 2
     assert str(deployment.parent / wrong) in capsys.readouterr().err
     assert not (deployment.parent / "run").exists(), "it holds the logs of engines"
 
 
-def test_machines_without_a_router_need_no_api_keys(deployment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_without_a_router_need_no_api_keys(
+    deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = deployment.read_text(encoding="utf-8") + "api_keys: {team: {env: NOT_SET_ANYWHERE}}\n"
     deployment.write_text(text, encoding="utf-8")
     assert main(["launch", "--config", str(deployment), "--engines-only", "--dry-run"]) == 0

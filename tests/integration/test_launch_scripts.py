@@ -27,7 +27,10 @@ def output(*command: str | Path, path: str = "", **environ: str) -> list[str]:
 
 
 def ray(*options: str) -> list[list[str]]:
-    return [shlex.split(line) for line in output(sys.executable, "launch/ray/launch.py", CONFIG, "--dry-run", *options)]
+    return [
+        shlex.split(line)
+        for line in output(sys.executable, "launch/ray/launch.py", CONFIG, "--dry-run", *options)
+    ]
 
 
 def test_ray_gets_one_job_per_machine_pinned_there_with_its_gpus() -> None:
@@ -37,7 +40,17 @@ def test_ray_gets_one_job_per_machine_pinned_there_with_its_gpus() -> None:
         assert list(json.loads(given["--entrypoint-resources"])) == [f"node:{host}"]
         assert given["--entrypoint-num-gpus"] == "3"
         entrypoint = command[command.index("--") + 1 :]
-        assert entrypoint == [*("shell-router", "launch", "--config", str(CONFIG), "--machine", host, "--engines-only")]
+        assert entrypoint == [
+            *(
+                "shell-router",
+                "launch",
+                "--config",
+                str(CONFIG),
+                "--machine",
+                host,
+                "--engines-only",
+            )
+        ]
 
 
 def test_ray_stops_the_jobs_that_it_started() -> None:
@@ -55,7 +68,9 @@ def commands_of_python(tmp_path: Path) -> Path:
 
 
 def test_several_pairs_share_one_gpu_on_ports_of_their_own(commands_of_python: Path) -> None:
-    lines = output("launch/gpu/pairs.sh", "1", "only-model", "--", "--quiet", path=str(commands_of_python))
+    lines = output(
+        "launch/gpu/pairs.sh", "1", "only-model", "--", "--quiet", path=str(commands_of_python)
+    )
     assert lines
     for line in lines:
         assert line.startswith("1 -m sglang.launch_server --model-path only-model ")
@@ -63,14 +78,21 @@ def test_several_pairs_share_one_gpu_on_ports_of_their_own(commands_of_python: P
 
 
 @pytest.mark.parametrize(
-    ("password", "read"), [("", ""), ("geheim", 'requirepass "geheim"'), ('a "b\\', 'requirepass "a \\"b\\\\"')]
+    ("password", "read"),
+    [("", ""), ("geheim", 'requirepass "geheim"'), ('a "b\\', 'requirepass "a \\"b\\\\"')],
 )
-def test_redis_gets_a_password_that_its_command_line_does_not_show(tmp_path: Path, password: str, read: str) -> None:
+def test_redis_gets_a_password_that_its_command_line_does_not_show(
+    tmp_path: Path, password: str, read: str
+) -> None:
     redis = tmp_path / "redis-server"
     redis.write_text('#!/bin/sh\necho "$*"\ncat\n', encoding="utf-8")
     redis.chmod(0o755)
-    arguments, given = output("launch/redis.sh", "7000", path=str(tmp_path), REDIS_PASSWORD=password)
-    assert arguments.startswith("- --bind 127.0.0.1 --port 7000 ") and not (password and password in arguments)
+    arguments, given = output(
+        "launch/redis.sh", "7000", path=str(tmp_path), REDIS_PASSWORD=password
+    )
+    assert arguments.startswith("- --bind 127.0.0.1 --port 7000 ") and not (
+        password and password in arguments
+    )
     assert given == read
 
 

@@ -1,4 +1,6 @@
-"""Engines as processes: started, waited for, started again, stopped. The engines are small HTTP servers."""
+"""Engines as processes: started, waited for, started again, stopped. The engines are small HTTP
+servers.
+"""
 
 import asyncio
 import os
@@ -17,7 +19,13 @@ from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.supervisor import EngineProcess, Engines, Patience, RestartPolicy, running_engines
+from shell_router.launching.supervisor import (
+    EngineProcess,
+    Engines,
+    Patience,
+    RestartPolicy,
+    running_engines,
+)
 from tests.fakes import fake_engine
 from tests.fakes.command import survivors
 from tests.fakes.timers import Lines, logged
@@ -47,7 +55,9 @@ def launched(folder: Path, launch: str = "") -> LaunchPlan:
     """A plan of one pair of fake engines on free ports."""
     python = fake_engine.interpreter(folder, Path(fake_engine.__file__))
     file = folder / "launch.yaml"
-    file.write_text(DEPLOYMENT.format(*free_ports(3), launch=launch, python=python), encoding="utf-8")
+    file.write_text(
+        DEPLOYMENT.format(*free_ports(3), launch=launch, python=python), encoding="utf-8"
+    )
     return plan(load_config(file, {}), folder=folder, python=sys.executable)
 
 
@@ -56,7 +66,10 @@ async def as_is(engines: Sequence[EngineCommand]) -> None:
 
 
 async def get(engine: EngineCommand, path: str) -> str:
-    async with aiohttp.ClientSession() as session, session.get(engine.ready_url.replace("health", path)) as answer:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(engine.ready_url.replace("health", path)) as answer,
+    ):
         return await answer.text()
 
 
@@ -69,9 +82,13 @@ async def end(engine: EngineCommand) -> None:
         await get(engine, "end")
 
 
-async def test_engines_serve_inside_and_are_gone_after_with_their_children(tmp_path: Path, lines: Lines) -> None:
+async def test_engines_serve_inside_and_are_gone_after_with_their_children(
+    tmp_path: Path, lines: Lines
+) -> None:
     planned = launched(tmp_path)
-    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines) as engines:
+    async with running_engines(
+        planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
+    ) as engines:
         running = await pids(*planned.engines)
         assert len(running) == 4
         assert engines.restarts() == {"m/prefill": 0, "m/decode": 0}
@@ -88,10 +105,14 @@ async def test_an_engine_that_ignores_sigterm_is_killed(tmp_path: Path, lines: L
 
 
 @pytest.mark.parametrize("dead", [0, 1], ids=["prefill", "decode"])
-async def test_a_dead_engine_is_started_again_and_counted(tmp_path: Path, lines: Lines, dead: int) -> None:
+async def test_a_dead_engine_is_started_again_and_counted(
+    tmp_path: Path, lines: Lines, dead: int
+) -> None:
     planned = launched(tmp_path)
     engine, other = planned.engines[dead], planned.engines[1 - dead]
-    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines) as engines:
+    async with running_engines(
+        planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
+    ) as engines:
         before, untouched = await pids(engine), await pids(other)
         for _ in planned.engines:
             await lines.with_words(": ready after")
@@ -105,10 +126,14 @@ async def test_a_dead_engine_is_started_again_and_counted(tmp_path: Path, lines:
     assert survivors(running) == set()
 
 
-async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(tmp_path: Path, lines: Lines) -> None:
+async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
+    tmp_path: Path, lines: Lines
+) -> None:
     planned = replace(launched(tmp_path), folder=tmp_path / "logs")
     with logged("shell_router.launching", lines):
-        async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
+        async with running_engines(
+            planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
+        ):
             for _ in planned.engines:
                 await lines.with_words(": ready after")
             shutil.rmtree(planned.folder)
@@ -134,12 +159,16 @@ def test_of_a_log_of_any_size_the_end_alone_is_read(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(tmp_path: Path, lines: Lines) -> None:
+async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(
+    tmp_path: Path, lines: Lines
+) -> None:
     planned = launched(tmp_path)
     prefill, decode = planned.engines
     policy = RestartPolicy(limit=0)
     with logged("shell_router.launching", lines):
-        async with running_engines(planned, policy=policy, patience=PATIENCE, sleep=as_is, tell=lines) as engines:
+        async with running_engines(
+            planned, policy=policy, patience=PATIENCE, sleep=as_is, tell=lines
+        ) as engines:
             await end(decode)
             line = await lines.with_words("left down")
             assert "m/decode ended with code 3" in line
@@ -155,18 +184,26 @@ async def test_an_engine_that_ends_before_it_serves_is_an_error_with_its_last_wo
     with pytest.raises(
         EngineUnreachable, match="m/decode ended before it was ready: …unrecognized arguments"
     ) as failed:
-        async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
+        async with running_engines(
+            planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
+        ):
             raise AssertionError("it serves")
     assert failed.value.remedy == f"Read {tmp_path / 'm-decode.log'}."
 
 
-async def test_an_engine_that_is_never_ready_is_an_error_that_names_its_log(tmp_path: Path, lines: Lines) -> None:
+async def test_an_engine_that_is_never_ready_is_an_error_that_names_its_log(
+    tmp_path: Path, lines: Lines
+) -> None:
     planned = launched(tmp_path, launch="prefill_flags: --never-ready")
-    with pytest.raises(EngineUnreachable, match=r"m/prefill.*: not ready within 0.2 s\. .*m-prefill\.log"):
+    with pytest.raises(
+        EngineUnreachable, match=r"m/prefill.*: not ready within 0.2 s\. .*m-prefill\.log"
+    ):
         await _enter(planned, replace(PATIENCE, start_s=0.2), lines)
 
 
-async def test_a_start_that_is_cancelled_stops_what_it_started(tmp_path: Path, lines: Lines) -> None:
+async def test_a_start_that_is_cancelled_stops_what_it_started(
+    tmp_path: Path, lines: Lines
+) -> None:
     planned = launched(tmp_path, launch="prefill_flags: --never-ready")
     entering = asyncio.create_task(_enter(planned, replace(PATIENCE, report_s=0.05), lines))
     await lines.with_words("m/decode: ready after")
@@ -183,16 +220,21 @@ async def _enter(planned: LaunchPlan, patience: Patience, lines: Lines) -> None:
         raise AssertionError("it serves")
 
 
-async def test_engines_elsewhere_are_waited_for_and_not_touched(tmp_path: Path, lines: Lines) -> None:
+async def test_engines_elsewhere_are_waited_for_and_not_touched(
+    tmp_path: Path, lines: Lines
+) -> None:
     planned = launched(tmp_path)
     prefill, decode = planned.engines
     there, here = (
-        replace(planned, engines=(one,), elsewhere=(other,)) for one, other in ((prefill, decode), (decode, prefill))
+        replace(planned, engines=(one,), elsewhere=(other,))
+        for one, other in ((prefill, decode), (decode, prefill))
     )
     async with asyncio.TaskGroup() as tasks:
         first = running_engines(there, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines)
         entering = tasks.create_task(first.__aenter__())
-        async with running_engines(here, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
+        async with running_engines(
+            here, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
+        ):
             await entering
             running = await pids(prefill)
         assert await pids(prefill) == running

@@ -1,4 +1,6 @@
-"""Pairs of engines that are added and drained while a router serves: no request is harmed, and all is checked first."""
+"""Pairs of engines that are added and drained while a router serves: no request is harmed, and all
+is checked first.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +15,15 @@ import openai
 from benchmarks.scripted.server import BootstrapRooms, ScriptedServer, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
 from shell_router.app import running_server
-from shell_router.config import ApiKey, Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
+from shell_router.config import (
+    ApiKey,
+    Config,
+    EmbedderSettings,
+    Limits,
+    Listen,
+    ModelSettings,
+    PairSettings,
+)
 from tests.fakes.api_server import LIMIT, until
 
 MODEL = Path(__file__).parents[2] / "models" / "small"
@@ -24,7 +34,8 @@ OPERATOR, TENANT = {"Authorization": "Bearer sk-o"}, {"Authorization": "Bearer s
 
 @dataclass(frozen=True)
 class Pair:
-    """A scripted pair; all pairs of a test share their rooms, as any prefill works with any decode."""
+    """A scripted pair; all pairs of a test share their rooms, as any prefill works with any
+    decode."""
 
     prefill: ScriptedServer
     decode: ScriptedServer
@@ -66,31 +77,51 @@ async def fleet(pairs: int = 2) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
 
         async def started(role: Any) -> ScriptedServer:
-            return await stack.enter_async_context(ScriptedServer(replace(SERVERS, role=role), rooms=rooms))
+            return await stack.enter_async_context(
+                ScriptedServer(replace(SERVERS, role=role), rooms=rooms)
+            )
 
         there = [Pair(await started("prefill"), await started("decode")) for _ in range(pairs)]
         config = Config(
             {"small": ModelSettings(MODEL, pairs=(PairSettings(**there[0].urls),))},
             embedder=EmbedderSettings("none"),
             listen=Listen(port=0),
-            limits=Limits(engine_start_s=5, engine_attempts=1),  # nothing is sent again: what is harmed shows
+            limits=Limits(
+                engine_start_s=5, engine_attempts=1
+            ),  # nothing is sent again: what is harmed shows
             api_keys=keys,
         )
         url = await stack.enter_async_context(running_server(config))
-        yield Fleet(url, await stack.enter_async_context(aiohttp.ClientSession(timeout=LIMIT)), there)
+        yield Fleet(
+            url, await stack.enter_async_context(aiohttp.ClientSession(timeout=LIMIT)), there
+        )
 
 
-async def test_a_pair_is_added_and_the_other_drained_and_stopped_under_32_streams_and_none_is_harmed() -> None:
-    async with fleet() as at, openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="sk-t", max_retries=0) as ai:
+async def test_a_pair_is_added_and_the_other_drained_and_stopped_under_32_streams_and_none_is_harmed() -> (
+    None
+):
+    async with (
+        fleet() as at,
+        openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="sk-t", max_retries=0) as ai,
+    ):
         first, second = at.pairs
         ended, over = 0, asyncio.Event()
 
         async def stream() -> None:
             nonlocal ended
             while not over.is_set():
-                asked: Any = {"model": "small", "messages": [{"role": "user", "content": "What is it?"}]}
-                options: Any = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": TOKENS}
-                chunks = [chunk async for chunk in await ai.chat.completions.create(**asked, **options)]
+                asked: Any = {
+                    "model": "small",
+                    "messages": [{"role": "user", "content": "What is it?"}],
+                }
+                options: Any = {
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    "max_tokens": TOKENS,
+                }
+                chunks = [
+                    chunk async for chunk in await ai.chat.completions.create(**asked, **options)
+                ]
                 assert chunks[-1].usage and chunks[-1].usage.completion_tokens == TOKENS
                 ended += 1
 
@@ -118,10 +149,19 @@ async def test_a_pair_is_added_and_the_other_drained_and_stopped_under_32_stream
         await first.decode.start()
 
 
-async def test_a_drain_that_takes_longer_than_is_waited_for_says_what_still_runs_and_lets_it_end() -> None:
-    async with fleet() as at, openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="sk-t", max_retries=0) as ai:
+async def test_a_drain_that_takes_longer_than_is_waited_for_says_what_still_runs_and_lets_it_end() -> (
+    None
+):
+    async with (
+        fleet() as at,
+        openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="sk-t", max_retries=0) as ai,
+    ):
         first, second = at.pairs
-        asked: Any = {"model": "small", "messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 400}
+        asked: Any = {
+            "model": "small",
+            "messages": [{"role": "user", "content": "What is it?"}],
+            "max_tokens": 400,
+        }
         long = asyncio.create_task(ai.chat.completions.create(**asked))
         await until(lambda: first.decode.running == 1)
         assert (await at.add(second))[0] == 201
@@ -150,19 +190,33 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
             ({"model": "small"}, 400, "pair"),
             ({"model": "small", "pair": []}, 400, "pair"),
             ({"model": "small", "pair": {"prefill": "x"}}, 400, "pair.prefill"),
-            ({"model": "small", "pair": {**second.urls, "bootstrap_port": 0}}, 400, "pair.bootstrap_port"),
+            (
+                {"model": "small", "pair": {**second.urls, "bootstrap_port": 0}},
+                400,
+                "pair.bootstrap_port",
+            ),
             ({"model": "small", "pair": {**second.urls, "port": 1}}, 400, "pair.port"),
             ({"model": "small", "pair": second.urls, "pairs": []}, 400, "pairs"),
             ({"model": "large", "pair": second.urls}, 409, None),
             ({"model": "small", "pair": {**second.urls, "launch": {}}}, 409, None),
             ({"model": "small", "pair": first.urls}, 409, None),
-            ({"model": "small", "pair": {**second.urls, "prefill": first.prefill.url, "bootstrap_port": 1}}, 409, None),
+            (
+                {
+                    "model": "small",
+                    "pair": {**second.urls, "prefill": first.prefill.url, "bootstrap_port": 1},
+                },
+                409,
+                None,
+            ),
             ({"model": "small", "pair": gone}, 502, None),
             ({"model": "small", "pair": swapped}, 502, None),
         ]
         for body, expected, param in bodies:
             status, answer = await at.ask("POST", body)
-            assert (status, (answer.get("error") or {}).get("param")) == (expected, param), (body, answer)
+            assert (status, (answer.get("error") or {}).get("param")) == (expected, param), (
+                body,
+                answer,
+            )
         for query, expected in (
             ({}, 400),
             ({"model": "large", **first.urls}, 409),
@@ -177,7 +231,10 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 async def test_pairs_that_share_a_server_keep_it_until_the_last_of_them_is_drained() -> None:
-    async with fleet() as at, openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="sk-t", max_retries=0) as ai:
+    async with (
+        fleet() as at,
+        openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="sk-t", max_retries=0) as ai,
+    ):
         first, second = at.pairs
         both = Pair(second.prefill, first.decode)
         assert [(await at.add(pair))[0] for pair in (both, second)] == [201, 201]
@@ -185,5 +242,7 @@ async def test_pairs_that_share_a_server_keep_it_until_the_last_of_them_is_drain
             assert (await at.ask("DELETE", model="small", **pair.urls))[0] == 200
         before = first.requests
         for _ in range(4):
-            await ai.chat.completions.create(model="small", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
+            await ai.chat.completions.create(
+                model="small", messages=[{"role": "user", "content": "Hi"}], max_tokens=2
+            )
         assert first.requests == before and second.requests >= 4

@@ -1,4 +1,6 @@
-"""Workers of a pool whose SGLang pair stays up between models; embedded servers by SGLang's command line stand in."""
+"""Workers of a pool whose SGLang pair stays up between models; embedded servers by SGLang's command
+line stand in.
+"""
 
 import os
 import signal
@@ -73,7 +75,9 @@ async def said(model: ServedModel) -> str:
 def servers() -> set[int]:
     """The processes of this one's embedded servers."""
     return {
-        pid for pid in descendants(os.getpid()) if b"embedded_as_sglang" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid
+        for pid in descendants(os.getpid())
+        if b"embedded_as_sglang" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }
 
 
@@ -112,7 +116,9 @@ async def test_an_engine_takes_the_weights_of_the_next_model_where_shapes_match_
         "engine started",
         "engine started",
     ]
-    assert all(len(found) == 1 for found in texts.values()), "a model says the same, however it was loaded"
+    assert all(len(found) == 1 for found in texts.values()), (
+        "a model says the same, however it was loaded"
+    )
     assert len(set.union(*texts.values())) == 3, "each says something else"
     assert pids[0] == pids[1] == pids[2] == pids[3]
     assert not pids[3] & pids[4] and not pids[4] & pids[5]
@@ -143,7 +149,9 @@ async def test_the_profile_of_models_of_one_shape_has_swaps_and_starts_which_the
 ) -> None:
     pool = pair_pool(tmp_path, checkpoints, ("a", "b"), workers=2)
     file = tmp_path / "questions.jsonl"
-    file.write_bytes(b"".join(orjson.dumps({"question": f"How many, {n}?"}) + b"\n" for n in range(8)))
+    file.write_bytes(
+        b"".join(orjson.dumps({"question": f"How many, {n}?"}) + b"\n" for n in range(8))
+    )
     questions = questions_for(pool, file)
     await profile_pool(pool, questions, (1, 2), Follow())
     costs, _ = read_file(tmp_path / "costs.yaml", PoolProfile)
@@ -171,11 +179,17 @@ async def test_the_worker_that_spans_all_is_up_alone_and_the_others_start_again_
     assert not servers()
 
 
-async def test_a_batch_with_a_tensor_parallel_aggregator_is_profiled_and_run(tmp_path: Path, checkpoints: Path) -> None:
+async def test_a_batch_with_a_tensor_parallel_aggregator_is_profiled_and_run(
+    tmp_path: Path, checkpoints: Path
+) -> None:
     pool = pair_pool(tmp_path, checkpoints, ("a", "b"), workers=2)
-    pool = replace(pool, aggregate=Aggregating("b", ALWAYS, sampling=pool.sampling, parallel="tensor"))
+    pool = replace(
+        pool, aggregate=Aggregating("b", ALWAYS, sampling=pool.sampling, parallel="tensor")
+    )
     file = tmp_path / "questions.jsonl"
-    file.write_bytes(b"".join(orjson.dumps({"question": f"What is {n} and {n}?"}) + b"\n" for n in range(6)))
+    file.write_bytes(
+        b"".join(orjson.dumps({"question": f"What is {n} and {n}?"}) + b"\n" for n in range(6))
+    )
     questions = questions_for(pool, file)
     await profile_pool(pool, questions, (1, 2), Follow())
     finished = await run_pool(pool, questions, tmp_path / "run", longest_first, Follow())

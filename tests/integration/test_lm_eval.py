@@ -24,9 +24,16 @@ pytestmark = pytest.mark.slow
 
 
 async def _harness(served: Api, folder: Path) -> str:
-    """What `lm-eval` prints when it asks the topology `duo` the task in `folder`; it may ask no other server."""
+    """What `lm-eval` prints when it asks the topology `duo` the task in `folder`; it may ask no
+    other server.
+    """
     where = f"base_url={served.url}/v1/chat/completions,num_concurrent=4,max_retries=1"
-    model = ("--model", "local-chat-completions", "--model_args", f"model=duo,{where},tokenizer_backend=none")
+    model = (
+        "--model",
+        "local-chat-completions",
+        "--model_args",
+        f"model=duo,{where},tokenizer_backend=none",
+    )
     task = ("--tasks", "questions", "--include_path", folder, "--output_path", folder / "out")
     offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     process = await asyncio.create_subprocess_exec(
@@ -55,7 +62,9 @@ async def _right(served: Api, folder: Path) -> tuple[float, str]:
     return orjson.loads(report.read_bytes())["results"]["questions"]["right,none"], printed
 
 
-async def test_the_harness_gets_the_accuracy_of_a_topology_that_knows_three_of_four_sums(tmp_path: Path) -> None:
+async def test_the_harness_gets_the_accuracy_of_a_topology_that_knows_three_of_four_sums(
+    tmp_path: Path,
+) -> None:
     write_sums(tmp_path, 4, 5, 10, 20).rename(tmp_path / "questions.jsonl")
     moa = adding_moa({"small": 5, "large": 15})
     async with api(moa) as served:
@@ -91,6 +100,10 @@ async def test_the_harness_grades_as_the_evaluation_does(tmp_path: Path) -> None
     async with api(moa) as served:
         right, printed = await _right(served, tmp_path)
         report = tmp_path / "report.json"
-        ours = await run_evaluation(EvaluationOptions(data, url=served.url, settings=("duo",), json=report))
+        ours = await run_evaluation(
+            EvaluationOptions(data, url=served.url, settings=("duo",), json=report)
+        )
     wanted = sum(agree for _, agree in ANSWERS.values()) / len(ANSWERS)
-    assert (right, ours.rows[0].accuracy.value) == (pytest.approx(wanted), pytest.approx(wanted)), printed
+    assert (right, ours.rows[0].accuracy.value) == (pytest.approx(wanted), pytest.approx(wanted)), (
+        printed
+    )

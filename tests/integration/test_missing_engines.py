@@ -1,4 +1,6 @@
-"""A router with one model whose engines are not there: it serves the others, says so, and takes the model in later."""
+"""A router with one model whose engines are not there: it serves the others, says so, and takes the
+model in later.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +13,15 @@ import pytest
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
 from shell_router.app import running_server
-from shell_router.config import Config, EmbedderSettings, Limits, Listen, ListenTls, ModelSettings, PairSettings
+from shell_router.config import (
+    Config,
+    EmbedderSettings,
+    Limits,
+    Listen,
+    ListenTls,
+    ModelSettings,
+    PairSettings,
+)
 from shell_router.config.settings import AccessLogSettings
 from shell_router.errors import ConfigError, EngineStalled
 from tests.fakes.api_server import Api, chat, until
@@ -23,7 +33,9 @@ SERVERS = ScriptedSettings(vocabulary=30)
 
 
 def deployment(**pairs: tuple[str, str]) -> Config:
-    models = {alias: ModelSettings(MODEL, pairs=(PairSettings(*urls),)) for alias, urls in pairs.items()}
+    models = {
+        alias: ModelSettings(MODEL, pairs=(PairSettings(*urls),)) for alias, urls in pairs.items()
+    }
     limits = Limits(engine_start_s=0.5, engine_attempts=1)
     return Config(models, embedder=EmbedderSettings("none"), listen=Listen(port=0), limits=limits)
 
@@ -47,7 +59,10 @@ async def test_the_other_models_are_served_until_the_missing_engines_are_there(
             assert ready == {"small": True, "large": False}
             asked = {"max_tokens": 4, "include_agents": True}
             assert (await at.post("/v1/chat/completions", chat(model="small", **asked)))[0] == 200
-            assert (await at.post("/v1/chat/completions", chat(model="large", **asked)))[0] in (502, 503)
+            assert (await at.post("/v1/chat/completions", chat(model="large", **asked)))[0] in (
+                502,
+                503,
+            )
             panel = {"models": ["small", "large"], "judge": "large", "quorum": 1}
             status, body = await at.post("/v1/chat/completions", chat(fusion=panel, **asked))
             assert status == 200
@@ -61,7 +76,9 @@ async def test_the_other_models_are_served_until_the_missing_engines_are_there(
             try:
                 await until(lambda: any(line.startswith("model large is ready") for line in lines))
                 assert (await at.get("/ready"))[1]["degraded"] == []
-                assert (await at.post("/v1/chat/completions", chat(model="large", **asked)))[0] == 200
+                assert (await at.post("/v1/chat/completions", chat(model="large", **asked)))[
+                    0
+                ] == 200
             finally:
                 await late.prefill.stop()
                 await late.decode.stop()
@@ -70,11 +87,15 @@ async def test_the_other_models_are_served_until_the_missing_engines_are_there(
             assert not (await at.get("/v1/models/small"))[1]["ready"]
 
 
-async def test_a_deployments_file_of_keys_certificate_and_access_log_are_served(tmp_path: Path) -> None:
+async def test_a_deployments_file_of_keys_certificate_and_access_log_are_served(
+    tmp_path: Path,
+) -> None:
     signing = authority(tmp_path)
     own = signing.signed("router")
     keys = tmp_path / "keys.yaml"
-    keys.write_text("api_keys: {alice: {key: sk-a, models: [small]}, ops: {key: sk-o, operator: on}}\n")
+    keys.write_text(
+        "api_keys: {alice: {key: sk-a, models: [small]}, ops: {key: sk-o, operator: on}}\n"
+    )
     async with ScriptedPair(SERVERS) as there, aiohttp.ClientSession() as client:
         config = replace(
             deployment(small=(there.prefill.url, there.decode.url)),
@@ -83,7 +104,11 @@ async def test_a_deployments_file_of_keys_certificate_and_access_log_are_served(
             access_log=AccessLogSettings(tmp_path / "log"),
         )
         async with running_server(config) as url:
-            for key, path, status in (("o", "/metrics", 200), ("a", "/metrics", 403), ("x", "/v1/models", 401)):
+            for key, path, status in (
+                ("o", "/metrics", 200),
+                ("a", "/metrics", 403),
+                ("x", "/v1/models", 401),
+            ):
                 headers = {"Authorization": f"Bearer sk-{key}"}
                 async with client.get(url + path, headers=headers, ssl=signing.trusting) as answer:
                     assert answer.status == status
@@ -92,11 +117,17 @@ async def test_a_deployments_file_of_keys_certificate_and_access_log_are_served(
             async with running_server(config):
                 pass
     (log,) = await asyncio.to_thread(lambda: [*(tmp_path / "log").iterdir()])
-    assert [orjson.loads(line)["tenant"] for line in log.read_bytes().splitlines()] == ["ops", "alice", None]
+    assert [orjson.loads(line)["tenant"] for line in log.read_bytes().splitlines()] == [
+        "ops",
+        "alice",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["keys", "certificate"])
-async def test_a_wrong_file_of_keys_or_certificate_shows_before_anything_is_started(tmp_path: Path, wrong: str) -> None:
+async def test_a_wrong_file_of_keys_or_certificate_shows_before_anything_is_started(
+    tmp_path: Path, wrong: str
+) -> None:
     config = deployment(small=("http://127.0.0.1:1", "http://127.0.0.1:2"))
     none, lines = tmp_path / "none", list[str]()
     if wrong == "keys":
@@ -113,6 +144,8 @@ async def test_a_router_none_of_whose_models_has_engines_does_not_start() -> Non
     nothing = ("http://127.0.0.1:1", "http://127.0.0.1:2")
     config = deployment(small=nothing, large=nothing)
     config = replace(config, limits=replace(config.limits, engine_start_s=0.1))
-    with pytest.raises(EngineStalled, match=r"engines of small, large were not ready within 0\.1 s"):
+    with pytest.raises(
+        EngineStalled, match=r"engines of small, large were not ready within 0\.1 s"
+    ):
         async with running_server(config):
             pass

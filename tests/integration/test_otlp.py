@@ -34,7 +34,8 @@ UNSAMPLED = CLIENT["traceparent"][:-2] + "00"
 
 @dataclass
 class Asked:
-    """The span that each engine request was sent in, by request id and by whether it prefills only."""
+    """The span that each engine request was sent in, by request id and by whether it prefills
+    only."""
 
     generated: dict[str, SpanContext | None] = field(default_factory=dict)
     prefilled: list[SpanContext | None] = field(default_factory=list)
@@ -48,14 +49,18 @@ class Asked:
 
 
 def attributes(span: Span) -> dict[str, Any]:
-    return {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes}
+    return {
+        one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes
+    }
 
 
 async def test_a_runs_spans_arrive_in_its_clients_trace_with_parents_and_links() -> None:
     counts: Counter[str] = Counter()
     asked = Asked()
     async with receiver() as at:
-        export = SpanExport(at.url, lambda outcome, count: counts.update({outcome: count}), linger_s=0)
+        export = SpanExport(
+            at.url, lambda outcome, count: counts.update({outcome: count}), linger_s=0
+        )
         async with api(ScriptedMoa(pace=asked.pace), spans=export) as served:
             status, _ = await served.post("/v1/chat/completions", chat(), **CLIENT)
         await asyncio.to_thread(export.close)
@@ -64,7 +69,8 @@ async def test_a_runs_spans_arrive_in_its_clients_trace_with_parents_and_links()
     (run,) = found["invoke_workflow duo"]
     agents = {name: found[f"invoke_agent {name}"][0] for name in ("left", "right", "root")}
     chats = {
-        name: found[f"chat {model}"][0] for name, model in (("left", "small"), ("right", "medium"), ("root", "large"))
+        name: found[f"chat {model}"][0]
+        for name, model in (("left", "small"), ("right", "medium"), ("root", "large"))
     }
     updates = found["prefill large"]
     every = [span for spans in found.values() for span in spans]
@@ -72,14 +78,23 @@ async def test_a_runs_spans_arrive_in_its_clients_trace_with_parents_and_links()
     assert {span.trace_state for span in every} == {"vendor=1"}
     assert run.parent_span_id.hex() == "cd" * 8
     assert {span.parent_span_id for span in agents.values()} == {run.span_id}
-    assert {name: span.parent_span_id for name, span in chats.items()} == {n: s.span_id for n, s in agents.items()}
+    assert {name: span.parent_span_id for name, span in chats.items()} == {
+        n: s.span_id for n, s in agents.items()
+    }
     assert {span.parent_span_id for span in updates} == {agents["root"].span_id}
-    assert {link.span_id for link in agents["root"].links} == {agents["left"].span_id, agents["right"].span_id}
+    assert {link.span_id for link in agents["root"].links} == {
+        agents["left"].span_id,
+        agents["right"].span_id,
+    }
     assert not agents["left"].links
     # what engines were asked belongs to these very spans
-    engine_spans = {name: span.span_id for name, span in asked.generated.items() if span is not None}
+    engine_spans = {
+        name: span.span_id for name, span in asked.generated.items() if span is not None
+    }
     assert engine_spans == {name: span.span_id.hex() for name, span in chats.items()}
-    assert [span.span_id for span in asked.prefilled if span] == [span.span_id.hex() for span in updates]
+    assert [span.span_id for span in asked.prefilled if span] == [
+        span.span_id.hex() for span in updates
+    ]
     assert attributes(chats["root"])["gen_ai.operation.name"] == "chat"
     assert attributes(agents["root"])["gen_ai.agent.name"] == "root"
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in every)
@@ -110,7 +125,12 @@ async def test_an_early_exit_is_a_span_of_its_run_that_links_the_agents_that_agr
     assert facts["shell_router.exit.exited"] is True
     assert [one.string_value for one in facts["shell_router.exit.aborted"].values] == ["c"]
     assert 0.6 <= facts["shell_router.exit.probability"] <= 1
-    assert run.start_time_unix_nano <= exit_.start_time_unix_nano <= exit_.end_time_unix_nano <= run.end_time_unix_nano
+    assert (
+        run.start_time_unix_nano
+        <= exit_.start_time_unix_nano
+        <= exit_.end_time_unix_nano
+        <= run.end_time_unix_nano
+    )
 
 
 async def test_without_a_clients_span_the_trace_has_the_runs_id() -> None:
@@ -122,7 +142,9 @@ async def test_without_a_clients_span_the_trace_has_the_runs_id() -> None:
     assert (f"{run.context.trace_id:032x}", run.parent) == (run_id, None)
 
 
-async def test_what_its_client_does_not_sample_is_not_exported_and_engines_see_the_clients_span() -> None:
+async def test_what_its_client_does_not_sample_is_not_exported_and_engines_see_the_clients_span() -> (
+    None
+):
     asked = Asked()
     async with receiver() as at:
         export = SpanExport(at.url, lambda outcome, count: None, linger_s=0)
@@ -130,10 +152,14 @@ async def test_what_its_client_does_not_sample_is_not_exported_and_engines_see_t
             await served.post("/v1/chat/completions", chat(), traceparent=UNSAMPLED)
         await asyncio.to_thread(export.close)
         assert at.requests == []
-    assert {(span.span_id, span.flags) for span in asked.generated.values() if span} == {("cd" * 8, 0)}
+    assert {(span.span_id, span.flags) for span in asked.generated.values() if span} == {
+        ("cd" * 8, 0)
+    }
 
 
-@pytest.mark.parametrize(("headers", "span_id"), [(CLIENT, "cd" * 8), ({"traceparent": "00-0-0-01"}, None), ({}, None)])
+@pytest.mark.parametrize(
+    ("headers", "span_id"), [(CLIENT, "cd" * 8), ({"traceparent": "00-0-0-01"}, None), ({}, None)]
+)
 async def test_a_router_that_exports_nothing_hands_the_clients_span_on(
     headers: dict[str, str], span_id: str | None
 ) -> None:
@@ -150,7 +176,9 @@ async def test_without_its_receiver_requests_go_on_and_one_line_of_the_log_says_
     counts: Counter[str] = Counter()
     async with receiver() as at:
         gone = at.url
-    export = SpanExport(gone, lambda outcome, count: counts.update({outcome: count}), linger_s=0, limit_s=0.5)
+    export = SpanExport(
+        gone, lambda outcome, count: counts.update({outcome: count}), linger_s=0, limit_s=0.5
+    )
     with caplog.at_level(logging.WARNING):
         async with api(spans=export) as served:
             answers = [await served.post("/v1/chat/completions", chat()) for _ in range(3)]
@@ -164,7 +192,9 @@ async def test_without_its_receiver_requests_go_on_and_one_line_of_the_log_says_
 async def test_after_its_process_died_the_next_run_starts_another() -> None:
     counts: Counter[str] = Counter()
     async with receiver() as at:
-        export = SpanExport(at.url, lambda outcome, count: counts.update({outcome: count}), linger_s=0)
+        export = SpanExport(
+            at.url, lambda outcome, count: counts.update({outcome: count}), linger_s=0
+        )
         async with api(spans=export) as served:
             await served.post("/v1/chat/completions", chat())
             await until(lambda: counts["exported"] > 0)
@@ -174,7 +204,9 @@ async def test_after_its_process_died_the_next_run_starts_another() -> None:
             await served.post("/v1/chat/completions", chat())
         await asyncio.to_thread(export.close)
     assert counts["exported"] == sum(map(len, at.spans.values()))
-    assert [len(spans) for name, spans in at.spans.items() if name.startswith("invoke_workflow")] == [2]
+    assert [
+        len(spans) for name, spans in at.spans.items() if name.startswith("invoke_workflow")
+    ] == [2]
 
 
 async def test_runs_that_are_lost_are_counted_by_their_spans() -> None:
@@ -192,7 +224,9 @@ async def test_the_spans_process_gets_the_traces_that_the_router_has() -> None:
         traces = served.services.traces.latest("local", lambda _: True, 1)
     (there,) = pickle.loads(pickled(traces))
     assert there.as_json() == traces[0].as_json()
-    assert len(pickled(traces)) < 0.8 * len(pickle.dumps(traces)), "fields go by position, not by name"
+    assert len(pickled(traces)) < 0.8 * len(pickle.dumps(traces)), (
+        "fields go by position, not by name"
+    )
 
 
 async def test_engines_get_the_span_in_their_requests_heads() -> None:
@@ -206,7 +240,9 @@ async def test_engines_get_the_span_in_their_requests_heads() -> None:
     app.router.add_post("/generate", refuse)
     async with TestServer(app) as server:
         url = str(server.make_url("/"))
-        pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN)
+        pair = SglangPair(
+            PairAddress(url, url, "127.0.0.1", 1), limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN
+        )
         for span in (SpanContext("ab" * 16, "cd" * 8, 1, "vendor=1"), None):
             CURRENT.set(span)
             with suppress(EngineError):

@@ -32,7 +32,9 @@ class Pair:
     def of(self, prefill_dies_with: str = "") -> CpuPair:
         prefill, decode, bootstrap = self._ports
         self.pair = CpuPair(
-            self._server("prefill", prefill, prefill_dies_with), self._server("decode", decode), bootstrap
+            self._server("prefill", prefill, prefill_dies_with),
+            self._server("decode", decode),
+            bootstrap,
         )
         return self.pair
 

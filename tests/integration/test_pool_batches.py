@@ -1,4 +1,6 @@
-"""Batches of the official client whose lines name a pool, answered by real models on embedded workers."""
+"""Batches of the official client whose lines name a pool, answered by real models on embedded
+workers.
+"""
 
 import asyncio
 import re
@@ -67,7 +69,9 @@ async def client(deployment: Path) -> AsyncIterator[openai.AsyncOpenAI]:
 async def begun(ai: openai.AsyncOpenAI, *lines: object) -> Batch:
     """A new batch of these lines."""
     file = await ai.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
-    return await ai.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+    return await ai.batches.create(
+        input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h"
+    )
 
 
 async def ended(ai: openai.AsyncOpenAI, batch: Batch) -> Batch:
@@ -78,7 +82,9 @@ async def ended(ai: openai.AsyncOpenAI, batch: Batch) -> Batch:
 
 
 async def answered(ai: openai.AsyncOpenAI, *lines: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a batch of these lines gives: response bodies by custom_id, of those answered and of those refused."""
+    """What a batch of these lines gives: response bodies by custom_id, of those answered and of
+    those refused.
+    """
     batch = await ended(ai, await begun(ai, *lines))
     assert batch.status == "completed"
     return await _bodies(ai, batch.output_file_id), await _bodies(ai, batch.error_file_id)
@@ -103,8 +109,13 @@ async def _bodies(ai: openai.AsyncOpenAI, file: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-async def test_lines_that_name_a_pool_are_answered_by_its_experts_and_the_others_as_ever(tmp_path: Path) -> None:
-    asked = [orjson.loads(one) for one in (ROOT / "models/data/test.jsonl").read_bytes().splitlines()[:12]]
+async def test_lines_that_name_a_pool_are_answered_by_its_experts_and_the_others_as_ever(
+    tmp_path: Path,
+) -> None:
+    asked = [
+        orjson.loads(one)
+        for one in (ROOT / "models/data/test.jsonl").read_bytes().splitlines()[:12]
+    ]
     pooled = [line(str(place), one["question"], model="panel") for place, one in enumerate(asked)]
     deployment = write_deployment(tmp_path)
     async with client(deployment) as ai:
@@ -114,7 +125,10 @@ async def test_lines_that_name_a_pool_are_answered_by_its_experts_and_the_others
             line("online", asked[0]["question"], model="small", max_tokens=64),
             line("hot", asked[0]["question"], model="panel", temperature=1.0),
         )
-        async with aiohttp.ClientSession() as session, session.get(str(ai.base_url.join("/metrics"))) as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(str(ai.base_url.join("/metrics"))) as answer,
+        ):
             metrics = await answer.text()
         await no_run_is_left(deployment)
     assert re.search(r'pool_load_seconds_count\{kind="engine started"\} [1-9]', metrics)
@@ -135,20 +149,26 @@ async def test_a_pool_that_cannot_run_says_why_for_each_of_its_lines(tmp_path: P
     deployment = write_deployment(tmp_path)
     (tmp_path / "costs.yaml").unlink()
     async with client(deployment) as ai:
-        done, refused = await answered(ai, line("one", "Why?", model="panel"), line("two", model="small", max_tokens=4))
+        done, refused = await answered(
+            ai, line("one", "Why?", model="panel"), line("two", model="small", max_tokens=4)
+        )
     assert set(done) == {"two"}
     assert "shell-router batch profile" in refused["one"]["error"]["message"]
 
 
 @pytest.mark.slow
-async def test_lines_that_failed_are_answered_once_their_pools_file_is_corrected(tmp_path: Path) -> None:
+async def test_lines_that_failed_are_answered_once_their_pools_file_is_corrected(
+    tmp_path: Path,
+) -> None:
     """The sampling is another then, which a run that was begun before would not take."""
     deployment = write_deployment(tmp_path)
     write_pool(tmp_path, ray={"address": "127.0.0.1:1"}, sampling={"temperature": 0.7})
     pooled = [line(name, "What is 2 plus 3?", model="panel") for name in "ab"]
     async with client(deployment) as ai:
         done, refused = await answered(ai, *pooled)
-        assert not done and all("could not run" in one["error"]["message"] for one in refused.values())
+        assert not done and all(
+            "could not run" in one["error"]["message"] for one in refused.values()
+        )
         await no_run_is_left(deployment)
     write_pool(tmp_path)
     async with client(deployment) as ai:
@@ -160,7 +180,10 @@ async def test_lines_that_failed_are_answered_once_their_pools_file_is_corrected
 async def test_a_cancelled_batch_leaves_no_run_of_its_pool(tmp_path: Path) -> None:
     deployment = write_deployment(tmp_path)
     async with client(deployment) as ai:
-        batch = await begun(ai, *(line(str(place), f"What is 2 plus {place}?", model="panel") for place in range(20)))
+        batch = await begun(
+            ai,
+            *(line(str(place), f"What is 2 plus {place}?", model="panel") for place in range(20)),
+        )
         await until(lambda: bool(list((tmp_path / "kept" / "pools").rglob("run.json"))))
         await ai.batches.cancel(batch.id)
         assert (await ended(ai, batch)).status == "cancelled"
@@ -168,7 +191,9 @@ async def test_a_cancelled_batch_leaves_no_run_of_its_pool(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-async def test_a_run_that_ended_while_its_results_were_kept_asks_nothing_twice(tmp_path: Path) -> None:
+async def test_a_run_that_ended_while_its_results_were_kept_asks_nothing_twice(
+    tmp_path: Path,
+) -> None:
     pooled = PoolLines("panel", load_pool(write_pool(tmp_path)), tmp_path, scripted_services())
     questions = [Question(str(place), f"What is 2 plus {place}?", line=place) for place in range(4)]
     kept: list[str] = []
@@ -198,11 +223,15 @@ async def test_logs_lie_where_the_pools_launch_says(tmp_path: Path) -> None:
         with pytest.raises(EngineError):
             async with workers.session(0, "small"):
                 pass
-    assert list((tmp_path / "kept" / "logs" / "worker-0").glob("*.log")) and not (tmp_path / "run").exists()
+    assert (
+        list((tmp_path / "kept" / "logs" / "worker-0").glob("*.log"))
+        and not (tmp_path / "run").exists()
+    )
 
 
 async def test_no_turn_of_the_event_loop_does_much_for_a_large_run(tmp_path: Path) -> None:
-    """All outputs were written before a stop, so that what reads and judges them is all that runs."""
+    """All outputs were written before a stop, so that what reads and judges them is all that
+    runs."""
     number = 3000
     pool = load_pool(write_pool(tmp_path, workers=[{"pair": PAIR}], recruit={"proposers": 2}))
     outputs = [
@@ -215,7 +244,9 @@ async def test_no_turn_of_the_event_loop_does_much_for_a_large_run(tmp_path: Pat
         b"".join(orjson.dumps(one) + b"\n" for one in outputs)
     )
     asked = {
-        Question(str(place), "What is it?", line=place): BatchLine(place, str(place), {}, is_answered=place % 2 == 0)
+        Question(str(place), "What is it?", line=place): BatchLine(
+            place, str(place), {}, is_answered=place % 2 == 0
+        )
         for place in range(number)
     }
     panel = PoolLines("panel", pool, tmp_path, scripted_services())
@@ -228,7 +259,9 @@ async def test_no_turn_of_the_event_loop_does_much_for_a_large_run(tmp_path: Pat
 
     with counted(turns):
         await panel.run("batch_1", asked, keep)
-    assert len(kept) == number / 2 and all(one.body and one.body["pool"]["by"] == "aggregator" for one in kept)
+    assert len(kept) == number / 2 and all(
+        one.body and one.body["pool"]["by"] == "aggregator" for one in kept
+    )
     assert 100 < turns.most < number, turns.most
 
 

@@ -1,4 +1,6 @@
-"""A caller that goes away, at any moment, leaves nothing running on either server and no task behind."""
+"""A caller that goes away, at any moment, leaves nothing running on either server and no task
+behind.
+"""
 
 import asyncio
 
@@ -109,7 +111,9 @@ async def test_leaving_a_relayed_answer_before_its_head(stream: bytes) -> None:
 
 async def test_leaving_a_relayed_stream_before_its_end() -> None:
     async with served(ScriptedSettings(token_s=0.001), rid=lambda: "under-way") as at:
-        body = b'{"input_ids": [1, 2], "stream": true, "sampling_params": {"max_new_tokens": 20000}}'
+        body = (
+            b'{"input_ids": [1, 2], "stream": true, "sampling_params": {"max_new_tokens": 20000}}'
+        )
         async with at.pair.forward("generate", body) as answer:
             await anext(aiter(answer.chunks))
         await nothing_is_left(at, "under-way")
@@ -164,7 +168,9 @@ async def test_the_connections_of_finished_requests_are_kept_and_reused() -> Non
 
 async def test_a_third_of_many_cancelled_leaves_nothing() -> None:
     async with served(ScriptedSettings(token_s=0.002)) as at:
-        tasks = [asyncio.create_task(collect(at.pair, generation(f"r{index}"))) for index in range(60)]
+        tasks = [
+            asyncio.create_task(collect(at.pair, generation(f"r{index}"))) for index in range(60)
+        ]
         await until(lambda: at.servers.decode.running == 60)
         for task in tasks[::3]:
             task.cancel()

@@ -20,7 +20,9 @@ IMPATIENT = replace(LIMITS, stall_s=0.3, answer_s=0.3)
 
 
 def limits_for(fault: Fault) -> PairLimits:
-    """Little patience where it is what ends the request, and else none that a busy machine could use up."""
+    """Little patience where it is what ends the request, and else none that a busy machine could
+    use up.
+    """
     return IMPATIENT if fault.kind == "stall" else LIMITS
 
 
@@ -44,13 +46,19 @@ MID_STREAM = [
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-@pytest.mark.parametrize(("fault", "error"), AT_THE_START, ids=lambda found: getattr(found, "kind", ""))
-async def test_a_leg_that_fails_at_the_start(leg: str, fault: Fault, error: type[EngineError]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "error"), AT_THE_START, ids=lambda found: getattr(found, "kind", "")
+)
+async def test_a_leg_that_fails_at_the_start(
+    leg: str, fault: Fault, error: type[EngineError]
+) -> None:
     async with served(limits=limits_for(fault)) as at:
         at.break_leg(leg, fault)
         with pytest.raises(error) as failed:
             await collect(at.pair, generation("77777777777777777777777777777777"))
-        if fault.kind != "stall":  # a stalled prefill stalls its decode as well, and either may be noticed first
+        if (
+            fault.kind != "stall"
+        ):  # a stalled prefill stalls its decode as well, and either may be noticed first
             assert f"{leg} engine" in str(failed.value)
         await at.pair.aclose()
         assert "77777777777777777777777777777777" in at.servers.prefill.aborted
@@ -61,7 +69,9 @@ async def test_a_leg_that_fails_at_the_start(leg: str, fault: Fault, error: type
         await at.quiet()
 
 
-@pytest.mark.parametrize(("fault", "error"), MID_STREAM, ids=lambda found: getattr(found, "kind", ""))
+@pytest.mark.parametrize(
+    ("fault", "error"), MID_STREAM, ids=lambda found: getattr(found, "kind", "")
+)
 async def test_decode_that_fails_in_mid_stream(fault: Fault, error: type[EngineError]) -> None:
     async with served(limits=limits_for(fault)) as at:
         at.break_leg("decode", fault)
@@ -72,7 +82,11 @@ async def test_decode_that_fails_in_mid_stream(fault: Fault, error: type[EngineE
                 seen.append(event)
         assert len(seen) <= 2
         await at.pair.aclose()
-        assert at.servers.decode.aborted == at.servers.prefill.aborted == ["77777777777777777777777777777777"]
+        assert (
+            at.servers.decode.aborted
+            == at.servers.prefill.aborted
+            == ["77777777777777777777777777777777"]
+        )
         await at.idle()
         at.break_leg("decode", None)
         await collect(at.pair, generation("66666666666666666666666666666666"))
@@ -134,7 +148,9 @@ async def test_a_faulty_prefill_only_request_names_the_prefill_server() -> None:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(("fault", "error"), AT_THE_START, ids=lambda found: getattr(found, "kind", ""))
+@pytest.mark.parametrize(
+    ("fault", "error"), AT_THE_START, ids=lambda found: getattr(found, "kind", "")
+)
 async def test_a_relayed_request_whose_leg_fails(
     leg: str, stream: bool, fault: Fault, error: type[EngineError]
 ) -> None:
@@ -198,7 +214,8 @@ async def test_many_failures_at_once_leave_no_task_and_no_connection() -> None:
     async with served(ScriptedSettings(token_s=0.001)) as at:
         at.break_leg("decode", Fault("close", after_tokens=3, times=16))
         results = await asyncio.gather(
-            *(collect(at.pair, generation(f"r{index}")) for index in range(32)), return_exceptions=True
+            *(collect(at.pair, generation(f"r{index}")) for index in range(32)),
+            return_exceptions=True,
         )
         assert sum(isinstance(result, EngineUnreachable) for result in results) == 16
         await at.idle()

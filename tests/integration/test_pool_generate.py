@@ -44,7 +44,9 @@ async def test_every_way_of_writing_a_stream_reads_the_same(settings: ScriptedSe
 async def test_both_servers_get_the_same_fields_but_only_decode_streams() -> None:
     async with served(ScriptedSettings(log_bodies=4)) as at:
         await collect(at.pair, Generation("r", [1, 2, 3], {"max_new_tokens": 2, "top_k": 7}))
-        prefill, decode = (orjson.loads(server.bodies[0]) for server in (at.servers.prefill, at.servers.decode))
+        prefill, decode = (
+            orjson.loads(server.bodies[0]) for server in (at.servers.prefill, at.servers.decode)
+        )
         assert (prefill.pop("stream"), decode.pop("stream")) == (False, True)
         assert prefill == decode
         assert prefill["sampling_params"] == {"max_new_tokens": 2, "top_k": 7}
@@ -71,7 +73,9 @@ async def test_the_stop_token_is_counted_but_not_yielded() -> None:
     async with served() as at:
         tokens, _ = await collect(at.pair, generation())
         ids = [token for found in tokens for token in found.ids]
-        stopped = Generation("s", list(range(1, 41)), {"max_new_tokens": 8, "stop_token_ids": [ids[4]]})
+        stopped = Generation(
+            "s", list(range(1, 41)), {"max_new_tokens": 8, "stop_token_ids": [ids[4]]}
+        )
         tokens, finish = await collect(at.pair, stopped)
         assert [token for found in tokens for token in found.ids] == ids[:4]
         assert (finish.reason, finish.completion_tokens) == ("stop", 5)
@@ -112,7 +116,10 @@ async def test_a_prompt_over_the_context_is_the_clients_error() -> None:
 
 async def test_prefill_only_warms_the_cache_and_says_so() -> None:
     async with served() as at:
-        found = [await at.pair.prefill(generation(f"p{end}", prompt_tokens=end)) for end in (50, 100, 150, 150)]
+        found = [
+            await at.pair.prefill(generation(f"p{end}", prompt_tokens=end))
+            for end in (50, 100, 150, 150)
+        ]
         assert [one.cached_tokens for one in found] == [0, 50, 100, 149]
         assert [one.prompt_tokens for one in found] == [50, 100, 150, 150]
         _, finish = await collect(at.pair, generation("final", prompt_tokens=160))
@@ -153,7 +160,9 @@ async def test_loads_and_health_are_read_from_both_servers() -> None:
 
 async def test_many_requests_at_once_leave_nothing() -> None:
     async with served() as at:
-        results = await asyncio.gather(*(collect(at.pair, generation(f"r{index}", 20 + index)) for index in range(64)))
+        results = await asyncio.gather(
+            *(collect(at.pair, generation(f"r{index}", 20 + index)) for index in range(64))
+        )
         assert all(finish.completion_tokens == 8 for _, finish in results)
         assert (at.servers.prefill.aborted, at.servers.decode.aborted) == ([], [])
         await at.quiet()
@@ -171,9 +180,13 @@ async def test_a_relayed_answer_is_decodes_own_bytes(stream: bool) -> None:
         assert at.servers.decode.bodies == at.servers.prefill.bodies
         assert answer.content_type.startswith("text/event-stream" if stream else "application/json")
         async with aiohttp.ClientSession() as session:
-            async with session.post(f"{at.servers.prefill.url}/generate", data=at.servers.prefill.bodies[0]):
+            async with session.post(
+                f"{at.servers.prefill.url}/generate", data=at.servers.prefill.bodies[0]
+            ):
                 pass
-            async with session.post(f"{at.servers.decode.url}/generate", data=at.servers.decode.bodies[0]) as direct:
+            async with session.post(
+                f"{at.servers.decode.url}/generate", data=at.servers.decode.bodies[0]
+            ) as direct:
                 assert await direct.read() == relayed
         assert (at.servers.prefill.aborted, at.servers.decode.aborted) == ([], [])
 
@@ -212,19 +225,28 @@ async def test_a_closed_pair_holds_no_connection_and_can_be_used_again() -> None
         for _ in range(2):
             await collect(at.pair, generation())
             await at.pair.aclose()
-            await until(lambda: at.servers.prefill.connections == at.servers.decode.connections == 0)
+            await until(
+                lambda: at.servers.prefill.connections == at.servers.decode.connections == 0
+            )
 
 
-async def test_a_prefill_by_a_real_pair_merges_log_probabilities_though_its_client_asked_for_a_stream() -> None:
+async def test_a_prefill_by_a_real_pair_merges_log_probabilities_though_its_client_asked_for_a_stream() -> (
+    None
+):
     async with served(ScriptedSettings(warms=())) as at:
         await at.pair.probe()
-        body = b'{"input_ids": [1, 2, 3], "stream": true, "return_logprob": true, "logprob_start_len": 0}'
+        body = (
+            b'{"input_ids": [1, 2, 3], "stream": true, "return_logprob": true, '
+            b'"logprob_start_len": 0}'
+        )
         async with at.pair.forward("prefill_only", body) as answer:
             found = orjson.loads(b"".join([chunk async for chunk in answer.chunks]))
         assert [token for _, token, _ in found["meta_info"]["input_token_logprobs"]] == [1, 2, 3]
 
 
-async def test_a_request_may_send_the_further_fields_that_its_key_names_and_others_may_not() -> None:
+async def test_a_request_may_send_the_further_fields_that_its_key_names_and_others_may_not() -> (
+    None
+):
     async with served(ScriptedSettings(log_bodies=8)) as at:
         body = b'{"input_ids": [1], "return_hidden_states": true}'
         async with at.pair.forward("generate", body, fields=["return_hidden_states"]) as answer:
@@ -242,9 +264,13 @@ async def test_with_isolation_each_tenants_requests_carry_a_cache_key_of_its_own
         async with pair.forward("generate", b'{"input_ids": [1]}', hints=Hints("bob")) as answer:
             assert b"".join([chunk async for chunk in answer.chunks])
         with pytest.raises(InvalidRequest, match="extra_key"):
-            pair.forward("generate", b'{"input_ids": [1], "extra_key": "alice"}', hints=Hints("bob"))
+            pair.forward(
+                "generate", b'{"input_ids": [1], "extra_key": "alice"}', hints=Hints("bob")
+            )
         with pytest.raises(InvalidRequest, match="extra_key"):
-            pair.forward("generate", b'{"input_ids": [1], "extra_key": "alice"}', fields=["extra_key"])
+            pair.forward(
+                "generate", b'{"input_ids": [1], "extra_key": "alice"}', fields=["extra_key"]
+            )
         keys = [orjson.loads(body).get("extra_key") for body in at.servers.prefill.bodies]
         assert keys == ["alice", "alice", "bob"]
         await pair.aclose()

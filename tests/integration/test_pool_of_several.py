@@ -11,12 +11,26 @@ from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
 from shell_router.core.engine import Finish, Generation, Hints, Placement
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair, random_rid
-from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable, Overloaded
+from shell_router.errors import (
+    EngineRejected,
+    EngineStalled,
+    EngineUnavailable,
+    EngineUnreachable,
+    Overloaded,
+)
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.failures import BreakerSettings
 from shell_router.routing.placement import EngineState
 from shell_router.routing.queue import QueueSettings
-from tests.fakes.scripted_pair import BREAKER, ONCE, ScriptedPool, collect, generation, scripted_pool, until
+from tests.fakes.scripted_pair import (
+    BREAKER,
+    ONCE,
+    ScriptedPool,
+    collect,
+    generation,
+    scripted_pool,
+    until,
+)
 
 
 def requests(servers: Sequence[ScriptedServer]) -> list[int]:
@@ -37,8 +51,13 @@ async def fails(at: ScriptedPool, error: type[Exception], times: int = 1) -> Non
 async def impatient() -> AsyncIterator[tuple[ScriptedPool, SglangPair]]:
     """A client that waits 0.3 s for a sign of life, and whose breakers open at once."""
     async with scripted_pool() as at:
-        limits, breaker = PairLimits(stall_s=0.3, abort_s=2), BreakerSettings(failures=1, open_s=BREAKER.open_s)
-        pool = SglangPair(*at.pool.addresses, limits=limits, breaker=breaker, clock=lambda: at.now_s)
+        limits, breaker = (
+            PairLimits(stall_s=0.3, abort_s=2),
+            BreakerSettings(failures=1, open_s=BREAKER.open_s),
+        )
+        pool = SglangPair(
+            *at.pool.addresses, limits=limits, breaker=breaker, clock=lambda: at.now_s
+        )
         yield at, pool
         await pool.aclose()
 
@@ -60,7 +79,9 @@ async def test_requests_one_after_the_other_take_turns() -> None:
 async def test_a_growing_prompt_stays_with_the_server_that_holds_its_kv() -> None:
     async with scripted_pool(3, 2) as at:
         for affinity in "abc":
-            found = [(await at.pool.prefill(of(affinity, end))).cached_tokens for end in (50, 100, 150)]
+            found = [
+                (await at.pool.prefill(of(affinity, end))).cached_tokens for end in (50, 100, 150)
+            ]
             assert found == [0, 50, 100]
             _, finish = await collect(at.pool, of(affinity, 160))
             assert finish.cached_tokens == 150
@@ -95,17 +116,29 @@ async def test_a_prompt_moves_when_its_server_is_gone() -> None:
         assert (await at.pool.prefill(of("a", 80))).cached_tokens == 60
 
 
-@pytest.mark.parametrize(("leg", "open_ones"), [("prefill", [True, False]), ("decode", [False, True])])
-@pytest.mark.parametrize("fault", [Fault("refuse"), Fault("status"), Fault("error_event")], ids=lambda f: f.kind)
-async def test_only_the_failing_servers_breaker_counts(leg: str, open_ones: list[bool], fault: Fault) -> None:
+@pytest.mark.parametrize(
+    ("leg", "open_ones"), [("prefill", [True, False]), ("decode", [False, True])]
+)
+@pytest.mark.parametrize(
+    "fault", [Fault("refuse"), Fault("status"), Fault("error_event")], ids=lambda f: f.kind
+)
+async def test_only_the_failing_servers_breaker_counts(
+    leg: str, open_ones: list[bool], fault: Fault
+) -> None:
     async with scripted_pool(retries=ONCE) as at:
         at.strike(fault, (at.prefills if leg == "prefill" else at.decodes)[0])
-        await fails(at, EngineUnreachable if fault.kind == "refuse" else EngineRejected, times=BREAKER.failures)
+        await fails(
+            at,
+            EngineUnreachable if fault.kind == "refuse" else EngineRejected,
+            times=BREAKER.failures,
+        )
         assert at.breakers() == open_ones
         assert [server.failures for server in at.pool.servers] == [3 * found for found in open_ones]
 
 
-async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with scripted_pool(retries=ONCE) as at:
         at.strike(Fault("refuse"), at.decodes[0])
         await fails(at, EngineUnreachable, times=BREAKER.failures)
@@ -174,7 +207,9 @@ async def test_a_prefill_only_request_by_a_real_pair_spends_one_trial() -> None:
 
 async def test_a_transfer_that_failed_may_be_the_fault_of_either_server() -> None:
     async with scripted_pool(retries=ONCE) as at:
-        at.strike(Fault("status", message="Prefill transfer failed for request rank=0"), at.prefills[0])
+        at.strike(
+            Fault("status", message="Prefill transfer failed for request rank=0"), at.prefills[0]
+        )
         await fails(at, EngineRejected)
         assert [server.failures for server in at.pool.servers] == [1, 1]
 
@@ -252,7 +287,9 @@ async def test_the_model_serves_while_one_server_of_each_role_does() -> None:
 async def test_a_server_of_the_other_role_is_named_when_it_is_probed() -> None:
     async with scripted_pool() as at:
         swapped = SglangPair(PairAddress(at.decodes[0].url, at.prefills[0].url, "127.0.0.1", 1))
-        with pytest.raises(EngineRejected, match=r"prefill engine .* disaggregation mode is decode"):
+        with pytest.raises(
+            EngineRejected, match=r"prefill engine .* disaggregation mode is decode"
+        ):
             await swapped.probe()
         await swapped.aclose()
 
@@ -286,9 +323,13 @@ async def test_what_is_in_flight_is_forgotten_on_every_way_to_end() -> None:
         await at.pool.prefill(of("grown", 50))
         async with aclosing(at.pool.generate(generation("left"))) as stream:
             await anext(stream)
-            assert sum(load.running for load in in_flight(at.pool)) == 1, "decode's: prefill has done its part"
+            assert sum(load.running for load in in_flight(at.pool)) == 1, (
+                "decode's: prefill has done its part"
+            )
             assert sum(load.held_tokens for load in in_flight(at.pool)) > 40
-        async with at.pool.forward("generate", b'{"input_ids": [1, 2, 3], "stream": true}') as answer:
+        async with at.pool.forward(
+            "generate", b'{"input_ids": [1, 2, 3], "stream": true}'
+        ) as answer:
             await anext(aiter(answer.chunks))
         await at.prefills[0].stop()
         for index in range(4):
@@ -330,7 +371,9 @@ async def test_native_requests_of_two_tenants_take_turns_however_many_one_of_the
         ended: list[str] = []
 
         async def ask(tenant: str) -> None:
-            async with pool.forward("generate", b'{"input_ids": [1, 2, 3]}', hints=Hints(tenant)) as answer:
+            async with pool.forward(
+                "generate", b'{"input_ids": [1, 2, 3]}', hints=Hints(tenant)
+            ) as answer:
                 async for _ in answer.chunks:
                     pass
                 ended.append(tenant)
@@ -378,11 +421,16 @@ async def test_each_attempts_placement_is_reported_with_its_reason() -> None:
         await at.decodes[0].stop()
         events = [one async for one in at.pool.generate(replace(generation("r"), on_placed=note))]
         assert isinstance(events[-1], Finish)
-    assert [[one.engine for one in placed] for placed in seen] == [["prefill-0", "decode-0"], ["prefill-0", "decode-1"]]
+    assert [[one.engine for one in placed] for placed in seen] == [
+        ["prefill-0", "decode-0"],
+        ["prefill-0", "decode-1"],
+    ]
     assert [one.why for one in seen[0]] == ["only_engine", "fewest_requests"]
 
 
-async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other_in_a_circle() -> None:
+async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other_in_a_circle() -> (
+    None
+):
     async with scripted_pool(settings=ScriptedSettings(warms=(), prefill_s=0.002)) as at:
         queue = QueueSettings(max_running=1, max_prefill_tokens=1, wait_s=1e6)
         pool = SglangPair(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))

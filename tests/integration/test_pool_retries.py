@@ -1,4 +1,5 @@
-"""A request that fails before its first token is sent again unnoticed; later failures are reported."""
+"""A request that fails before its first token is sent again unnoticed; later failures are
+reported."""
 
 import orjson
 import pytest
@@ -9,7 +10,13 @@ from shell_router.errors import EngineError, EngineRejected, EngineUnreachable
 from shell_router.routing.failures import BreakerSettings
 from tests.fakes.scripted_pair import ScriptedPool, collect, generation, scripted_pool
 
-PASSING = [Fault("refuse"), Fault("status", status=503), Fault("close"), Fault("error_event"), Fault("abort")]
+PASSING = [
+    Fault("refuse"),
+    Fault("status", status=503),
+    Fault("close"),
+    Fault("error_event"),
+    Fault("abort"),
+]
 BODY = b'{"input_ids": [1, 2, 3], "stream": %s}'
 
 
@@ -26,7 +33,9 @@ async def relayed(at: ScriptedPool, body: bytes) -> bytes:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: fault.kind)
-async def test_a_failure_that_passes_is_not_noticed(leg: str, fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_that_passes_is_not_noticed(
+    leg: str, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
     async with scripted_pool(settings=ScriptedSettings(log_bodies=8)) as at:
         expected = await collect(at.pool, generation("first"))
         once(fault, at, leg)
@@ -44,7 +53,11 @@ async def test_a_retry_takes_a_new_room_and_an_id_that_no_abort_of_the_first_rea
         await collect(at.pool, generation("mine"))
         first, second = map(orjson.loads, at.decodes[0].bodies)
         assert first["bootstrap_room"] != second["bootstrap_room"]
-        assert first["rid"] == "mine" and not second["rid"].startswith("mine") and "mine" in second["rid"]
+        assert (
+            first["rid"] == "mine"
+            and not second["rid"].startswith("mine")
+            and "mine" in second["rid"]
+        )
         await at.pool.aclose()
         assert at.decodes[0].aborted == at.prefills[0].aborted == ["mine"]
 
@@ -91,8 +104,12 @@ async def test_a_refusal_is_reported_at_once(status: int) -> None:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-@pytest.mark.parametrize("fault", [Fault("refuse"), Fault("status", status=503), Fault("close")], ids=lambda f: f.kind)
-async def test_a_relayed_request_is_sent_again_under_a_fresh_id(leg: str, stream: bytes, fault: Fault) -> None:
+@pytest.mark.parametrize(
+    "fault", [Fault("refuse"), Fault("status", status=503), Fault("close")], ids=lambda f: f.kind
+)
+async def test_a_relayed_request_is_sent_again_under_a_fresh_id(
+    leg: str, stream: bytes, fault: Fault
+) -> None:
     async with scripted_pool(settings=ScriptedSettings(log_bodies=8)) as at:
         once(fault, at, leg)
         assert b"output_ids" in await relayed(at, BODY % stream)

@@ -16,7 +16,9 @@ from shell_router.errors import ConfigError
 from shell_router.prediction.service import Predictions, PredictionService
 from tests.unit.prediction.test_lengths import line, write
 
-ASKED = Prospect("plain request", "1", "please write many many lines", 0, 2, 5, ("small", "large"), scored=True)
+ASKED = Prospect(
+    "plain request", "1", "please write many many lines", 0, 2, 5, ("small", "large"), scored=True
+)
 PATIENT, HASTY = PredictionSettings(limit_s=30.0), PredictionSettings(limit_s=0.2)
 
 
@@ -46,13 +48,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def services(folder: Path) -> AsyncIterator[dict[str, PredictionService]]:
     async with AsyncExitStack() as opened:
-        made = {name: PredictionService("lengths", folder, of) for name, of in (("patient", PATIENT), ("hasty", HASTY))}
+        made = {
+            name: PredictionService("lengths", folder, of)
+            for name, of in (("patient", PATIENT), ("hasty", HASTY))
+        }
         for service in made.values():
             opened.push_async_callback(service.aclose)
         yield made
 
 
-async def test_many_that_ask_at_once_all_get_their_own_answer(services: dict[str, PredictionService]) -> None:
+async def test_many_that_ask_at_once_all_get_their_own_answer(
+    services: dict[str, PredictionService],
+) -> None:
     predictor = Predictions(None, services["patient"])
     answers = await asyncio.gather(*(predictor.forecast([ASKED] * number) for number in range(5)))
     assert [len(forecasts.each) for forecasts in answers] == [0, 1, 2, 3, 4]

@@ -1,4 +1,6 @@
-"""`shell-router profile` on an embedded pair, from a deployment's file to profiles that a simulation reads."""
+"""`shell-router profile` on an embedded pair, from a deployment's file to profiles that a
+simulation reads.
+"""
 
 import asyncio
 from pathlib import Path
@@ -23,10 +25,14 @@ def deployment(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-async def test_a_deployments_models_are_measured_into_a_file_that_simulations_read(deployment: Path) -> None:
+async def test_a_deployments_models_are_measured_into_a_file_that_simulations_read(
+    deployment: Path,
+) -> None:
     out = deployment.with_name("profiles.yaml")
     out.write_text(KEPT, encoding="utf-8")
-    async with running_command("profile", deployment, "--out", out, "--models", "tiny", *QUICK) as command:
+    async with running_command(
+        "profile", deployment, "--out", out, "--models", "tiny", *QUICK
+    ) as command:
         await command.line_with("measuring tiny", limit_s=120)
         started = command.started()
         code, printed = await command.ended(limit_s=120)
@@ -35,15 +41,24 @@ async def test_a_deployments_models_are_measured_into_a_file_that_simulations_re
     profiles = load_profiles(out)
     assert list(profiles.models) == ["kept", "tiny"]
     costs = profiles.models["tiny"].costs({})
-    assert (costs.prefill.chunk_tokens, costs.prefill.prompts, costs.decode.max_batch_size) == (512, 1, 32)
+    assert (costs.prefill.chunk_tokens, costs.prefill.prompts, costs.decode.max_batch_size) == (
+        512,
+        1,
+        32,
+    )
     assert costs.prefill.pass_s(64, 2080) > 0
     assert costs.decode.steps_s(1, 1, 64) > 0
 
 
-def test_a_model_that_the_deployment_lacks_is_refused(deployment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_the_deployment_lacks_is_refused(
+    deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = str(deployment.with_name("profiles.yaml"))
     assert main(["profile", str(deployment), "--out", out, "--models", "tiny,huge"]) == 2
-    assert capsys.readouterr().err == "shell-router: The deployment has no model huge. Choose from: tiny, other.\n"
+    assert (
+        capsys.readouterr().err
+        == "shell-router: The deployment has no model huge. Choose from: tiny, other.\n"
+    )
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(

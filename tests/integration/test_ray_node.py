@@ -1,4 +1,5 @@
-"""A worker as it runs in an actor of Ray, without Ray: real engines on an address of this machine."""
+"""A worker as it runs in an actor of Ray, without Ray: real engines on an address of this
+machine."""
 
 import asyncio
 import socket
@@ -44,7 +45,9 @@ async def serves(address: PairAddress) -> bool:
 
 
 @pytest.mark.slow
-async def test_one_model_after_the_other_serves_at_the_address_of_the_node(worker: NodeWorker) -> None:
+async def test_one_model_after_the_other_serves_at_the_address_of_the_node(
+    worker: NodeWorker,
+) -> None:
     first, load = await worker.open("small")
     assert load == "engine started"
     assert first.prefill_url.startswith(f"http://{HOST}:")
@@ -60,7 +63,9 @@ async def test_one_model_after_the_other_serves_at_the_address_of_the_node(worke
 
 
 @pytest.mark.slow
-async def test_a_folder_that_the_node_has_not_is_an_error_that_names_both(worker: NodeWorker) -> None:
+async def test_a_folder_that_the_node_has_not_is_an_error_that_names_both(
+    worker: NodeWorker,
+) -> None:
     with pytest.raises(EngineError, match=rf"On the node {HOST}: .*there is no folder .*/absent"):
         await worker.open("absent")
     await worker.close()
@@ -69,7 +74,9 @@ async def test_a_folder_that_the_node_has_not_is_an_error_that_names_both(worker
 
 
 @pytest.mark.slow
-async def test_a_session_that_is_closed_while_it_begins_leaves_no_engine(worker: NodeWorker) -> None:
+async def test_a_session_that_is_closed_while_it_begins_leaves_no_engine(
+    worker: NodeWorker,
+) -> None:
     opening = asyncio.create_task(worker.open("small"))
     await asyncio.sleep(0)  # until it waits
     await worker.close()
@@ -101,7 +108,9 @@ class LostActor:
         raise RayError("The actor is dead.")
 
 
-async def test_a_worker_lost_between_its_answer_and_the_first_request_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_worker_lost_between_its_answer_and_the_first_request_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone = f"http://127.0.0.1:{listener.getsockname()[1]}"
     killed: list[Any] = []
@@ -112,7 +121,9 @@ async def test_a_worker_lost_between_its_answer_and_the_first_request_is_not_wai
     assert pool.limits.engine_start_s == 180.0
     worker = RayWorker(ray, pool, 0, tmp_path, actor, HOST, reach_limit_s=0.1)
     async with asyncio.timeout(60):
-        with pytest.raises(EngineUnreachable, match=rf"Worker 0 on the node {HOST} was lost.* at {gone} and"):
+        with pytest.raises(
+            EngineUnreachable, match=rf"Worker 0 on the node {HOST} was lost.* at {gone} and"
+        ):
             async with worker.session("small"):
                 pass
     assert killed == [actor]

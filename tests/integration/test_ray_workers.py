@@ -1,4 +1,6 @@
-"""`shell-router batch run` on a Ray cluster of one node: the whole command, with real models on embedded pairs."""
+"""`shell-router batch run` on a Ray cluster of one node: the whole command, with real models on
+embedded pairs.
+"""
 
 import asyncio
 import os
@@ -32,7 +34,9 @@ async def ran(pool: Path, questions: Path, out: Path) -> tuple[int, str]:
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
-    """What was answered, but for confidences: what engines compute in another batch may differ in a last digit."""
+    """What was answered, but for confidences: what engines compute in another batch may differ in a
+    last digit.
+    """
     found = [orjson.loads(line) for line in (folder / "results.jsonl").read_bytes().splitlines()]
     for one in found:
         for proposal in one["proposals"]:
@@ -49,7 +53,9 @@ async def test_a_run_on_a_cluster_gives_the_same_results_as_one_on_this_machine(
     code, printed = await ran(write_pool(tmp_path), questions, tmp_path / "here")
     assert code == 0, printed
     pool = write_pool(tmp_path, ray={"address": getattr(cluster, way)})
-    async with running_command("batch", "run", pool, "--data", questions, "--out", tmp_path / "there") as command:
+    async with running_command(
+        "batch", "run", pool, "--data", questions, "--out", tmp_path / "there"
+    ) as command:
         await command.line_with("answers 12 prompts", limit_s=LIMIT_S)
         async with asyncio.timeout(LIMIT_S):
             while len(cluster.workers()) < 2:  # noqa: ASYNC110 # Ray starts the second when it gets to it
@@ -69,7 +75,10 @@ async def test_a_model_that_does_not_load_on_its_node_costs_its_own_answers_alon
     for file in (ROOT / "models/small").iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "model.safetensors").write_bytes(b"no weights")
-    models = {"medium": {"path": str(ROOT / "models/medium")}, "large": {"path": str(ROOT / "models/large")}}
+    models = {
+        "medium": {"path": str(ROOT / "models/medium")},
+        "large": {"path": str(ROOT / "models/large")},
+    }
     pool = write_pool(
         tmp_path,
         models={**models, "broken": {"path": str(broken)}},
@@ -104,8 +113,13 @@ async def test_what_a_lost_worker_has_not_answered_is_answered_by_the_others(
 async def test_the_end_of_the_command_ends_its_engines_on_the_cluster(
     cluster: RunningCluster, tmp_path: Path, number: signal.Signals
 ) -> None:
-    pool, questions = write_pool(tmp_path, ray={"address": cluster.address}), write_questions(tmp_path, 40)
-    async with running_command("batch", "run", pool, "--data", questions, "--out", tmp_path / "run") as command:
+    pool, questions = (
+        write_pool(tmp_path, ray={"address": cluster.address}),
+        write_questions(tmp_path, 40),
+    )
+    async with running_command(
+        "batch", "run", pool, "--data", questions, "--out", tmp_path / "run"
+    ) as command:
         await command.line_with("answers 40 prompts", limit_s=LIMIT_S)
         engines = cluster.engines() | cluster.workers()
         command.signal(number)
@@ -147,7 +161,11 @@ def test_without_ray_the_command_says_how_to_install_it(tmp_path: Path) -> None:
     hidden = "import sys; sys.modules['ray'] = None"  # makes its import fail
     command = ["batch", "run", str(pool), "--data", str(questions), "--out", str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, "-c", f"{hidden}; from shell_router.cli import main; sys.exit(main({command}))"],
+        [
+            sys.executable,
+            "-c",
+            f"{hidden}; from shell_router.cli import main; sys.exit(main({command}))",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,6 @@
-"""What a deployment's file says of Redis reaches it: password, TLS with certificates on both sides, prefix of keys."""
+"""What a deployment's file says of Redis reaches it: password, TLS with certificates on both sides,
+prefix of keys.
+"""
 
 import asyncio
 import time
@@ -21,7 +23,9 @@ server = pytest.fixture(own_redis)
 
 @asynccontextmanager
 async def tls_before(server: RedisServer, folder: Path) -> AsyncIterator[int]:
-    """A port where only clients with a certificate reach `server`: not every build of it speaks TLS."""
+    """A port where only clients with a certificate reach `server`: not every build of it speaks
+    TLS.
+    """
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(2**16):
@@ -45,10 +49,15 @@ def written(folder: Path, cache: str) -> Path:
     return file
 
 
-async def test_password_tls_and_prefix_of_the_file_reach_redis(server: RedisServer, tmp_path: Path) -> None:
+async def test_password_tls_and_prefix_of_the_file_reach_redis(
+    server: RedisServer, tmp_path: Path
+) -> None:
     async with tls_before(server, tmp_path) as port:
         tls = "tls: {ca: authority.pem, certificate: router.pem, key: router.key}"
-        cache_settings = f"url: 'rediss://127.0.0.1:{port}/0', password: {{env: REDIS_PASSWORD}}, prefix: mine, {tls}"
+        cache_settings = (
+            f"url: 'rediss://127.0.0.1:{port}/0', password: {{env: "
+            f"REDIS_PASSWORD}}, prefix: mine, {tls}"
+        )
         settings = read_config(written(tmp_path, cache_settings), {}).cache
         assert "geheim" not in repr(settings)
         async with running_cache(settings, time.monotonic, {"REDIS_PASSWORD": "geheim"}) as cache:
@@ -80,7 +89,9 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path, cache: str, message:
 
 
 def test_a_user_in_the_url_goes_with_a_password_beside_it(tmp_path: Path) -> None:
-    settings = read_config(written(tmp_path, "url: 'redis://router@h', password: {env: REDIS_PASSWORD}"), {}).cache
+    settings = read_config(
+        written(tmp_path, "url: 'redis://router@h', password: {env: REDIS_PASSWORD}"), {}
+    ).cache
     assert settings.url == "redis://router@h"
 
 

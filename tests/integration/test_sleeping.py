@@ -1,4 +1,6 @@
-"""Models of different shapes behind `shell-router launch`: their servers start in turns, and sleep in turns."""
+"""Models of different shapes behind `shell-router launch`: their servers start in turns, and sleep
+in turns.
+"""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -48,11 +50,16 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
         async def awake() -> list[bool]:
             """Of each server whether it is awake."""
             infos = [await (await http.get(f"{url}/model_info")).json() for url in urls]
-            assert {info["weight_version"].removeprefix("default") for info in infos} <= {"", " (asleep)"}
+            assert {info["weight_version"].removeprefix("default") for info in infos} <= {
+                "",
+                " (asleep)",
+            }
             return [info["weight_version"] == "default" for info in infos]
 
         async with launched_engines(plan_launch(config, "launch", None, {})) as engines:
-            steps = [message.partition(";")[0].partition(" after")[0] for message in caplog.messages]
+            steps = [
+                message.partition(";")[0].partition(" after")[0] for message in caplog.messages
+            ]
             assert steps[:2] == ["small/prefill: started", "small/decode: started"]
             assert sorted(steps[2:4]) == ["small/decode: ready", "small/prefill: ready"]
             assert steps[4:6] == ["medium/prefill: started", "medium/decode: started"]
@@ -64,10 +71,15 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
                 assert await awake() == [True, True, False, False]
                 for name in ("medium", "small", "medium"):
                     asked = [{"role": "user", "content": "What is it?"}]
-                    found = await client.chat.completions.create(model=name, messages=asked, max_tokens=5)
+                    found = await client.chat.completions.create(
+                        model=name, messages=asked, max_tokens=5
+                    )
                     assert found.usage and found.usage.completion_tokens == 5
                     ready = await (await http.get(f"{url}/ready")).json()
-                    assert ready["checks"].items() >= {"engine small": True, "engine medium": True}.items()
+                    assert (
+                        ready["checks"].items()
+                        >= {"engine small": True, "engine medium": True}.items()
+                    )
                 assert await awake() == [False, False, True, True]
             assert set(engines.restarts().values()) == {0}
 
@@ -75,7 +87,12 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
 async def asleep(stack: AsyncExitStack, ports: Sequence[int]) -> list[ScriptedServer]:
     """The servers of the deployment, while the stack is open."""
     servers = []
-    for role, port in (("prefill", ports[0]), ("decode", ports[1]), ("prefill", ports[3]), ("decode", ports[4])):
+    for role, port in (
+        ("prefill", ports[0]),
+        ("decode", ports[1]),
+        ("prefill", ports[3]),
+        ("decode", ports[4]),
+    ):
         settings = ScriptedSettings(role, vocabulary=30, memory_saver=True, cpu_backup=True)
         servers.append(ScriptedServer(settings))
         servers[-1].memory.asleep, servers[-1].memory.version = True, "default (asleep)"
@@ -105,7 +122,11 @@ async def test_a_router_says_which_models_have_no_server_left_and_wakes_nothing_
         assert await ready() == (200, [True, True])
         servers[0].memory.die("killed")
         assert await ready() == (200, [False, True])
-        body = {"model": "medium", "messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 5}
+        body = {
+            "model": "medium",
+            "messages": [{"role": "user", "content": "What is it?"}],
+            "max_tokens": 5,
+        }
         answer = await http.post(f"{url}/v1/chat/completions", json=body)
         assert answer.status == 502 and "the engines of 'small' do not sleep" in await answer.text()
         servers[3].memory.die("killed")
@@ -133,7 +154,11 @@ async def test_a_server_of_models_that_take_turns_shows_its_failures_and_breaker
         url = await stack.enter_async_context(running_server(load_config(file, {})))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         servers[1].settings = replace(servers[1].settings, fault=Fault("close"))
-        body = {"model": "small", "messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 5}
+        body = {
+            "model": "small",
+            "messages": [{"role": "user", "content": "What is it?"}],
+            "max_tokens": 5,
+        }
         assert (await http.post(f"{url}/v1/chat/completions", json=body)).status == 502
         found = (await (await http.get(f"{url}/metrics")).text()).splitlines()
         labels = f'{{model="{named}",role="decode",url="http://127.0.0.1:{ports[1]}"}}'

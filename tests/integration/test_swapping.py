@@ -44,7 +44,9 @@ async def serving(
     models: Path, folder: Path, swapping: Mapping[str, object]
 ) -> AsyncIterator[tuple[RunningCommand, openai.AsyncOpenAI]]:
     deployment = {
-        "models": {name: {"path": str(models / name), "embedded": {"dtype": "float64"}} for name in NAMES},
+        "models": {
+            name: {"path": str(models / name), "embedded": {"dtype": "float64"}} for name in NAMES
+        },
         "topologies": [str(folder / "panel.yaml")],
         "embedder": {"model": "none"},
         "listen": {"port": 0},
@@ -55,24 +57,36 @@ async def serving(
     file.write_text(yaml.safe_dump(deployment), encoding="utf-8")
     async with running_command("serve", "--config", file) as command:
         url = (await command.line_with("Serving on", limit_s=LIMIT_S)).split()[-1]
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0
+        ) as client:
             yield command, client
 
 
 async def answer(client: openai.AsyncOpenAI, model: str, prompt: str) -> str:
     stream = await client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": prompt}], max_tokens=12, temperature=0, stream=True
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=12,
+        temperature=0,
+        stream=True,
     )
-    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    return "".join(
+        [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    )
 
 
 async def answers(client: openai.AsyncOpenAI, names: Sequence[str]) -> dict[tuple[str, str], str]:
     asked = [(name, prompt) for name in names for prompt in PROMPTS]
-    return dict(zip(asked, await asyncio.gather(*(answer(client, *one) for one in asked)), strict=True))
+    return dict(
+        zip(asked, await asyncio.gather(*(answer(client, *one) for one in asked)), strict=True)
+    )
 
 
 async def stopped(command: RunningCommand, *, cut: bool = False) -> str:
-    """What it printed until its end; nothing that it started runs then. With `cut`, requests are not awaited."""
+    """What it printed until its end; nothing that it started runs then. With `cut`, requests are
+    not awaited.
+    """
     started = command.started()
     command.signal(signal.SIGTERM)
     if cut:
@@ -84,18 +98,26 @@ async def stopped(command: RunningCommand, *, cut: bool = False) -> str:
     return printed
 
 
-async def test_sixteen_clients_get_each_models_own_answers_and_nothing_runs_after(models: Path, tmp_path: Path) -> None:
+async def test_sixteen_clients_get_each_models_own_answers_and_nothing_runs_after(
+    models: Path, tmp_path: Path
+) -> None:
     names = [*NAMES, "panel"]
     async with serving(models, tmp_path, {}) as (command, client):
         alone = await answers(client, names)
         await stopped(command)
     assert len({alone[name, PROMPTS[0]] for name in NAMES}) == len(NAMES)
 
-    async with serving(models, tmp_path, {"max_loaded_models": 3, "window_s": 1}) as (command, client):
+    async with serving(models, tmp_path, {"max_loaded_models": 3, "window_s": 1}) as (
+        command,
+        client,
+    ):
 
         async def ask(number: int) -> None:
             for step in range(16):
-                one = names[(5 * step + 3 * number) % len(names)], PROMPTS[(step + number) % len(PROMPTS)]
+                one = (
+                    names[(5 * step + 3 * number) % len(names)],
+                    PROMPTS[(step + number) % len(PROMPTS)],
+                )
                 assert await answer(client, *one) == alone[one]
 
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as clients:
@@ -112,12 +134,19 @@ async def test_a_model_that_cannot_be_loaded_fails_by_name_and_a_load_is_cut_by_
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1000])
     try:
-        async with serving(models, tmp_path, {"max_loaded_models": 3, "usage": {CUT: 0.5}}) as (command, client):
+        async with serving(models, tmp_path, {"max_loaded_models": 3, "usage": {CUT: 0.5}}) as (
+            command,
+            client,
+        ):
             with pytest.raises(openai.APIStatusError) as refused:
-                await client.chat.completions.create(model=CUT, messages=[{"role": "user", "content": "one"}])
+                await client.chat.completions.create(
+                    model=CUT, messages=[{"role": "user", "content": "one"}]
+                )
             assert (refused.value.status_code, refused.value.code) == (502, "model_load_failed")
             broken, whole_one = await asyncio.gather(
-                answer(client, CUT, PROMPTS[0]), answer(client, "m4", PROMPTS[0]), return_exceptions=True
+                answer(client, CUT, PROMPTS[0]),
+                answer(client, "m4", PROMPTS[0]),
+                return_exceptions=True,
             )
             assert isinstance(broken, openai.APIError) and broken.code == "model_load_failed"
             assert isinstance(whole_one, str)

@@ -16,7 +16,8 @@ from shell_router.engines.tokenizer import HfTokenizer
 MODELS = Path(__file__).parents[2] / "models"
 PLACES = {"sizes": MODELS, "specialists": MODELS / "specialists"}
 CARDS: dict[str, dict[str, Measured]] = {
-    name: json.loads((place / "measured.json").read_text(encoding="utf-8")) for name, place in PLACES.items()
+    name: json.loads((place / "measured.json").read_text(encoding="utf-8"))
+    for name, place in PLACES.items()
 }
 TESTED = {
     "sizes": read_problems(MODELS / "data" / "test.jsonl"),
@@ -32,22 +33,31 @@ def test_the_card_shows_what_was_measured(name: str) -> None:
 
 
 def test_each_size_is_far_ahead_of_the_one_below() -> None:
-    small, medium, large = (CARDS["sizes"][size]["accuracy"] for size in ("small", "medium", "large"))
+    small, medium, large = (
+        CARDS["sizes"][size]["accuracy"] for size in ("small", "medium", "large")
+    )
     assert small + 0.1 < medium
     assert medium + 0.1 < large
 
 
 def test_each_specialist_is_ahead_of_the_others_on_its_topic() -> None:
     for topic, card in CARDS["specialists"].items():
-        others = [one["by_topic"][topic] for name, one in CARDS["specialists"].items() if name != topic]
+        others = [
+            one["by_topic"][topic] for name, one in CARDS["specialists"].items() if name != topic
+        ]
         assert card["by_topic"][topic] > max(others) + 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "member"), MEMBERS)
-def test_a_model_is_as_right_and_as_well_calibrated_as_its_card_says(name: str, member: str) -> None:
+def test_a_model_is_as_right_and_as_well_calibrated_as_its_card_says(
+    name: str, member: str
+) -> None:
     network = Qwen3ForCausalLM.from_pretrained(PLACES[name] / member, dtype=torch.float32)
-    said, found = CARDS[name][member], measured(network, family.make_tokenizer(), TESTED[name][:ASKED])
+    said, found = (
+        CARDS[name][member],
+        measured(network, family.make_tokenizer(), TESTED[name][:ASKED]),
+    )
     assert found["parameters"] == said["parameters"]
     four_deviations = 4 * math.sqrt(said["accuracy"] * (1 - said["accuracy"]) / ASKED)
     assert abs(found["accuracy"] - said["accuracy"]) < four_deviations

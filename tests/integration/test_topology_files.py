@@ -40,7 +40,10 @@ def test_the_shipped_topologies_are_there(shipped: dict[str, Graph]) -> None:
 
 
 def test_the_tree_and_its_baseline_have_the_papers_shapes(shipped: dict[str, Graph]) -> None:
-    shapes = {name: [len(layer) for layer in shipped[name].layers] for name in ("tree-9-3-1", "all-to-all-9-9-1")}
+    shapes = {
+        name: [len(layer) for layer in shipped[name].layers]
+        for name in ("tree-9-3-1", "all-to-all-9-9-1")
+    }
     assert shapes == {"tree-9-3-1": [9, 3, 1], "all-to-all-9-9-1": [9, 9, 1]}
 
 
@@ -53,7 +56,9 @@ def test_the_verifier_reads_plan_and_solution(shipped: dict[str, Graph]) -> None
     assert shipped["plan-solve-verify"].root.precursors == ("planner", "solver")
 
 
-def test_every_shipped_prompt_can_be_filled_and_asks_the_question(shipped: dict[str, Graph]) -> None:
+def test_every_shipped_prompt_can_be_filled_and_asks_the_question(
+    shipped: dict[str, Graph],
+) -> None:
     agents = (agent for topology in shipped.values() for agent in topology.agents.values())
     for agent in (agent for agent in agents if not agent.votes):
         assert "1+1?" in fill_text(agent.prompt.prefix, "1+1?")
@@ -74,7 +79,9 @@ def validator() -> Draft202012Validator:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_editors_know_the_schema_of_a_shipped_file_and_accept_it(file: Path, validator: Draft202012Validator) -> None:
+def test_editors_know_the_schema_of_a_shipped_file_and_accept_it(
+    file: Path, validator: Draft202012Validator
+) -> None:
     text = file.read_text(encoding="utf-8")
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     validator.validate(yaml.safe_load(text))
@@ -104,8 +111,12 @@ CHANGES: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_schema_refuses_what_the_loader_refuses(change: str, validator: Draft202012Validator) -> None:
-    content = yaml.safe_load((ROOT / "topologies" / "plan-solve-verify.yaml").read_text(encoding="utf-8"))
+def test_the_schema_refuses_what_the_loader_refuses(
+    change: str, validator: Draft202012Validator
+) -> None:
+    content = yaml.safe_load(
+        (ROOT / "topologies" / "plan-solve-verify.yaml").read_text(encoding="utf-8")
+    )
     (*path, key), value = CHANGES[change]
     place = content
     for step in path:
@@ -128,10 +139,14 @@ CHANGES_OF_STEPS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_STEPS)
-def test_the_schema_refuses_what_the_loader_refuses_of_steps(change: str, validator: Draft202012Validator) -> None:
+def test_the_schema_refuses_what_the_loader_refuses_of_steps(
+    change: str, validator: Draft202012Validator
+) -> None:
     guide = GUIDE.read_text(encoding="utf-8")
     content = next(
-        yaml.safe_load(block.split("```")[0]) for block in guide.split("```yaml\n") if "name: triage" in block
+        yaml.safe_load(block.split("```")[0])
+        for block in guide.split("```yaml\n")
+        if "name: triage" in block
     )
     assert validator.is_valid(content)
     (*path, key), value = CHANGES_OF_STEPS[change]
@@ -155,7 +170,10 @@ def _words(schema: Any) -> set[str]:
         return set().union(*map(_words, schema))
     if not isinstance(schema, dict):
         return set()
-    own = {*schema.get("properties", ()), *(word for word in schema.get("enum", ()) if isinstance(word, str))}
+    own = {
+        *schema.get("properties", ()),
+        *(word for word in schema.get("enum", ()) if isinstance(word, str)),
+    }
     return own.union(*map(_words, schema.values()))
 
 

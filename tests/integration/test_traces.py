@@ -33,7 +33,14 @@ async def test_the_latest_requests_are_listed_by_model_status_and_time() -> None
         every = body["data"]
         listed = {
             query: [one["model"] for one in (await served.get(f"/v1/traces?{query}"))[1]["data"]]
-            for query in ("model=duo", "status=failed", "status=finished", "since=200", "limit=1", "limit=0")
+            for query in (
+                "model=duo",
+                "status=failed",
+                "status=finished",
+                "since=200",
+                "limit=1",
+                "limit=0",
+            )
         }
     assert body["object"] == "list"
     assert [(one["model"], one["created"], one["status"], one["agents"]) for one in every] == [
@@ -52,7 +59,9 @@ async def test_the_latest_requests_are_listed_by_model_status_and_time() -> None
     }
 
 
-@pytest.mark.parametrize("query", ["status=done", "limit=many", "limit=1001", "since=-1", "since=nan", "modle=duo"])
+@pytest.mark.parametrize(
+    "query", ["status=done", "limit=many", "limit=1001", "since=-1", "since=nan", "modle=duo"]
+)
 async def test_a_filter_that_cannot_be_meant_is_refused_by_name(query: str) -> None:
     async with api() as served:
         status, body = await served.get(f"/v1/traces?{query}")
@@ -63,7 +72,8 @@ async def test_a_tenant_sees_only_its_own_requests() -> None:
     async with api(settings=ApiSettings(keys={"me": "sk-1", "you": "sk-2"})) as served:
         await served.post("/v1/chat/completions", chat(), Authorization="Bearer sk-1")
         counts = [
-            len((await served.get("/v1/traces", Authorization=f"Bearer {key}"))[1]["data"]) for key in ("sk-1", "sk-2")
+            len((await served.get("/v1/traces", Authorization=f"Bearer {key}"))[1]["data"])
+            for key in ("sk-1", "sk-2")
         ]
     assert counts == [1, 0]
 
@@ -78,7 +88,13 @@ async def test_the_command_lists_draws_and_writes_for_perfetto(
             trace_id = response.headers["x-trace-id"]
         codes = [
             await asyncio.to_thread(main, ["trace", *arguments, "--url", served.url])
-            for arguments in ([], [trace_id], [trace_id, "--perfetto", str(file)], ["--model", "nothing"], ["unknown"])
+            for arguments in (
+                [],
+                [trace_id],
+                [trace_id, "--perfetto", str(file)],
+                ["--model", "nothing"],
+                ["unknown"],
+            )
         ]
     assert codes == [0, 0, 0, 0, 2]
     printed = capsys.readouterr()
@@ -87,7 +103,11 @@ async def test_the_command_lists_draws_and_writes_for_perfetto(
     assert "keeps no such request" in printed.out
     assert "No trace 'unknown' is held" in printed.err
     assert f"Open {file} at https://ui.perfetto.dev" in printed.out
-    check_perfetto(json.loads(file.read_text(encoding="utf-8")), tracks={"run", "left", "right", "root"}, arrows=2)
+    check_perfetto(
+        json.loads(file.read_text(encoding="utf-8")),
+        tracks={"run", "left", "right", "root"},
+        arrows=2,
+    )
 
 
 async def test_a_run_that_goes_on_is_drawn_up_to_now(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,25 +117,57 @@ async def test_a_run_that_goes_on_is_drawn_up_to_now(capsys: pytest.CaptureFixtu
     closed = {"name": "queue", "start_s": 0.0, "end_s": 2.5}
     record = {"model": "small", "state": "running", "precursors": [], "spans": [open_span]}
     other = {**record, "spans": [closed]}
-    trace = {"id": "t", "target": "duo", "state": "running", "started_at": 5.0, "duration_s": None, "exits": []}
+    trace = {
+        "id": "t",
+        "target": "duo",
+        "state": "running",
+        "started_at": 5.0,
+        "duration_s": None,
+        "exits": [],
+    }
     written = as_perfetto({**trace, "agents": {"a": record, "b": other}})
     (decode,) = (one for one in written["traceEvents"] if one["name"] == "decode")
     assert (decode["ts"], decode["dur"]) == (6_000_000, 1_500_000)
 
 
 def test_a_skipped_agent_gets_an_arrow_from_the_output_that_it_forwards() -> None:
-    decode, queue = ({"name": "decode", "start_s": 0.5, "end_s": 1.0}, {"name": "queue", "start_s": 0.0, "end_s": 1.5})
-    writer = {"model": "small", "state": "finished", "started_s": 0.0, "precursors": [], "spans": [decode]}
-    root = {"model": "large", "state": "skipped", "started_s": 0.0, "ended_s": 1.5, "source": "a", "spans": [queue]}
+    decode, queue = (
+        {"name": "decode", "start_s": 0.5, "end_s": 1.0},
+        {"name": "queue", "start_s": 0.0, "end_s": 1.5},
+    )
+    writer = {
+        "model": "small",
+        "state": "finished",
+        "started_s": 0.0,
+        "precursors": [],
+        "spans": [decode],
+    }
+    root = {
+        "model": "large",
+        "state": "skipped",
+        "started_s": 0.0,
+        "ended_s": 1.5,
+        "source": "a",
+        "spans": [queue],
+    }
     agents = {"a": writer, "b": writer, "root": {**root, "precursors": ["a", "b"]}}
-    trace = {"id": "t", "target": "duo", "state": "finished", "started_at": 5.0, "duration_s": 1.5, "exits": []}
+    trace = {
+        "id": "t",
+        "target": "duo",
+        "state": "finished",
+        "started_at": 5.0,
+        "duration_s": 1.5,
+        "exits": [],
+    }
     written = as_perfetto({**trace, "agents": agents})
     check_perfetto(written, tracks={"run", "a", "b", "root"}, arrows=1)
     assert [one["name"] for one in written["traceEvents"] if one["ph"] == "s"] == ["output of a"]
 
 
 def check_perfetto(written: Entry, *, tracks: set[str], arrows: int) -> None:
-    """What Perfetto needs: named tracks, slices that nest in theirs, and arrows from a slice to a slice."""
+    """What Perfetto needs: named tracks, slices that nest in theirs, and arrows from a slice to a
+    slice.
+    """
     entries = written["traceEvents"]
     names = {one["tid"]: one["args"]["name"] for one in entries if one["name"] == "thread_name"}
     assert {name.partition(" (")[0] for name in names.values()} == tracks
@@ -130,7 +182,9 @@ def check_perfetto(written: Entry, *, tracks: set[str], arrows: int) -> None:
         for one in sorted(track, key=lambda one: (one["ts"], -one["dur"])):
             while ends and ends[-1] <= one["ts"]:
                 ends.pop()
-            assert not ends or one["ts"] + one["dur"] <= ends[-1], f"{one} overlaps the slice before it"
+            assert not ends or one["ts"] + one["dur"] <= ends[-1], (
+                f"{one} overlaps the slice before it"
+            )
             ends.append(one["ts"] + one["dur"])
     begins = {one["id"]: one for one in entries if one["ph"] == "s"}
     ends_of = {one["id"]: one for one in entries if one["ph"] == "f"}
@@ -142,4 +196,6 @@ def check_perfetto(written: Entry, *, tracks: set[str], arrows: int) -> None:
         assert end["bp"] == "e"
         assert begin["ts"] <= end["ts"]
         for point in (begin, end):
-            assert any(one["ts"] <= point["ts"] <= one["ts"] + one["dur"] for one in slices[point["tid"]]), point
+            assert any(
+                one["ts"] <= point["ts"] <= one["ts"] + one["dur"] for one in slices[point["tid"]]
+            ), point

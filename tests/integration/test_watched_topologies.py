@@ -20,7 +20,9 @@ MODELS = {"small": ModelSettings(Path("small"))}
 
 def write(folder: Path, name: str, model: str = "small", description: str = "") -> Path:
     file, new = folder / f"{name}.yaml", folder / f"{name}.new"
-    new.write_text(f"description: '{description}'\nagents: {{a: {{model: {model}}}}}\n", encoding="utf-8")
+    new.write_text(
+        f"description: '{description}'\nagents: {{a: {{model: {model}}}}}\n", encoding="utf-8"
+    )
     return new.replace(file)  # or half of it might be read
 
 
@@ -31,7 +33,10 @@ class Watched:
 
     def reloads(self, outcome: str) -> float:
         labels = {"outcome": outcome}
-        return self._metrics.registry.get_sample_value("shell_router_topology_reloads_total", labels) or 0.0
+        return (
+            self._metrics.registry.get_sample_value("shell_router_topology_reloads_total", labels)
+            or 0.0
+        )
 
     def descriptions(self) -> dict[str, str]:
         return {name: graph.description for name, graph in self.topologies.items()}
@@ -39,7 +44,10 @@ class Watched:
 
 @asynccontextmanager
 async def watching(*paths: Path, watch: bool = True) -> AsyncIterator[Watched]:
-    config, metrics = Config(MODELS, topologies=paths, live_topologies=LiveSettings(watch=watch)), Metrics()
+    config, metrics = (
+        Config(MODELS, topologies=paths, live_topologies=LiveSettings(watch=watch)),
+        Metrics(),
+    )
     topologies, seen = live_topologies(config)
     async with watched(config, topologies, seen, metrics, look_s=0.2):
         yield Watched(topologies, metrics)
@@ -59,7 +67,9 @@ async def test_files_that_are_added_changed_and_removed_take_effect(tmp_path: Pa
         write(folder, "one", description="changed")
         await until(lambda: running.descriptions()["one"] == "changed")
         assert kept.description == ""
-        alone.with_name("new").write_text(alone.read_text(encoding="utf-8").replace("''", "replaced"), encoding="utf-8")
+        alone.with_name("new").write_text(
+            alone.read_text(encoding="utf-8").replace("''", "replaced"), encoding="utf-8"
+        )
         alone.with_name("new").replace(alone)  # as editors save
         await until(lambda: running.descriptions()["alone"] == "replaced")
         (folder / "two.yaml").unlink()
@@ -97,7 +107,9 @@ async def test_a_file_takes_no_name_that_a_client_has_put(tmp_path: Path) -> Non
 
 
 async def test_a_folder_that_is_a_link_is_followed_when_it_leads_elsewhere(tmp_path: Path) -> None:
-    """As Kubernetes mounts a ConfigMap: files link to ..data/<file>, and ..data is exchanged as a whole."""
+    """As Kubernetes mounts a ConfigMap: files link to ..data/<file>, and ..data is exchanged as a
+    whole.
+    """
     mount = tmp_path / "mount"
     for number in ("1", "2", "3"):
         (mount / f"..{number}").mkdir(parents=True)

@@ -1,9 +1,10 @@
-"""One of two ranks that balance experts by real SGLang's `EPLBManager`, recorder and updater: no model, no server.
+"""One of two ranks that balance experts by real SGLang's `EPLBManager`, recorder and updater: no
+model, no server.
 
-python balanced_ranks.py RANK CHOICES.npy MEETING_FILE, in SGLang's environment. CHOICES [passes, layers, tokens, top-k]
-are experts. Prints where experts are in the end, and the experts whose weights this rank holds, layer by layer.
+python balanced_ranks.py RANK CHOICES.npy MEETING_FILE, in SGLang's environment. CHOICES [passes,
+layers, tokens, top-k] are experts. Prints where experts are in the end, and the experts whose
+weights this rank holds, layer by layer.
 """
-# ruff: noqa: PLC0415 - only SGLang's environment has these, and the plugins come first
 
 import json
 import sys
@@ -21,13 +22,17 @@ def main(rank: int, choices: str, meeting: str) -> None:
     load_plugins()
     passes = torch.from_numpy(np.load(choices))
     layers = passes.shape[1]
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+    )
     now, recorder, manager, weights = balanced(rank, layers, len(passes))
     for number, chosen in enumerate(passes):
         with recorder.with_forward_pass(number, None):
             for layer in range(layers):
                 with recorder.with_current_layer(layer):
-                    recorder.on_select_experts(topk_ids=now.logical_to_all_physical_map[layer, :, 0][chosen[layer]])
+                    recorder.on_select_experts(
+                        topk_ids=now.logical_to_all_physical_map[layer, :, 0][chosen[layer]]
+                    )
         manager.on_forward_pass_end()
     manager.on_forward_pass_end()
     held = [[int(weight) for weight in part[0].flatten()] for part in weights.values()]
@@ -35,7 +40,9 @@ def main(rank: int, choices: str, meeting: str) -> None:
 
 
 def balanced(rank: int, layers: int, passes: int) -> tuple:
-    """SGLang's metadata, recorder and manager of this rank, and weights that are the numbers of their experts."""
+    """SGLang's metadata, recorder and manager of this rank, and weights that are the numbers of
+    their experts.
+    """
     import torch
     from sglang.srt.configs.model_config import ModelImpl
     from sglang.srt.eplb import expert_distribution, expert_location
@@ -55,7 +62,9 @@ def balanced(rank: int, layers: int, passes: int) -> tuple:
         expert_distribution_recorder_buffer_size=passes,
     ).install()
     get_parallel().override_permanently(tp_rank=rank)
-    described = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=layers, num_experts=EXPERTS)
+    described = SimpleNamespace(
+        architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=layers, num_experts=EXPERTS
+    )
     model = SimpleNamespace(hf_config=described, quantization=None, model_impl=ModelImpl.AUTO)
     now = expert_location.ExpertLocationMetadata.init_trivial(model, rank)
     expert_location.set_global_expert_location_metadata(now)

@@ -12,14 +12,25 @@ from tests.fakes.pairs_under_test import PairUnderTest
 LAUNCHES = (
     *(
         Path(__file__).with_name(f"test_{name}.py")
-        for name in ("adapters", "launch", "batch_run", "drafts", "experts", "kept_runs", "smollm2", "swapping")
+        for name in (
+            "adapters",
+            "launch",
+            "batch_run",
+            "drafts",
+            "experts",
+            "kept_runs",
+            "smollm2",
+            "swapping",
+        )
     ),
     Path(__file__).parents[1] / "conformance" / "test_lora.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with pairs of their own first, so that those are gone when the others' pair starts: each takes 5 GB."""
+    """Tests with pairs of their own first, so that those are gone when the others' pair starts:
+    each takes 5 GB.
+    """
     items.sort(key=lambda item: item.path not in LAUNCHES)
 
 
@@ -43,4 +54,7 @@ async def pair(real_sglang: PairUnderTest) -> AsyncIterator[SglangPair]:
 def environment() -> None:
     """For tests that start engines of their own."""
     if built_environment() is None:
-        pytest.skip(f"real SGLang is not built for these tests: {BUILD_COMMAND} && python -m pytest -m sglang")
+        pytest.skip(
+            f"real SGLang is not built for these tests: {BUILD_COMMAND} && python -m pytest -m "
+            "sglang"
+        )

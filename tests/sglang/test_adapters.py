@@ -1,4 +1,6 @@
-"""The router's adapters on real SGLang servers: loaded and unloaded while they serve, lost when they start again."""
+"""The router's adapters on real SGLang servers: loaded and unloaded while they serve, lost when
+they start again.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,25 @@ pytestmark = pytest.mark.sglang
 
 PROMPTS = [[(3 * place + at) % 200 + 4 for at in range(60)] for place in range(3)]
 LORA = (
-    *("--enable-lora", "--max-lora-rank", "8", "--max-loras-per-batch", "3", "--max-loaded-loras", "3"),
-    *("--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *(
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--max-loras-per-batch",
+        "3",
+        "--max-loaded-loras",
+        "3",
+    ),
+    *(
+        "--lora-target-modules",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ),
     *("--lora-backend", "torch_native"),
 )
 
@@ -41,11 +60,15 @@ def servers(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def adapted(servers: CpuPair, sglang_model: Path) -> PairUnderTest:
-    address = PairAddress(servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port)
+    address = PairAddress(
+        servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port
+    )
     return of_model(address, sglang_model)
 
 
-async def test_a_mixed_load_answers_as_each_adapter_alone(adapted: PairUnderTest, tmp_path: Path) -> None:
+async def test_a_mixed_load_answers_as_each_adapter_alone(
+    adapted: PairUnderTest, tmp_path: Path
+) -> None:
     pool = pool_of(adapted, random_adapters(adapted, tmp_path))
     assert await pool.probe() == ("route",)
     await a_mixed_load_answers_as_each_adapter_alone(pool, PROMPTS, requests=40)

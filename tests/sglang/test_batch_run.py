@@ -1,4 +1,6 @@
-"""`shell-router batch run` on two real SGLang workers, which are started with one model after the other."""
+"""`shell-router batch run` on two real SGLang workers, which are started with one model after the
+other.
+"""
 
 import time
 from dataclasses import replace
@@ -24,11 +26,15 @@ pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 POOL = ROOT / "configs/pools/word-problems-sglang-cpu.yaml"
 LIMIT_S = 900.0
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-PROMPT = Prompt("q", "proposer", "", [{"role": "user", "content": "Why is the river silver?"}], GREEDY)
+PROMPT = Prompt(
+    "q", "proposer", "", [{"role": "user", "content": "Why is the river silver?"}], GREEDY
+)
 
 
 def shipped_pool(folder: Path) -> Path:
-    """The pool that is shipped, with two of its proposers and a tensor-parallel aggregator, with made-up costs."""
+    """The pool that is shipped, with two of its proposers and a tensor-parallel aggregator, with
+    made-up costs.
+    """
     pool = yaml.safe_load(POOL.read_text(encoding="utf-8"))
     for model in pool["models"].values():
         model["path"] = str((POOL.parent / model["path"]).resolve())
@@ -51,13 +57,17 @@ def results(folder: Path) -> list[dict[str, Any]]:
 async def test_a_batch_is_planned_run_and_gated_and_leaves_no_engine(tmp_path: Path) -> None:
     pool, out = shipped_pool(tmp_path), tmp_path / "run"
     asked = write_questions(tmp_path, 16)
-    async with running_command("batch", "run", pool, "--data", asked, "--out", out, "--tau", "1") as command:
+    async with running_command(
+        "batch", "run", pool, "--data", asked, "--out", out, "--tau", "1"
+    ) as command:
         await command.line_with("answers 16 prompts", limit_s=LIMIT_S)
         engines = command.started()
         code, printed = await command.ended(limit_s=LIMIT_S)
     assert code == 0, printed
     print("\n".join(line for line in printed.splitlines() if "planned" in line or "right" in line))
-    assert len(engines) >= 2 * len(load_pool(pool).workers), "a prefill and a decode server for each"
+    assert len(engines) >= 2 * len(load_pool(pool).workers), (
+        "a prefill and a decode server for each"
+    )
     assert survivors(engines) == set()
     assert {one["by"] for one in results(out)} == {"proposers", "aggregator"}
     logs = [log.read_bytes() for log in (out / "logs" / "spanning").rglob("*.log")]
@@ -66,11 +76,18 @@ async def test_a_batch_is_planned_run_and_gated_and_leaves_no_engine(tmp_path: P
     assert sum(one["right"] for one in results(out)) >= 8
 
 
-async def test_an_engine_stays_up_for_a_model_of_the_same_shape_which_answers_as_it_does_alone(tmp_path: Path) -> None:
+async def test_an_engine_stays_up_for_a_model_of_the_same_shape_which_answers_as_it_does_alone(
+    tmp_path: Path,
+) -> None:
     pool = load_pool(shipped_pool(tmp_path))
     for seed, name in enumerate("ab"):
         make_checkpoint(tmp_path / name, seed=seed, context_length=2048)
-    pool = replace(pool, models={name: PoolModel(tmp_path / name) for name in "ab"}, proposers=(), aggregate=None)
+    pool = replace(
+        pool,
+        models={name: PoolModel(tmp_path / name) for name in "ab"},
+        proposers=(),
+        aggregate=None,
+    )
     loads_s: list[tuple[Load, float]] = []
     texts: list[str] = []
     for names in ("aba", "b"):
@@ -81,5 +98,10 @@ async def test_an_engine_stays_up_for_a_model_of_the_same_shape_which_answers_as
                     loads_s.append((load, time.monotonic() - begun_s))
                     texts.append((await answered(model, PROMPT)).text)
     print("; ".join(f"{load} in {load_s:.1f} s" for load, load_s in loads_s))
-    assert [load for load, _ in loads_s] == ["engine started", "weights swapped", "weights swapped", "engine started"]
+    assert [load for load, _ in loads_s] == [
+        "engine started",
+        "weights swapped",
+        "weights swapped",
+        "engine started",
+    ]
     assert texts[0] == texts[2] != texts[1] == texts[3]

@@ -27,4 +27,6 @@ async def test_each_output_of_a_relayed_batch_holds_its_own_prompts_log_probabil
         outputs = list(enumerate(orjson.loads(relayed)))
     assert {index for index, _ in outputs} == {0, 1}
     for index, output in outputs:
-        assert [token for _, token, _ in output["meta_info"]["input_token_logprobs"]] == PROMPTS[index]
+        assert [token for _, token, _ in output["meta_info"]["input_token_logprobs"]] == PROMPTS[
+            index
+        ]

@@ -11,12 +11,20 @@ from tests.fakes.pairs_under_test import PairUnderTest
 
 pytestmark = pytest.mark.sglang
 
-FUNCTION = {"name": "weather", "description": "How it is.", "parameters": {"type": "object", "properties": {"ä": {}}}}
+FUNCTION = {
+    "name": "weather",
+    "description": "How it is.",
+    "parameters": {"type": "object", "properties": {"ä": {}}},
+}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": function}
     for function in (FUNCTION, FUNCTION | {"name": "rain", "strict": False}, {"name": "time"})
 ]
-CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"ä": "Bö<nn>"}}}
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"ä": "Bö<nn>"}},
+}
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "How is it?"},
@@ -27,7 +35,9 @@ TALK: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("messages", [TALK[:2], TALK], ids=["question", "result"])
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=["thinking", "not thinking"])
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_thinking": False}], ids=["thinking", "not thinking"]
+)
 async def test_it_has_the_same_tokens(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
@@ -37,9 +47,12 @@ async def test_it_has_the_same_tokens(
 ) -> None:
     body: dict[str, Any] = {"model": "x", "messages": messages, "chat_template_kwargs": options}
     async with session.post(
-        f"{real_sglang.address.decode_url}/tokenize", json=body | ({"tools": tools} if tools else {})
+        f"{real_sglang.address.decode_url}/tokenize",
+        json=body | ({"tools": tools} if tools else {}),
     ) as answer:
         theirs = await answer.json()
     tokenizer = HfTokenizer.from_folder(real_sglang.needs_model())
     shown = [written_by_sglang(tool) for tool in tools]
-    assert theirs["tokens"] == tokenizer.encode(tokenizer.render_chat(messages, shown, options)), theirs
+    assert theirs["tokens"] == tokenizer.encode(tokenizer.render_chat(messages, shown, options)), (
+        theirs
+    )

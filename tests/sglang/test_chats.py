@@ -1,4 +1,6 @@
-"""Chats that real SGLang answers itself on both servers of a pair: forced tool calls, choices, log probabilities."""
+"""Chats that real SGLang answers itself on both servers of a pair: forced tool calls, choices, log
+probabilities.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +22,10 @@ PARAMETERS = {
     "required": ["wet"],
     "additionalProperties": False,
 }
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": PARAMETERS, "strict": True},
+}
 QUESTION: Any = {"role": "user", "content": "Rain?"}
 
 
@@ -34,7 +39,12 @@ async def client(pair: SglangPair) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_a_forced_call_is_a_call_whole_and_streamed(pair: SglangPair) -> None:
-    asked: Any = {"model": "small", "tools": [WEATHER], "tool_choice": "required", "max_tokens": 1000}
+    asked: Any = {
+        "model": "small",
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "max_tokens": 1000,
+    }
     asked["frequency_penalty"] = 2  # or random weights might write nothing but white space
     async with client(pair) as ai:
         answer = await ai.chat.completions.create(messages=[QUESTION], **asked)
@@ -68,8 +78,16 @@ async def test_its_parser_finds_calls_in_a_text(pair: SglangPair) -> None:
 
 async def test_choices_and_log_probabilities(pair: SglangPair) -> None:
     async with client(pair) as ai:
-        asked: Any = {"model": "small", "messages": [QUESTION], "max_tokens": 3, "n": 2, "logprobs": True}
-        answer = await ai.chat.completions.create(top_logprobs=2, extra_body={"ignore_eos": True}, **asked)
+        asked: Any = {
+            "model": "small",
+            "messages": [QUESTION],
+            "max_tokens": 3,
+            "n": 2,
+            "logprobs": True,
+        }
+        answer = await ai.chat.completions.create(
+            top_logprobs=2, extra_body={"ignore_eos": True}, **asked
+        )
         assert [choice.index for choice in answer.choices] == [0, 1]
         for choice in answer.choices:
             assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -79,12 +97,22 @@ async def test_choices_and_log_probabilities(pair: SglangPair) -> None:
 async def test_prompts_are_completed_and_responses_translated(pair: SglangPair) -> None:
     async with client(pair) as ai:
         asked: Any = {"model": "small", "max_tokens": 3, "extra_body": {"ignore_eos": True}}
-        answers = [await ai.completions.create(prompt=prompt, **asked) for prompt in ("Once", [5, 6, 7])]
+        answers = [
+            await ai.completions.create(prompt=prompt, **asked) for prompt in ("Once", [5, 6, 7])
+        ]
         assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [3, 3]
         tool: Any = {"type": "function", **WEATHER["function"]}
-        forced: Any = {"tools": [tool], "tool_choice": "required", "extra_body": {"frequency_penalty": 2}}
-        response = await ai.responses.create(model="small", input="Rain?", max_output_tokens=1000, **forced)
-        assert [item.type for item in response.output if item.type != "message"] == ["function_call"]
+        forced: Any = {
+            "tools": [tool],
+            "tool_choice": "required",
+            "extra_body": {"frequency_penalty": 2},
+        }
+        response = await ai.responses.create(
+            model="small", input="Rain?", max_output_tokens=1000, **forced
+        )
+        assert [item.type for item in response.output if item.type != "message"] == [
+            "function_call"
+        ]
 
 
 async def held(pair: SglangPair) -> int:
@@ -93,8 +121,16 @@ async def held(pair: SglangPair) -> int:
 
 async def test_a_client_that_leaves_ends_its_chats_on_both_servers(pair: SglangPair) -> None:
     async with client(pair) as ai:
-        asked: Any = {"model": "small", "messages": [QUESTION], "n": 2, "max_tokens": 20_000, "stream": True}
-        async with await ai.chat.completions.create(extra_body={"ignore_eos": True}, **asked) as stream:
+        asked: Any = {
+            "model": "small",
+            "messages": [QUESTION],
+            "n": 2,
+            "max_tokens": 20_000,
+            "stream": True,
+        }
+        async with await ai.chat.completions.create(
+            extra_body={"ignore_eos": True}, **asked
+        ) as stream:
             await anext(stream)
             while await held(pair) < 2:  # SGLang tells its load every 15 steps of its decoding
                 await anext(stream)

@@ -1,4 +1,6 @@
-"""Drafted decoding inside real SGLang on the CPU: the outputs are those of plain decoding, in fewer passes."""
+"""Drafted decoding inside real SGLang on the CPU: the outputs are those of plain decoding, in fewer
+passes.
+"""
 
 import asyncio
 from collections import Counter
@@ -35,7 +37,9 @@ def servers(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest_asyncio.fixture
 async def drafting(servers: CpuPair) -> AsyncIterator[SglangPair]:
     pair = SglangPair(
-        PairAddress(servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port)
+        PairAddress(
+            servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port
+        )
     )
     await pair.probe()
     yield pair
@@ -46,7 +50,9 @@ def with_drafts(sampling: Mapping[str, Any], *sources: Sequence[int]) -> dict[st
     return {**sampling, "custom_params": {"drafts": [list(source) for source in sources]}}
 
 
-async def written(pair: SglangPair, prompt: Sequence[int], sampling: Mapping[str, Any]) -> tuple[list[int], Finish]:
+async def written(
+    pair: SglangPair, prompt: Sequence[int], sampling: Mapping[str, Any]
+) -> tuple[list[int], Finish]:
     """The output's ids and what is said at the end."""
     ids: list[int] = []
     async for event in pair.generate(Generation(random_rid(), list(prompt), dict(sampling))):
@@ -57,7 +63,9 @@ async def written(pair: SglangPair, prompt: Sequence[int], sampling: Mapping[str
     raise AssertionError("no end")
 
 
-async def outputs(pair: SglangPair, *asked: tuple[Sequence[int], Mapping[str, Any]]) -> list[list[int]]:
+async def outputs(
+    pair: SglangPair, *asked: tuple[Sequence[int], Mapping[str, Any]]
+) -> list[list[int]]:
     """Of requests that are sent at once."""
     return [ids for ids, _ in await asyncio.gather(*(written(pair, *one) for one in asked))]
 
@@ -66,7 +74,9 @@ async def test_drafts_change_no_greedy_output(drafting: SglangPair) -> None:
     right = 0
     for prompt in PROMPTS:
         plain, finish = await written(drafting, prompt, GREEDY)
-        assert (len(plain), finish.drafted_tokens) == (60, 0), "nothing is drafted that does not ask"
+        assert (len(plain), finish.drafted_tokens) == (60, 0), (
+            "nothing is drafted that does not ask"
+        )
         half, wrong = plain[10:40], plain[:20] + [at % 200 + 20 for at in range(40)]
         for sources in ((), (plain,), (half, wrong)):
             drafted, finish = await written(drafting, prompt, with_drafts(GREEDY, *sources))
@@ -76,17 +86,24 @@ async def test_drafts_change_no_greedy_output(drafting: SglangPair) -> None:
 
 
 async def test_drafts_leave_the_distribution_of_samples_as_it_is(drafting: SglangPair) -> None:
-    """Three tokens of two choices each: had drafts been verified greedily, half of the outputs were never seen."""
+    """Three tokens of two choices each: had drafts been verified greedily, half of the outputs were
+    never seen.
+    """
     sampled = {"temperature": 1.0, "top_k": 2, "max_new_tokens": 3, "ignore_eos": True}
     likely, _ = await written(drafting, PROMPTS[0], GREEDY)
     seen: dict[bool, Counter[tuple[int, ...]]] = {}
     right = 0
     for drafts in (False, True):
         asked = with_drafts(sampled, likely) if drafts else sampled
-        found = [await asyncio.gather(*(written(drafting, PROMPTS[0], asked) for _ in range(10))) for _ in range(30)]
+        found = [
+            await asyncio.gather(*(written(drafting, PROMPTS[0], asked) for _ in range(10)))
+            for _ in range(30)
+        ]
         seen[drafts] = Counter(tuple(ids) for batch in found for ids, _ in batch)
         right += sum(finish.accepted_tokens for batch in found for _, finish in batch)
-    apart = sum(abs(seen[True][output] - seen[False][output]) for output in seen[True] | seen[False])
+    apart = sum(
+        abs(seen[True][output] - seen[False][output]) for output in seen[True] | seen[False]
+    )
     assert apart / 600 < 0.2, seen
     assert right > 0
 
@@ -101,7 +118,9 @@ async def test_a_batch_may_hold_requests_of_every_kind(drafting: SglangPair) -> 
     ]
     plain = list(zip(PROMPTS, kinds, strict=False))
     alone = [(await written(drafting, *one))[0] for one in plain]
-    asking = [(prompt, with_drafts(kind, text)) for (prompt, kind), text in zip(plain, alone, strict=True)]
+    asking = [
+        (prompt, with_drafts(kind, text)) for (prompt, kind), text in zip(plain, alone, strict=True)
+    ]
     mixed = [one for both in zip(plain, asking, strict=True) for one in both]
     twice = [text for text in alone for _ in range(2)]
     for _ in range(3):
@@ -120,9 +139,15 @@ async def test_a_grammar_in_the_batch_keeps_its_output(drafting: SglangPair) -> 
     assert await outputs(drafting, *asked) == [alone, text]
 
 
-async def body_of(servers: CpuPair, session: aiohttp.ClientSession, room: int, **body: Any) -> dict[str, Any]:
+async def body_of(
+    servers: CpuPair, session: aiohttp.ClientSession, room: int, **body: Any
+) -> dict[str, Any]:
     """What decode answers to a request of SGLang's own interface."""
-    place = {"bootstrap_host": servers.bootstrap_host, "bootstrap_port": servers.bootstrap_port, "bootstrap_room": room}
+    place = {
+        "bootstrap_host": servers.bootstrap_host,
+        "bootstrap_port": servers.bootstrap_port,
+        "bootstrap_room": room,
+    }
 
     async def sent(url: str) -> dict[str, Any]:
         async with session.post(f"{url}/generate", json={**body, **place}) as response:
@@ -148,12 +173,16 @@ async def test_a_stop_string_within_a_draft_ends_the_output_there(
     assert drafted["meta_info"]["finish_reason"] == stopped["meta_info"]["finish_reason"]
 
 
-async def test_meta_info_tells_of_drafts_where_there_were_any(servers: CpuPair, session: aiohttp.ClientSession) -> None:
+async def test_meta_info_tells_of_drafts_where_there_were_any(
+    servers: CpuPair, session: aiohttp.ClientSession
+) -> None:
     plain = await body_of(servers, session, 4, input_ids=PROMPTS[1], sampling_params=GREEDY)
     assert "spec_verify_ct" not in plain["meta_info"]
     asking = with_drafts(GREEDY, plain["output_ids"])
     for room in (5, 6):  # the first may still learn what passes cost
-        meta = (await body_of(servers, session, room, input_ids=PROMPTS[1], sampling_params=asking))["meta_info"]
+        meta = (
+            await body_of(servers, session, room, input_ids=PROMPTS[1], sampling_params=asking)
+        )["meta_info"]
     assert 0 < meta["spec_verify_ct"] < 60
     assert 0 < meta["spec_num_correct_drafts"] <= meta["spec_num_proposed_drafts"]
 
@@ -162,7 +191,13 @@ async def test_logprobs_are_those_of_a_plain_request_next_to_drafted_ones(
     servers: CpuPair, session: aiohttp.ClientSession
 ) -> None:
     plain = await body_of(
-        servers, session, 7, input_ids=PROMPTS[2], sampling_params=GREEDY, return_logprob=True, top_logprobs_num=2
+        servers,
+        session,
+        7,
+        input_ids=PROMPTS[2],
+        sampling_params=GREEDY,
+        return_logprob=True,
+        top_logprobs_num=2,
     )
     asking = with_drafts(GREEDY, plain["output_ids"])
     both = await asyncio.gather(
@@ -175,9 +210,14 @@ async def test_logprobs_are_those_of_a_plain_request_next_to_drafted_ones(
         )
     )  # fmt: skip
     assert both[0]["output_ids"] == both[1]["output_ids"] == plain["output_ids"]
-    values = [[one[0] for one in answer["meta_info"]["output_token_logprobs"]] for answer in (plain, both[0])]
+    values = [
+        [one[0] for one in answer["meta_info"]["output_token_logprobs"]]
+        for answer in (plain, both[0])
+    ]
     assert values[0] == pytest.approx(values[1], abs=1e-4)
-    assert len(both[0]["meta_info"]["output_top_logprobs"]) == len(plain["meta_info"]["output_top_logprobs"])
+    assert len(both[0]["meta_info"]["output_top_logprobs"]) == len(
+        plain["meta_info"]["output_top_logprobs"]
+    )
 
 
 async def test_an_aborted_request_leaves_nothing(
@@ -192,12 +232,18 @@ async def test_an_aborted_request_leaves_nothing(
     await idle(session, servers.prefill.url, servers.decode.url, limit_s=20)
 
 
-async def test_drafts_that_are_nonsense_harm_no_request(servers: CpuPair, session: aiohttp.ClientSession) -> None:
+async def test_drafts_that_are_nonsense_harm_no_request(
+    servers: CpuPair, session: aiohttp.ClientSession
+) -> None:
     plain = await body_of(servers, session, 10, input_ids=PROMPTS[3], sampling_params=GREEDY)
     first, *others = plain["output_ids"]
-    for room, nonsense in enumerate(([[first, others[0], 10**9, -5, others[1]]], "text", [["a"]], [7], {}), 11):
+    for room, nonsense in enumerate(
+        ([[first, others[0], 10**9, -5, others[1]]], "text", [["a"]], [7], {}), 11
+    ):
         sampling = {**GREEDY, "custom_params": {"drafts": nonsense}}
-        found = await body_of(servers, session, room, input_ids=PROMPTS[3], sampling_params=sampling)
+        found = await body_of(
+            servers, session, room, input_ids=PROMPTS[3], sampling_params=sampling
+        )
         assert found["output_ids"] == plain["output_ids"], nonsense
 
 

@@ -1,4 +1,6 @@
-"""A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the file."""
+"""A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the
+file.
+"""
 
 import asyncio
 import json
@@ -52,7 +54,9 @@ def engine(folder: Path, model: Path, *options: str) -> AbstractContextManager[E
         "SHELL_ROUTER_EXPERT_RECORD": str(folder / "record.npz"),
         "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "sglangs"),
     }
-    return served(folder, model, "--expert-distribution-recorder-mode", "stat", *options, **variables)
+    return served(
+        folder, model, "--expert-distribution-recorder-mode", "stat", *options, **variables
+    )
 
 
 async def recorded(server: EngineServer, out: Path) -> dict[str, Any]:
@@ -72,7 +76,10 @@ async def answers(server: EngineServer) -> list[list[int]]:
     found = []
     async with aiohttp.ClientSession() as session:
         for question in QUESTIONS:
-            body = {"text": question, "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0}}
+            body = {
+                "text": question,
+                "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0},
+            }
             async with session.post(f"{server.url}/generate", json=body) as response:
                 found.append((await response.json())["output_ids"])
     return found
@@ -84,7 +91,9 @@ def sglangs_own(folder: Path) -> Any:
     return torch.load(dumped, weights_only=False)["logical_count"].sum(dim=0).numpy()
 
 
-async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same(tmp_path: Path) -> None:
+async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same(
+    tmp_path: Path,
+) -> None:
     model = make_moe_checkpoint(tmp_path / "model")
     record, placed = tmp_path / "record.npz", tmp_path / "placement.json"
     with engine(tmp_path / "before", model) as server:
@@ -99,13 +108,17 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     rows = json.loads(placed.read_bytes())[MAP]
     assert rows != [list(range(EXPERTS))] * MOE_LAYERS
     found = read_record(record)
-    ours, theirs = (measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, GPUS)))
+    ours, theirs = (
+        measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, GPUS))
+    )
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
     with engine(tmp_path / "after", model, "--init-expert-location", str(placed)) as server:
         after = await recorded(server, tmp_path / "again.npz")
         assert await answers(server) == answered
-    assert "init_expert_location from init_by_mapping" in (tmp_path / "after" / "log").read_text(encoding="utf-8")
+    assert "init_expert_location from init_by_mapping" in (tmp_path / "after" / "log").read_text(
+        encoding="utf-8"
+    )
     for name, counts in before.items():
         assert (after[name] == counts).all(), f"{name} are counted by expert, wherever it is"
 
@@ -114,12 +127,17 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
 def test_sglangs_balancer_moves_experts_and_their_weights_to_the_projects_placement(
     algorithm: str, tmp_path: Path
 ) -> None:
-    """Both ranks see the same tokens, as under tensor parallelism: each of a topic, whose experts follow each other."""
+    """Both ranks see the same tokens, as under tensor parallelism: each of a topic, whose experts
+    follow each other.
+    """
     experts, layers, draw = balanced_ranks.EXPERTS, 3, np.random.default_rng(0)
     of_topic = np.stack([draw.permutation(experts).reshape(4, 4) for _ in range(layers)])
     topics = draw.choice(4, (4, 200), p=(0.4, 0.3, 0.2, 0.1))  # [passes, tokens]
     two = np.argsort(draw.random((4, layers, 200, 4)), axis=3)[..., :2]
-    choices = [np.take_along_axis(of_topic[layer][topics], two[:, layer], axis=2) for layer in range(layers)]
+    choices = [
+        np.take_along_axis(of_topic[layer][topics], two[:, layer], axis=2)
+        for layer in range(layers)
+    ]
     np.save(tmp_path / "choices.npy", np.stack(choices, axis=1))
     chosen = np.eye(experts)[np.stack(choices)].sum(axis=3)  # [layers, passes, tokens, experts]
     followed = np.einsum("lpte,lptf->lef", chosen[:-1], chosen[1:])
@@ -142,7 +160,11 @@ def ranks_balanced(folder: Path, algorithm: str) -> list[tuple[Any, Any, int]]:
     arguments = (folder / "choices.npy", folder / "meeting")
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), *arguments], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), *arguments],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in (0, 1)
     ]
@@ -161,7 +183,10 @@ async def test_experts_move_to_the_projects_placement_while_the_server_answers_a
     model, folder = make_moe_checkpoint(tmp_path / "model", popular_first=True), tmp_path / "moving"
     variables = {PLACEMENT: "swap", "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1", **OWN_MODELS}
     with served(folder, model, *balanced(200), **variables) as server:
-        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/shell_router/capabilities") as found:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{server.url}/shell_router/capabilities") as found,
+        ):
             assert (await found.json())["expert_placement"] is True
         first = await answers(server)
         assert not verdicts(server)
@@ -169,19 +194,32 @@ async def test_experts_move_to_the_projects_placement_while_the_server_answers_a
         (verdict,) = verdicts(server)
         assert await answers(server) == first
     assert verdict.moves and 1 <= verdict.balance[1] < verdict.balance[0]
-    layouts = {when: placement_rows(rows) for when, rows in LAYOUT.findall((folder / "log").read_text("utf-8"))[:3]}
-    assert layouts["after"] == layouts["target"] != layouts["before"] == [list(range(EXPERTS))] * MOE_LAYERS
+    layouts = {
+        when: placement_rows(rows)
+        for when, rows in LAYOUT.findall((folder / "log").read_text("utf-8"))[:3]
+    }
+    assert (
+        layouts["after"]
+        == layouts["target"]
+        != layouts["before"]
+        == [list(range(EXPERTS))] * MOE_LAYERS
+    )
     assert all(sorted(row) == list(range(EXPERTS)) for row in layouts["after"])
 
 
 def placement_rows(layout: str) -> list[list[int]]:
     """The expert of each slot, layer by layer, as SGLang logs it."""
     rows = [line for line in layout.splitlines() if line.startswith("layer=")]
-    return [[int(slot) for part in re.findall(r"\[([\d,]*)\]", row) for slot in part.split(",")] for row in rows]
+    return [
+        [int(slot) for part in re.findall(r"\[([\d,]*)\]", row) for slot in part.split(",")]
+        for row in rows
+    ]
 
 
 def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:
-    """The map that SGLang's own EPLB makes of the activations, for the number of GPUs, in each case."""
+    """The map that SGLang's own EPLB makes of the activations, for the number of GPUs, in each
+    case.
+    """
     venv = built_environment()
     assert venv is not None
     done = subprocess.run(
@@ -201,7 +239,9 @@ def test_our_eplb_loads_gpus_as_sglangs_own_does() -> None:
     """Not the same map where activations tie: the order among tied experts is not promised."""
     records = [drawn(Routing(layers=4, skew=skew), 500) for skew in (0.3, 1.5)]
     cases = [(record, gpus) for record in records for gpus in (2, 4, 8, 128)]
-    found = sglangs_eplb([(record.activations.astype(int).tolist(), gpus) for record, gpus in cases])
+    found = sglangs_eplb(
+        [(record.activations.astype(int).tolist(), gpus) for record, gpus in cases]
+    )
     assert len(found) == len(cases)
     for (record, gpus), slots in zip(cases, found, strict=True):
         theirs = np.sort(loads(record, placement_of_slots(np.array(slots), gpus)), axis=1)

@@ -24,9 +24,12 @@ def executor_of(pair: SglangPair, under_test: PairUnderTest) -> Executor:
     """An executor that serves every alias by the one pair."""
     tokenizer = HfTokenizer.from_folder(under_test.needs_model())
     models = {
-        alias: ServedModel(alias, pair, tokenizer, under_test.context_length) for alias in ("small", "medium", "large")
+        alias: ServedModel(alias, pair, tokenizer, under_test.context_length)
+        for alias in ("small", "medium", "large")
     }
-    return Executor(models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic)
+    return Executor(
+        models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic
+    )
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -37,7 +40,9 @@ async def test_outputs_are_the_same_with_incremental_prefill_and_its_cache_is_hi
     topology = greedy(TOPOLOGIES[name], incremental=True, new_tokens=96)
 
     with_it = await run_all(executor, topology, f"{name}-on", PROMPTS)
-    without = await run_all(executor, replace(topology, prefill=Prefill(incremental=False)), f"{name}-off", PROMPTS)
+    without = await run_all(
+        executor, replace(topology, prefill=Prefill(incremental=False)), f"{name}-off", PROMPTS
+    )
 
     assert [outcome.outputs for outcome in with_it] == [outcome.outputs for outcome in without]
     assert all(len(ids) for outcome in with_it for ids in outcome.outputs.values())

@@ -1,4 +1,6 @@
-"""`limits.isolate_tenants` on real SGLang: what a request finds cached says nothing of another tenant's prompts."""
+"""`limits.isolate_tenants` on real SGLang: what a request finds cached says nothing of another
+tenant's prompts.
+"""
 
 from collections.abc import Awaitable, Callable
 from itertools import count
@@ -30,14 +32,22 @@ async def of_update(pair: SglangPair, ids: list[int], tenant: Hints) -> int:
 
 
 async def of_output(pair: SglangPair, ids: list[int], tenant: Hints) -> int:
-    _, finish = await collect(pair, Generation(random_rid(), ids, {"max_new_tokens": 2}, hints=tenant))
+    _, finish = await collect(
+        pair, Generation(random_rid(), ids, {"max_new_tokens": 2}, hints=tenant)
+    )
     return finish.cached_tokens
 
 
 async def of_native(pair: SglangPair, ids: list[int], tenant: Hints) -> int:
     """Its `meta_info` is what the security report's oracle was."""
-    async with pair.forward("prefill_only", orjson.dumps({"input_ids": ids}), hints=tenant) as answer:
-        return int(orjson.loads(b"".join([chunk async for chunk in answer.chunks]))["meta_info"]["cached_tokens"])
+    async with pair.forward(
+        "prefill_only", orjson.dumps({"input_ids": ids}), hints=tenant
+    ) as answer:
+        return int(
+            orjson.loads(b"".join([chunk async for chunk in answer.chunks]))["meta_info"][
+                "cached_tokens"
+            ]
+        )
 
 
 @pytest.mark.parametrize("asked", [of_update, of_output, of_native])

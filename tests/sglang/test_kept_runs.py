@@ -1,4 +1,6 @@
-"""Runs with a key on real SGLang, which asks for a key of its own: routers are killed, and another one goes on."""
+"""Runs with a key on real SGLang, which asks for a key of its own: routers are killed, and another
+one goes on.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,9 +43,15 @@ async def served(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as client,
             AsyncExitStack() as stack,
         ):
-            urls = {"prefill": pair.prefill.url, "decode": engine.url, "bootstrap_port": pair.bootstrap_port}
+            urls = {
+                "prefill": pair.prefill.url,
+                "decode": engine.url,
+                "bootstrap_port": pair.bootstrap_port,
+            }
             settings = {
-                "models": {"small": {"path": str(sglang_model), "engine_key": KEY, "pairs": [urls]}},
+                "models": {
+                    "small": {"path": str(sglang_model), "engine_key": KEY, "pairs": [urls]}
+                },
                 "topologies": ["tree.yaml"],
                 "embedder": {"model": "none"},
                 "cache": {"backend": "redis", "url": redis.url, "lease_s": 1},
@@ -55,7 +63,9 @@ async def served(
 
 async def test_a_tree_on_engines_with_a_key_survives_its_router(served: Deployment) -> None:
     engine, (router, other) = served.engine, [await served.router() for _ in range(2)]
-    async with served.client.post(f"{engine.url}/generate", json={"rid": "x.x", "text": "Hello"}) as response:
+    async with served.client.post(
+        f"{engine.url}/generate", json={"rid": "x.x", "text": "Hello"}
+    ) as response:
         assert response.status == 401, "the engines ask for a key, and the router sends it"
     expected = await served.read(router, "", Seen())
     assert engine.passed == 4 * TOKENS
@@ -72,6 +82,8 @@ async def test_a_tree_on_engines_with_a_key_survives_its_router(served: Deployme
         router, other = other, await served.router()
         after = await served.read(router, f"at-{moment}", Seen())
         assert after.text == expected.text and len(after.finished) == 4
-        assert {one: engine.asked[one] for one in before.finished} == dict.fromkeys(before.finished, 1)
+        assert {one: engine.asked[one] for one in before.finished} == dict.fromkeys(
+            before.finished, 1
+        )
         assert len(engine.asked) == 4 and 4 < engine.asked.total() <= 4 + 3
         assert min(engine.limits) < TOKENS, "what was running went on from its tokens"

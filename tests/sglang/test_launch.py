@@ -1,4 +1,6 @@
-"""One file and one command give an answer from real SGLang, and nothing is left. Runs first: see conftest.py."""
+"""One file and one command give an answer from real SGLang, and nothing is left. Runs first: see
+conftest.py.
+"""
 
 import os
 import signal

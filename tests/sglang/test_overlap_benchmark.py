@@ -22,7 +22,9 @@ FIXED = "in chunks of 8"
 ROUNDING = 1e-9
 
 
-async def test_all_settings_are_measured_on_a_running_pair(real_sglang: PairUnderTest, tmp_path: Path) -> None:
+async def test_all_settings_are_measured_on_a_running_pair(
+    real_sglang: PairUnderTest, tmp_path: Path
+) -> None:
     address = real_sglang.address
     deployment = tmp_path / "running.yaml"
     deployment.write_text(
@@ -41,9 +43,13 @@ async def test_all_settings_are_measured_on_a_running_pair(real_sglang: PairUnde
     assert b"SGLang 0.5." in printed
     assert all(row["cut_off"] == 0 for name, row in rows.items() if name != "full")
     assert rows["tree"]["exposed_share"] == rows["tree"]["vs_tree"] == 1
-    # without updates the cache holds at a prompt's end what its request finds there, by the engine's own count
+    # without updates the cache holds at a prompt's end what its request finds there, by the
+    # engine's own count
     for name in ("all-to-all", "tree"):
         assert rows[name]["late_share"] == pytest.approx(1 - rows[name]["cached_share"])
-    assert all(rows[name]["late_share"] >= 1 - rows[name]["cached_share"] - ROUNDING for name in ahead)
-    # where updates reach the cache, requests find the outputs of precursors there, and otherwise the question alone
+    assert all(
+        rows[name]["late_share"] >= 1 - rows[name]["cached_share"] - ROUNDING for name in ahead
+    )
+    # where updates reach the cache, requests find the outputs of precursors there, and otherwise
+    # the question alone
     assert rows[FIXED]["cached_share"] > rows["tree"]["cached_share"] + 0.1

@@ -1,4 +1,6 @@
-"""Two real pairs of one model: any of their servers work together, one may come and go, and one may die."""
+"""Two real pairs of one model: any of their servers work together, one may come and go, and one may
+die.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +15,14 @@ import pytest
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.app import running_server
-from shell_router.config import Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
+from shell_router.config import (
+    Config,
+    EmbedderSettings,
+    Limits,
+    Listen,
+    ModelSettings,
+    PairSettings,
+)
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
@@ -52,7 +61,9 @@ async def test_a_router_is_given_a_pair_and_drains_another_under_streams_and_non
     def named(pair: CpuPair) -> dict[str, Any]:
         return {"prefill": pair.prefill.url, "decode": pair.decode.url}
 
-    first, added = ({**named(pair), "bootstrap_port": pair.bootstrap_port} for pair in (own_sglang, second))
+    first, added = (
+        {**named(pair), "bootstrap_port": pair.bootstrap_port} for pair in (own_sglang, second)
+    )
     config = Config(
         {"small": ModelSettings(sglang_model, pairs=(PairSettings(**first),))},
         embedder=EmbedderSettings("none"),
@@ -72,7 +83,11 @@ async def test_a_router_is_given_a_pair_and_drains_another_under_streams_and_non
 
         async def stream() -> None:
             while not over.is_set():
-                asked: Any = {"model": "small", "messages": [{"role": "user", "content": "Rain?"}], "stream": True}
+                asked: Any = {
+                    "model": "small",
+                    "messages": [{"role": "user", "content": "Rain?"}],
+                    "stream": True,
+                }
                 asked |= {"max_tokens": TOKENS, "stream_options": {"include_usage": True}}
                 replies = await ai.chat.completions.create(**asked, extra_body={"ignore_eos": True})
                 chunks = [chunk async for chunk in replies]
@@ -87,7 +102,9 @@ async def test_a_router_is_given_a_pair_and_drains_another_under_streams_and_non
             for _ in range(STREAMS):
                 group.create_task(stream())
             await until_ended(STREAMS)
-            async with session.post(f"{url}/v1/engines", json={"model": "small", "pair": added}) as reply:
+            async with session.post(
+                f"{url}/v1/engines", json={"model": "small", "pair": added}
+            ) as reply:
                 assert reply.status == 201, await reply.json()
             await until_ended(2 * STREAMS)
             status, body = await drain(0)
@@ -106,7 +123,9 @@ async def test_servers_of_two_pairs_work_together_and_outlive_a_dead_prefill(
     pool = SglangPair(address(own_sglang), address(second))
     assert await pool.probe() == ("route", "route")
     answers = {
-        (affinity, turn): await answer(pool, affinity)  # the prefill server stays, the decode servers take turns
+        (affinity, turn): await answer(
+            pool, affinity
+        )  # the prefill server stays, the decode servers take turns
         for affinity, turn in product("ab", range(4))
     }
     assert len(set(answers.values())) == 1 and len(answers["a", 0]) == 8

@@ -1,4 +1,5 @@
-"""Agreeing clusters skip their aggregators, on real SGLang: two agents agree, a third never ends."""
+"""Agreeing clusters skip their aggregators, on real SGLang: two agents agree, a third never
+ends."""
 
 from time import monotonic
 
@@ -40,7 +41,9 @@ async def test_two_that_agree_end_the_run_with_their_answer(
         Recorder(),
     )
     request = MoaRequest("agreeing", "tenant", ({"role": "user", "content": "What is 6 times 7?"},))
-    answer = await executor.run(parse_topology(AGREEING, source="agreeing.yaml"), request, events.emit)
+    answer = await executor.run(
+        parse_topology(AGREEING, source="agreeing.yaml"), request, events.emit
+    )
     assert answer.text == SAID
     assert {name: usage.state for name, usage in answer.agents.items()} == {
         "a": "finished",

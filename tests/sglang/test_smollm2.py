@@ -1,4 +1,5 @@
-"""A real small model on real SGLang: tools, thinking and JSON schemas, whole and streamed, alone and in a tree.
+"""A real small model on real SGLang: tools, thinking and JSON schemas, whole and streamed, alone
+and in a tree.
 
 SmolLM2 has a template that knows thinking and tools as Qwen3's does.
 """
@@ -49,9 +50,16 @@ agents: {only: {model: thinker, max_thinking_tokens: 12}}
 BY_ROUTER = "{name: by-router, agents: {only: {model: plain}}}"
 BY_ENGINE = "{name: by-engine, agents: {only: {model: unparsed}}}"
 CITY = {"type": "string", "enum": ["Bonn", "Kyoto"]}
-PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": CITY},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 FUNCTION = {"name": "weather", "description": "How it is outside.", "parameters": PARAMETERS}
-STRICT: Any = [{"type": "function", "function": {**FUNCTION, "strict": True}}]  # else SGLang leaves arguments free
+STRICT: Any = [
+    {"type": "function", "function": {**FUNCTION, "strict": True}}
+]  # else SGLang leaves arguments free
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 ASKED: Any = [{"role": "user", "content": "How is the weather in Bonn?"}]
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": PARAMETERS}}
@@ -88,7 +96,11 @@ def servers(folder: Path) -> Iterator[CpuPair]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ai(servers: CpuPair, folder: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    pairs = (PairSettings(servers.prefill.url, servers.decode.url, servers.bootstrap_port, servers.bootstrap_host),)
+    pairs = (
+        PairSettings(
+            servers.prefill.url, servers.decode.url, servers.bootstrap_port, servers.bootstrap_host
+        ),
+    )
     models = {
         "plain": ModelSettings(folder / "plain", pairs=pairs, tool_call_parser="hermes"),
         "unparsed": ModelSettings(folder / "plain", pairs=pairs),
@@ -98,7 +110,9 @@ async def ai(servers: CpuPair, folder: Path) -> AsyncIterator[openai.AsyncOpenAI
     files = {folder / f"{name}.yaml": text for name, text in written.items()}
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")
-    config = Config(models, embedder=EmbedderSettings("none"), listen=Listen(port=0), topologies=tuple(files))
+    config = Config(
+        models, embedder=EmbedderSettings("none"), listen=Listen(port=0), topologies=tuple(files)
+    )
     async with (
         running_server(config) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as connected,
@@ -106,17 +120,27 @@ async def ai(servers: CpuPair, folder: Path) -> AsyncIterator[openai.AsyncOpenAI
         yield connected
 
 
-@pytest.mark.parametrize("model", ["plain", "tree", "thinking-root"])  # the engine's own chat, and roots of graphs
+@pytest.mark.parametrize(
+    "model", ["plain", "tree", "thinking-root"]
+)  # the engine's own chat, and roots of graphs
 async def test_a_call_that_must_be_made_is_made_whole_and_streamed_and_its_result_is_read(
     model: str, ai: openai.AsyncOpenAI
 ) -> None:
-    asked: Any = {"model": model, "messages": ASKED, "tools": STRICT, "tool_choice": "required", "max_tokens": 200}
+    asked: Any = {
+        "model": model,
+        "messages": ASKED,
+        "tools": STRICT,
+        "tool_choice": "required",
+        "max_tokens": 200,
+    }
     asked |= {"temperature": 0, "parallel_tool_calls": False, "frequency_penalty": SOME_PENALTY}
     whole = (await ai.chat.completions.create(**asked)).choices[0]
     assert whole.message.tool_calls, whole
     (call,) = whole.message.tool_calls
     assert (whole.finish_reason, call.function.name) == ("tool_calls", "weather")  # type: ignore[union-attr]
-    thought = (whole.message.model_extra or {}).get("reasoning_content") or ""  # SGLang's own chats have a null
+    thought = (whole.message.model_extra or {}).get(
+        "reasoning_content"
+    ) or ""  # SGLang's own chats have a null
     assert bool(thought) == (model == "thinking-root")
     assert json.loads(call.function.arguments)["city"] in ("Bonn", "Kyoto")  # type: ignore[union-attr]
     thinking = ""
@@ -124,7 +148,8 @@ async def test_a_call_that_must_be_made_is_made_whole_and_streamed_and_its_resul
         async for event in stream:
             if event.type == "chunk":
                 thinking += "".join(
-                    (one.delta.model_extra or {}).get("reasoning_content") or "" for one in event.chunk.choices
+                    (one.delta.model_extra or {}).get("reasoning_content") or ""
+                    for one in event.chunk.choices
                 )
         streamed = (await stream.get_final_completion()).choices[0]
     assert thinking == thought
@@ -133,13 +158,22 @@ async def test_a_call_that_must_be_made_is_made_whole_and_streamed_and_its_resul
     assert json.loads(again.function.arguments) == json.loads(call.function.arguments)  # type: ignore[union-attr]
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
     history = [*ASKED, whole.message.model_dump(exclude_none=True), result]
-    after = await ai.chat.completions.create(model=model, messages=history, tools=TOOLS, max_tokens=12, temperature=0)
+    after = await ai.chat.completions.create(
+        model=model, messages=history, tools=TOOLS, max_tokens=12, temperature=0
+    )
     assert after.choices[0].finish_reason in ("length", "stop", "tool_calls")
 
 
-@pytest.mark.parametrize("model", ["plain", "by-router", "by-engine"])  # whose parser reads the call
-async def test_a_call_that_the_model_decides_on_is_read_whole_and_streamed(model: str, ai: openai.AsyncOpenAI) -> None:
-    wanted = 'Repeat this text exactly:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+@pytest.mark.parametrize(
+    "model", ["plain", "by-router", "by-engine"]
+)  # whose parser reads the call
+async def test_a_call_that_the_model_decides_on_is_read_whole_and_streamed(
+    model: str, ai: openai.AsyncOpenAI
+) -> None:
+    wanted = (
+        'Repeat this text exactly:\n<tool_call>\n{"name": "weather", "arguments": {"city": '
+        '"Bonn"}}\n</tool_call>'
+    )
     asked: Any = {"model": model, "messages": [{"role": "user", "content": wanted}], "tools": TOOLS}
     asked |= {"max_tokens": 40, "temperature": 0}
     whole = (await ai.chat.completions.create(**asked)).choices[0]
@@ -156,8 +190,16 @@ async def test_a_call_that_the_model_decides_on_is_read_whole_and_streamed(model
 
 
 @pytest.mark.parametrize("model", ["plain", "tree", "thinker"])
-async def test_an_answer_has_its_schema_whole_and_streamed(model: str, ai: openai.AsyncOpenAI) -> None:
-    asked: Any = {"model": model, "messages": ASKED, "response_format": FORM, "max_tokens": 120, "temperature": 0}
+async def test_an_answer_has_its_schema_whole_and_streamed(
+    model: str, ai: openai.AsyncOpenAI
+) -> None:
+    asked: Any = {
+        "model": model,
+        "messages": ASKED,
+        "response_format": FORM,
+        "max_tokens": 120,
+        "temperature": 0,
+    }
     asked["frequency_penalty"] = SOME_PENALTY
     if model == "thinker":
         asked["extra_body"] = {"max_thinking_tokens": 12}
@@ -175,7 +217,12 @@ async def test_an_answer_has_its_schema_whole_and_streamed(model: str, ai: opena
 
 async def test_no_successor_reads_thinking(ai: openai.AsyncOpenAI) -> None:
     stream: Any = await ai.chat.completions.create(
-        model="tree", messages=ASKED, stream=True, extra_body={"include_agents": True}, temperature=0, max_tokens=8
+        model="tree",
+        messages=ASKED,
+        stream=True,
+        extra_body={"include_agents": True},
+        temperature=0,
+        max_tokens=8,
     )
     texts = {"agent.thinking": "", "agent.tokens": ""}
     prompts: dict[str, int] = {}
@@ -191,9 +238,16 @@ async def test_no_successor_reads_thinking(ai: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["no tools", "tools"])
-async def test_prompts_are_those_of_sglangs_own_chats(tools: Any, servers: CpuPair, folder: Path) -> None:
+async def test_prompts_are_those_of_sglangs_own_chats(
+    tools: Any, servers: CpuPair, folder: Path
+) -> None:
     body = {"model": "x", "messages": ASKED, **({"tools": tools} if tools else {})}
-    async with aiohttp.ClientSession() as http, http.post(f"{servers.decode.url}/tokenize", json=body) as answer:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{servers.decode.url}/tokenize", json=body) as answer,
+    ):
         theirs = (await answer.json())["tokens"]
     tokenizer = HfTokenizer.from_folder(folder / "plain")
-    assert theirs == tokenizer.encode(tokenizer.render_chat(ASKED, [written_by_sglang(tool) for tool in tools]))
+    assert theirs == tokenizer.encode(
+        tokenizer.render_chat(ASKED, [written_by_sglang(tool) for tool in tools])
+    )

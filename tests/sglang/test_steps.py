@@ -1,4 +1,6 @@
-"""Steps on real SGLang: confidence from its log probabilities, a tree in a step, a step that reads another."""
+"""Steps on real SGLang: confidence from its log probabilities, a tree in a step, a step that reads
+another.
+"""
 
 from pathlib import Path
 from time import monotonic
@@ -30,12 +32,17 @@ defaults: {sampling: {max_new_tokens: 8, temperature: 0}}
 """
 
 
-async def test_steps_take_the_way_that_confidence_chooses(pair: SglangPair, real_sglang: PairUnderTest) -> None:
+async def test_steps_take_the_way_that_confidence_chooses(
+    pair: SglangPair, real_sglang: PairUnderTest
+) -> None:
     tokenizer = HfTokenizer.from_folder(real_sglang.needs_model())
     models = {
-        alias: ServedModel(alias, pair, tokenizer, real_sglang.context_length) for alias in ("small", "medium", "large")
+        alias: ServedModel(alias, pair, tokenizer, real_sglang.context_length)
+        for alias in ("small", "medium", "large")
     }
-    agents = Executor(models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic)
+    agents = Executor(
+        models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic
+    )
     tiny = load_topology(Path("topologies/tiny.yaml"))
     graph, events = parse_steps(STEPS, source="steps.yaml", topologies={"tiny": tiny}), Recorder()
     request = MoaRequest("run", "tenant", ({"role": "user", "content": "How many stamps?"},))

@@ -1,4 +1,6 @@
-"""Models that take turns on real SGLang: eight on one pair, next to each alone; and what a CPU cannot do."""
+"""Models that take turns on real SGLang: eight on one pair, next to each alone; and what a CPU
+cannot do.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,14 @@ from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.app import running_server
 from shell_router.app.models import address_of
-from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings, SwappingSettings
+from shell_router.config import (
+    Config,
+    EmbedderSettings,
+    Listen,
+    ModelSettings,
+    PairSettings,
+    SwappingSettings,
+)
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.weight_swapping import fall_asleep, wake
 from shell_router.errors import EngineRejected
@@ -22,15 +31,21 @@ from shell_router.errors import EngineRejected
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
 NAMES = [f"m{number}" for number in range(8)]
-PROMPTS = ["the apple and every bridge before one castle", "the apple and every bridge before one meadow"]
-"""They share their first tokens, so that KV of other weights would be found, were it still there."""
+PROMPTS = [
+    "the apple and every bridge before one castle",
+    "the apple and every bridge before one meadow",
+]
+"""They share their first tokens, so that KV of other weights would be found, were it still there.
+"""
 
 
 @asynccontextmanager
 async def clients(
     models: Path, pair: CpuPair, names: Sequence[str], *, swaps: bool
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    settings = PairSettings(pair.prefill.url, pair.decode.url, pair.bootstrap_port, pair.bootstrap_host)
+    settings = PairSettings(
+        pair.prefill.url, pair.decode.url, pair.bootstrap_port, pair.bootstrap_host
+    )
     config = Config(
         {name: ModelSettings(models / name, pairs=() if swaps else (settings,)) for name in names},
         swapping=SwappingSettings(pairs=(settings,), window_s=1.0) if swaps else None,
@@ -51,16 +66,22 @@ async def answer(client: openai.AsyncOpenAI, name: str, prompt: str) -> str:
     return found.choices[0].message.content or ""
 
 
-async def answers(client: openai.AsyncOpenAI, names: Sequence[str], times: int = 1) -> dict[tuple[str, str], set[str]]:
+async def answers(
+    client: openai.AsyncOpenAI, names: Sequence[str], times: int = 1
+) -> dict[tuple[str, str], set[str]]:
     """Per model and prompt all that it answered, `times` times at the same time."""
     asked = [(name, prompt) for _ in range(times) for prompt in PROMPTS for name in names]
     found: dict[tuple[str, str], set[str]] = {}
-    for one, text in zip(asked, await asyncio.gather(*(answer(client, *one) for one in asked)), strict=True):
+    for one, text in zip(
+        asked, await asyncio.gather(*(answer(client, *one) for one in asked)), strict=True
+    ):
         found.setdefault(one, set()).add(text)
     return found
 
 
-async def test_each_model_answers_as_it_does_alone_and_a_damaged_one_leaves_the_others_be(tmp_path: Path) -> None:
+async def test_each_model_answers_as_it_does_alone_and_a_damaged_one_leaves_the_others_be(
+    tmp_path: Path,
+) -> None:
     for seed, name in enumerate(NAMES):
         make_checkpoint(tmp_path / name, seed=seed, context_length=2048)
     damaged = tmp_path / NAMES[7] / "model.safetensors"
@@ -91,8 +112,12 @@ async def test_each_model_answers_as_it_does_alone_and_a_damaged_one_leaves_the_
 
 
 async def sleeps_by_its_mark_and_is_refused_on_a_cpu(model: Path, pair: CpuPair) -> None:
-    """SGLang keeps what the router notes in its weight version, and serves on; asked to sleep, it would end here."""
-    settings = PairSettings(pair.prefill.url, pair.decode.url, pair.bootstrap_port, pair.bootstrap_host)
+    """SGLang keeps what the router notes in its weight version, and serves on; asked to sleep, it
+    would end here.
+    """
+    settings = PairSettings(
+        pair.prefill.url, pair.decode.url, pair.bootstrap_port, pair.bootstrap_host
+    )
     config = Config(
         {"alone": ModelSettings(model, pairs=(settings,))},
         swapping=SwappingSettings(max_loaded_models=1),

@@ -1,4 +1,6 @@
-"""Real SGLang with `--enable-trace`: its spans of a request lie under the span that the router sends."""
+"""Real SGLang with `--enable-trace`: its spans of a request lie under the span that the router
+sends.
+"""
 
 import asyncio
 import subprocess
@@ -18,7 +20,11 @@ from tests.fakes.scripted_pair import collect, generation, until
 
 pytestmark = pytest.mark.sglang
 
-TRACING = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc", "opentelemetry-exporter-otlp-proto-http")
+TRACING = (
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry-exporter-otlp-proto-http",
+)
 """What SGLang's extra `tracing` brings."""
 
 
@@ -28,15 +34,28 @@ async def test_spans_of_both_servers_are_children_of_the_routers(
     venv = built_environment()
     if venv is None:
         pytest.skip(f"real SGLang is not built for these tests: {BUILD_COMMAND}")
-    install = [sys.executable, "-m", "pip", "install", "-q", "--target", str(tmp_path / "site"), *TRACING]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--target",
+        str(tmp_path / "site"),
+        *TRACING,
+    ]
     await asyncio.to_thread(subprocess.run, install, check=True)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     span = SpanContext("ab" * 16, "cd" * 8)
     async with receiver() as at:
         with ExitStack() as stack:
             options = ("--enable-trace", "--otlp-traces-endpoint", at.url)
-            pair = await asyncio.to_thread(stack.enter_context, cpu_pair(sglang_model, venv, tmp_path, options=options))
-            address = PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port)
+            pair = await asyncio.to_thread(
+                stack.enter_context, cpu_pair(sglang_model, venv, tmp_path, options=options)
+            )
+            address = PairAddress(
+                pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port
+            )
             client = SglangPair(address)
             CURRENT.set(span)
             await collect(client, generation())
@@ -49,4 +68,9 @@ async def test_spans_of_both_servers_are_children_of_the_routers(
 def children(spans: dict, span: SpanContext) -> set[str]:  # type: ignore[type-arg]
     """Names of the spans whose parent it is."""
     of = bytes.fromhex(span.trace_id), bytes.fromhex(span.span_id)
-    return {name for name, found in spans.items() for one in found if (one.trace_id, one.parent_span_id) == of}
+    return {
+        name
+        for name, found in spans.items()
+        for one in found
+        if (one.trace_id, one.parent_span_id) == of
+    }

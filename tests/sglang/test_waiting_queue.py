@@ -1,4 +1,6 @@
-"""The order of real SGLang's waiting queue: hooked by its own plugin framework, in a process of its own."""
+"""The order of real SGLang's waiting queue: hooked by its own plugin framework, in a process of its
+own.
+"""
 
 import json
 import subprocess
@@ -50,7 +52,11 @@ def test_updates_come_last_and_others_by_algorithm_2_where_that_is_asked_for(
     install_plugin(tmp_path)
     asked = {} if age_s is None else {VARIABLE: age_s}
     done = subprocess.run(
-        [str(venv / "bin" / "python"), "-c", f"HOST, PORT = {FAKE_BOOTSTRAP_HOST!r}, {PREFILL_ONLY_PORT}\n{ORDER}"],
+        [
+            str(venv / "bin" / "python"),
+            "-c",
+            f"HOST, PORT = {FAKE_BOOTSTRAP_HOST!r}, {PREFILL_ONLY_PORT}\n{ORDER}",
+        ],
         capture_output=True,
         text=True,
         check=False,

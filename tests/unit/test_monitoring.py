@@ -18,10 +18,16 @@ SCRAPED = {"instance", "job"}
 def exported() -> dict[str, set[str]]:
     """The labels of each series; test_docs.py holds the page to the code."""
     found: dict[str, set[str]] = {}
-    for name, kind, labels in ROW.findall((ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")):
+    for name, kind, labels in ROW.findall(
+        (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    ):
         names = {one.strip() for one in labels.split(",") if one.strip()} | SCRAPED
         if kind == "histogram":
-            found |= {f"{name}_sum": names, f"{name}_count": names, f"{name}_bucket": names | {"le"}}
+            found |= {
+                f"{name}_sum": names,
+                f"{name}_count": names,
+                f"{name}_bucket": names | {"le"},
+            }
         else:
             found[name] = names
     return found
@@ -41,13 +47,19 @@ def faults(expression: str, shown: str) -> Iterator[str]:
         for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector):
             if label not in SERIES.get(name, ()):
                 yield f"{name} has no label {label}"
-    kept = [{one.strip() for one in by.split(",")} for by in re.findall(r"\bby \(([^)]*)\)", expression)]
+    kept = [
+        {one.strip() for one in by.split(",")} for by in re.findall(r"\bby \(([^)]*)\)", expression)
+    ]
     grouped = set[str]().union(*kept)
     yield from (f"no metric of it has the label {label}" for label in grouped - known)
     if "histogram_quantile" in expression and not all("le" in by for by in kept):
         yield "a quantile needs the label le"
-    result = grouped - {"le"} if kept else set() if expression.startswith(("sum(", "absent(")) else known
-    yield from (f"its result has no label {label}" for label in set(re.findall(shown_label, shown)) - result)
+    result = (
+        grouped - {"le"} if kept else set() if expression.startswith(("sum(", "absent(")) else known
+    )
+    yield from (
+        f"its result has no label {label}" for label in set(re.findall(shown_label, shown)) - result
+    )
 
 
 shown_label = r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}"
@@ -91,11 +103,23 @@ def test_an_alert_asks_for_what_is_exported_and_says_what_to_do(rule: dict) -> N
 @pytest.mark.parametrize(
     ("expression", "shown", "fault"),
     [
-        ("sum(rate(shell_router_nothing_total[5m]))", "", "shell_router_nothing_total is not exported"),
+        (
+            "sum(rate(shell_router_nothing_total[5m]))",
+            "",
+            "shell_router_nothing_total is not exported",
+        ),
         ("shell_router_run_seconds", "", "shell_router_run_seconds is not exported"),
-        ('sum(shell_router_queue_requests{route="x"})', "", "shell_router_queue_requests has no label route"),
+        (
+            'sum(shell_router_queue_requests{route="x"})',
+            "",
+            "shell_router_queue_requests has no label route",
+        ),
         ("sum by (route) (shell_router_queue_requests)", "", "no metric of it has the label route"),
-        ("sum by (model) (shell_router_queue_requests)", "{{role}}", "its result has no label role"),
+        (
+            "sum by (model) (shell_router_queue_requests)",
+            "{{role}}",
+            "its result has no label role",
+        ),
         ("down", "", "it asks for no metric of the router"),
     ],
 )

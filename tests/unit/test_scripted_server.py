@@ -19,7 +19,12 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def body(**more: Any) -> dict[str, Any]:
-    return {"input_ids": [1, 2, 3], "bootstrap_room": 7, "sampling_params": {"max_new_tokens": 4}, **more}
+    return {
+        "input_ids": [1, 2, 3],
+        "bootstrap_room": 7,
+        "sampling_params": {"max_new_tokens": 4},
+        **more,
+    }
 
 
 async def test_the_same_prompt_gives_the_same_answer(session: aiohttp.ClientSession) -> None:
@@ -43,9 +48,14 @@ async def test_a_script_can_be_posted_while_it_runs(session: aiohttp.ClientSessi
         assert statuses == [503, 200]
 
 
-@pytest.mark.parametrize("script", [{"fault": {"kind": "gremlins"}}, {"vocabulary": 0}, {"colour": "red"}, [1]])
+@pytest.mark.parametrize(
+    "script", [{"fault": {"kind": "gremlins"}}, {"vocabulary": 0}, {"colour": "red"}, [1]]
+)
 async def test_a_bad_script_is_refused(session: aiohttp.ClientSession, script: object) -> None:
-    async with ScriptedServer() as server, session.post(f"{server.url}/script", json=script) as answer:
+    async with (
+        ScriptedServer() as server,
+        session.post(f"{server.url}/script", json=script) as answer,
+    ):
         assert answer.status == 400
 
 
@@ -54,7 +64,9 @@ async def test_requests_sent_at_once_are_answered_in_order(session: aiohttp.Clie
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for rid in ("a", "b", "c"):
             sent = orjson.dumps(body(rid=rid))
-            writer.write(b"POST /generate HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(sent), sent))
+            writer.write(
+                b"POST /generate HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(sent), sent)
+            )
         seen = b""
         while seen.count(b'"id"') < 3:
             seen += await reader.read(65536)

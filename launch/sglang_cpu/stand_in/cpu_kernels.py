@@ -1,13 +1,15 @@
-"""An SGLang plugin for engines without a GPU: kernels that take less time than those SGLang has for a CPU.
+"""An SGLang plugin for engines without a GPU: kernels that take less time than those SGLang has for
+a CPU.
 
 Results are the same but for rounding.
 
-- Products with weights. For 3 or 4 rows in float32, PyTorch's `linear` takes twice as long as oneDNN with reordered
-  weights. The reordered copy doubles the memory of the weights.
-- Attention of decoding. SGLang's `torch_native` backend copies keys and values for every query head.
-- Attention of prefill, only where the variable SHELL_ROUTER_CPU_ATTENTION is `new-tokens`: `torch_native` attends from
-  every token of a prompt and drops what it has for cached tokens, so an update of 32 tokens costs as much attention
-  as the whole prompt. Kernels of GPUs do not do that.
+- Products with weights. For 3 or 4 rows in float32, PyTorch's `linear` takes twice as long as
+  oneDNN with reordered weights. The reordered copy doubles the memory of the weights.
+- Attention of decoding. SGLang's `torch_native` backend copies keys and values for every query
+  head.
+- Attention of prefill, only where the variable SHELL_ROUTER_CPU_ATTENTION is `new-tokens`:
+  `torch_native` attends from every token of a prompt and drops what it has for cached tokens, so an
+  update of 32 tokens costs as much attention as the whole prompt. Kernels of GPUs do not do that.
 
 Where SHELL_ROUTER_DRAFTS is set, passes that verify drafts work as well.
 """
@@ -27,12 +29,14 @@ LOADERS = (
     *("receive_weights_from_distributed", "load_weights_from_distributed"),
 )
 FEW_ROWS = 4
-"""Weights reordered for this number of rows are the fastest ones from 1 row to 16, and no slower with hundreds."""
+"""Weights reordered for this number of rows are the fastest ones from 1 row to 16, and no slower
+with hundreds.
+"""
 
 
 def register() -> None:
     """What SGLang calls in each of its processes."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks: dict[str, Callable[..., Any]] = {
         f"{LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": multiply,
@@ -50,9 +54,13 @@ def register() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def multiply(linear: Callable[..., Any], method: Any, layer: Any, rows: Any, bias: Any = None) -> Any:
-    """Around `apply`: `rows` [..., inputs] by the layer's weights [outputs, inputs], with weights reordered once."""
-    import torch  # noqa: PLC0415 - SGLang's
+def multiply(
+    linear: Callable[..., Any], method: Any, layer: Any, rows: Any, bias: Any = None
+) -> Any:
+    """Around `apply`: `rows` [..., inputs] by the layer's weights [outputs, inputs], with weights
+    reordered once.
+    """
+    import torch
 
     weight = layer.weight
     if not weight.dtype == rows.dtype == torch.float32 or not rows.numel():
@@ -65,7 +73,9 @@ def multiply(linear: Callable[..., Any], method: Any, layer: Any, rows: Any, bia
 
 
 def load_anew(load: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Around what loads weights into a model that runs: through `.data`, which counts no version of the weights."""
+    """Around what loads weights into a model that runs: through `.data`, which counts no version of
+    the weights.
+    """
     try:
         return load(*given, **named)
     finally:
@@ -78,7 +88,9 @@ _loads = [0]
 
 def multiply_logits(applies: Callable[..., bool], lm_head: Any, quant_method: Any) -> bool:
     """Around `should_apply_lm_head_quant_method`: logits are products with weights, too."""
-    return type(quant_method).__name__ == "UnquantizedEmbeddingMethod" or applies(lm_head, quant_method)
+    return type(quant_method).__name__ == "UnquantizedEmbeddingMethod" or applies(
+        lm_head, quant_method
+    )
 
 
 def verify(
@@ -91,7 +103,8 @@ def verify(
     batch: Any,
     save_kv_cache: bool = True,
 ) -> Any:
-    """Around `forward_extend`: the backend does not know that a pass verifies drafts, which extends every request.
+    """Around `forward_extend`: the backend does not know that a pass verifies drafts, which extends
+    every request.
 
     A token sees those before it, as in prefill; drafts are chains.
     """
@@ -121,7 +134,12 @@ def decode(
     if encoder_lengths is not None or named["sliding_window_size"] is not None:
         return run(backend, *before, encoder_lengths, **named)
     return attend_from_new_tokens(
-        run, backend, *before, lengths - 1, lengths.new_ones(lengths.shape), **{**named, "causal": True}
+        run,
+        backend,
+        *before,
+        lengths - 1,
+        lengths.new_ones(lengths.shape),
+        **{**named, "causal": True},
     )
 
 
@@ -140,30 +158,58 @@ def attend_from_new_tokens(
     encoder_lengths: Any = None,
     **named: Any,
 ) -> Any:
-    """Around `_run_sdpa_forward_extend`: fills `output` [new tokens, heads, head size] and returns it."""
-    if encoder_lengths is not None or not named["causal"] or named["sliding_window_size"] is not None:
-        arguments = (query, output, keys, values, token_slots, requests, lengths, prefix_lengths, new_lengths)
+    """Around `_run_sdpa_forward_extend`: fills `output` [new tokens, heads, head size] and returns
+    it.
+    """
+    if (
+        encoder_lengths is not None
+        or not named["causal"]
+        or named["sliding_window_size"] is not None
+    ):
+        arguments = (
+            query,
+            output,
+            keys,
+            values,
+            token_slots,
+            requests,
+            lengths,
+            prefix_lengths,
+            new_lengths,
+        )
         return extend(backend, *arguments, encoder_lengths, **named)
-    import torch  # noqa: PLC0415 - SGLang's
-    from torch.nn.functional import scaled_dot_product_attention  # noqa: PLC0415
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
 
     heads, size, begin = keys.shape[1], query.shape[2], 0
-    for request, prefix, new in zip(requests.tolist(), prefix_lengths.tolist(), new_lengths.tolist(), strict=True):
+    for request, prefix, new in zip(
+        requests.tolist(), prefix_lengths.tolist(), new_lengths.tolist(), strict=True
+    ):
         slots = token_slots[request, : prefix + new]
-        key, value = (cache.index_select(0, slots).to(query.dtype).movedim(0, 1)[None] for cache in (keys, values))
+        key, value = (
+            cache.index_select(0, slots).to(query.dtype).movedim(0, 1)[None]
+            for cache in (keys, values)
+        )
         # [heads of the cache, queries that share one, new tokens, head size]
         asked = query[begin : begin + new].view(new, heads, -1, size).permute(1, 2, 0, 3)
         if prefix:
-            # all queries that share a head are put in one row, so that its keys and values are not copied for each;
-            # a new token sees the cached ones and the new ones up to itself
+            # all queries that share a head are put in one row, so that its keys and values are not
+            # copied for each; a new token sees the cached ones and the new ones up to itself
             mask = torch.ones(new, prefix + new, dtype=torch.bool).tril(prefix) if new > 1 else None
             mask = mask if mask is None else mask.repeat(asked.shape[1], 1)
             rows = asked.reshape(1, heads, -1, size)
-            attended = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=named["scaling"])
+            attended = scaled_dot_product_attention(
+                rows, key, value, attn_mask=mask, scale=named["scaling"]
+            )
         else:
             rows = asked.reshape(1, -1, new, size)
             attended = scaled_dot_product_attention(
-                rows, key, value, is_causal=True, enable_gqa=named["enable_gqa"], scale=named["scaling"]
+                rows,
+                key,
+                value,
+                is_causal=True,
+                enable_gqa=named["enable_gqa"],
+                scale=named["scaling"],
             )
         output[begin : begin + new] = attended.view(-1, new, value.shape[-1]).movedim(0, 1)
         begin += new

@@ -1,4 +1,6 @@
-"""A batch's lines: read and checked, the contract of what answers them, and their results as they come."""
+"""A batch's lines: read and checked, the contract of what answers them, and their results as they
+come.
+"""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +17,9 @@ from shell_router.batch.journal import append_whole, recovered
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What became of one line: an answer with its HTTP status, or, for a line that never ran, an error."""
+    """What became of one line: an answer with its HTTP status, or, for a line that never ran, an
+    error.
+    """
 
     custom_id: str
     request_id: str
@@ -64,7 +68,9 @@ class Results:
         return custom_id in self._completed or custom_id in self._failed
 
     def recover(self) -> None:
-        """Read what is there. A last line that was torn when a router was killed is cut off, to be answered again."""
+        """Read what is there. A last line that was torn when a router was killed is cut off, to be
+        answered again.
+        """
         self._completed, self._failed = (
             set(recovered(path, lambda line: str(orjson.loads(line)["custom_id"])))
             for path in (self._output, self._errors)
@@ -92,7 +98,9 @@ KEPT_FAULTS = 100
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch: its line number from 1, its name there, and its body, as of an online request."""
+    """One request of a batch: its line number from 1, its name there, and its body, as of an online
+    request.
+    """
 
     number: int
     custom_id: str
@@ -108,16 +116,26 @@ def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
     try:
         line = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        return Fault("invalid_json_line", f"The line is not JSON: {error}. Write one JSON object.", number)
+        return Fault(
+            "invalid_json_line", f"The line is not JSON: {error}. Write one JSON object.", number
+        )
     if not isinstance(line, dict):
-        return Fault("invalid_json_line", f"The line must be a JSON object, not {shown(line)}.", number)
-    custom_id, body = line.get("custom_id"), line.get("body")
+        return Fault(
+            "invalid_json_line", f"The line must be a JSON object, not {shown(line)}.", number
+        )
+    custom_id = line.get("custom_id")
+    body = line.get("body")
     missing = "missing_required_parameter"
     named = "custom_id must be a string that is not empty: it names the line among the results."
     for param, holds, code, message in (
         ("custom_id", isinstance(custom_id, str) and custom_id != "", missing, named),
         ("method", line.get("method") == "POST", "invalid_method", "method must be POST."),
-        ("url", line.get("url") == endpoint, "invalid_url", f"url must be {endpoint}, the batch's endpoint."),
+        (
+            "url",
+            line.get("url") == endpoint,
+            "invalid_url",
+            f"url must be {endpoint}, the batch's endpoint.",
+        ),
         ("body", isinstance(body, dict), missing, "body must be an object: the request itself."),
         (
             "body.stream",
@@ -132,7 +150,9 @@ def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
 
 
 async def checked(path: Path, endpoint: str, max_bytes: int) -> tuple[int, tuple[Fault, ...]]:
-    """The number of requests and the faults of an input with lines of at most `max_bytes`. Raises StorageFailed."""
+    """The number of requests and the faults of an input with lines of at most `max_bytes`. Raises
+    StorageFailed.
+    """
     seen: dict[str, int] = {}
     faults: list[Fault] = []
     async for number, raw in _raw_lines(path):
@@ -140,26 +160,40 @@ async def checked(path: Path, endpoint: str, max_bytes: int) -> tuple[int, tuple
         if fault and len(faults) < KEPT_FAULTS:
             faults.append(fault)
     if not seen and not faults:
-        faults.append(Fault("empty_file", "The file has no lines. Write one JSON object per request."))
+        faults.append(
+            Fault("empty_file", "The file has no lines. Write one JSON object per request.")
+        )
     return len(seen), tuple(faults)
 
 
-def _fault_of(number: int, raw: bytes, endpoint: str, max_bytes: int, seen: dict[str, int]) -> Fault | None:
+def _fault_of(
+    number: int, raw: bytes, endpoint: str, max_bytes: int, seen: dict[str, int]
+) -> Fault | None:
     """What is wrong with the line after those `seen`, to which it is added."""
     if len(raw) > max_bytes:
-        return Fault("line_too_long", f"The line has {len(raw)} bytes; max_body_bytes is {max_bytes}.", number)
+        return Fault(
+            "line_too_long",
+            f"The line has {len(raw)} bytes; max_body_bytes is {max_bytes}.",
+            number,
+        )
     line = read_line(number, raw, endpoint)
     if isinstance(line, Fault):
         return line
     first = seen.setdefault(line.custom_id, number)
     if first == number:
         return None
-    message = f"custom_id {shown(line.custom_id)} stands on line {first} already. Give each line its own."
+    message = (
+        f"custom_id {shown(line.custom_id)} stands on line {first} already. Give each line its own."
+    )
     return Fault("duplicate_custom_id", message, number, "custom_id")
 
 
-async def lines_of(path: Path, endpoint: str, answered: Container[str]) -> AsyncGenerator[BatchLine, None]:
-    """The requests of a checked input, in their order, and which are `answered` by then. Raises StorageFailed."""
+async def lines_of(
+    path: Path, endpoint: str, answered: Container[str]
+) -> AsyncGenerator[BatchLine, None]:
+    """The requests of a checked input, in their order, and which are `answered` by then. Raises
+    StorageFailed.
+    """
     async for number, raw in _raw_lines(path):
         line = read_line(number, raw, endpoint)
         if isinstance(line, BatchLine):
@@ -168,7 +202,8 @@ async def lines_of(path: Path, endpoint: str, answered: Container[str]) -> Async
 
 async def _raw_lines(path: Path) -> AsyncGenerator[tuple[int, bytes], None]:
     """Lines with their numbers; blank ones are left out. No file stays open while others run."""
-    at_byte, number = 0, 0
+    at_byte = 0
+    number = 0
     while lines := await on_disk(_read_from, path, at_byte):
         for raw in lines:
             at_byte += len(raw)

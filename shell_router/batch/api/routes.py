@@ -54,7 +54,9 @@ FORM_REMEDY = "Send multipart/form-data with the fields purpose and file, as Ope
 
 @dataclass(slots=True)
 class Upload:
-    """A form that is being read into `path`: its file's name and size, and the other fields that were sent."""
+    """A form that is being read into `path`: its file's name and size, and the other fields that
+    were sent.
+    """
 
     path: Path
     filename: str | None = None
@@ -86,25 +88,33 @@ async def receive(request: web.Request, path: Path, max_bytes: int) -> Upload:
     return upload
 
 
-async def _read_form(request: web.Request, form: MultipartReader, upload: Upload, max_bytes: int) -> None:
+async def _read_form(
+    request: web.Request, form: MultipartReader, upload: Upload, max_bytes: int
+) -> None:
     limit_s = request.app[SETTINGS].body_timeout_s
     while (part := await _in_time(form.next(), limit_s)) is not None:
         if not isinstance(part, BodyPartReader) or part.name is None:
             raise InvalidRequest("The form has a part without a name.", remedy=FORM_REMEDY)
         if len(upload.texts) == MOST_FIELDS or len(part.name) > MOST_TEXT_BYTES:
-            raise InvalidRequest(f"The form has more than {MOST_FIELDS} fields, or a long one.", remedy=FORM_REMEDY)
+            raise InvalidRequest(
+                f"The form has more than {MOST_FIELDS} fields, or a long one.", remedy=FORM_REMEDY
+            )
         if part.name == "file":
             await _store(part, upload, max_bytes, limit_s)
         else:
             upload.texts[part.name] = await _text(part, limit_s)
             purpose = upload.texts.get("purpose", INPUT_PURPOSE)
             if purpose != INPUT_PURPOSE:  # before a large file is read
-                raise InvalidField(f"purpose must be {INPUT_PURPOSE}, not {purpose!r}.", field="purpose")
+                raise InvalidField(
+                    f"purpose must be {INPUT_PURPOSE}, not {purpose!r}.", field="purpose"
+                )
 
 
 async def _store(part: BodyPartReader, upload: Upload, max_bytes: int, limit_s: float) -> None:
     if upload.filename is not None:
-        raise InvalidField("file is twice in the form.", field="file", remedy="Send one file at a time.")
+        raise InvalidField(
+            "file is twice in the form.", field="file", remedy="Send one file at a time."
+        )
     # as JSON can hold it: aiohttp keeps bytes that are no UTF-8 in a form that cannot be encoded
     upload.filename = (part.filename or "upload.jsonl")[:255].encode("utf-8", "replace").decode()
     await on_disk(upload.path.touch)
@@ -133,7 +143,9 @@ async def _in_time(coming: Awaitable[T], limit_s: float) -> T:
         async with asyncio.timeout(limit_s):
             return await coming
     except TimeoutError:
-        raise InvalidRequest(f"Nothing of the file came for {limit_s:g} s.", remedy="Send it at once.") from None
+        raise InvalidRequest(
+            f"Nothing of the file came for {limit_s:g} s.", remedy="Send it at once."
+        ) from None
 
 
 ENDPOINT = "/v1/chat/completions"
@@ -160,21 +172,30 @@ def attached(config: Config) -> Iterator[Callable[[web.Application], None]]:
         pools = loaded_pools(config)
 
         def add(app: web.Application) -> None:
-            runners = {name: PoolLines(name, pool, folder.pools, app[SERVICES]) for name, pool in pools.items()}
+            runners = {
+                name: PoolLines(name, pool, folder.pools, app[SERVICES])
+                for name, pool in pools.items()
+            }
             add_batches(app, folder, config.batches, runners)
 
         yield add
 
 
 def add_batches(
-    app: web.Application, folder: BatchFolder, settings: BatchesSettings, pools: Mapping[str, PoolLines]
+    app: web.Application,
+    folder: BatchFolder,
+    settings: BatchesSettings,
+    pools: Mapping[str, PoolLines],
 ) -> None:
     """Add the routes, and run batches from the server's start to its stop.
 
-    At the stop lines end at once, for the requests that still run. `pools` answer lines that name one as their model.
+    At the stop lines end at once, for the requests that still run. `pools` answer lines that name
+    one as their model.
     """
     runner = ChatLines(app[CHATS], settings.concurrency, pools)
-    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], app[SETTINGS].max_body_bytes, settings.file_ttl_s)
+    runs = app[BATCH_RUNS] = BatchRuns(
+        folder, runner, app[SERVICES], app[SETTINGS].max_body_bytes, settings.file_ttl_s
+    )
     app[BATCHES], app[UPLOADS] = settings, defaultdict[str, dict[str, int]](dict)
     expiring = list[asyncio.Task[None]]()
 
@@ -194,17 +215,29 @@ def add_batches(
 
 async def upload_file(request: web.Request) -> web.Response:
     """POST: keep a file."""
-    folder, id = _folder(request), f"file-{request.app[SERVICES].new_id()}"
+    folder = _folder(request)
+    id = f"file-{request.app[SERVICES].new_id()}"
     draft = folder.draft(id)
     with _reserved(request, id) as max_bytes:
         try:
             with request.app[DRAIN].deadline():
                 upload = await receive(request, draft, max_bytes)
-            about = (id, request[TENANT], upload.filename or "", upload.texts["purpose"], upload.bytes)
-            record = FileRecord.made(*about, int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s)
+            about = (
+                id,
+                request[TENANT],
+                upload.filename or "",
+                upload.texts["purpose"],
+                upload.bytes,
+            )
+            record = FileRecord.made(
+                *about, int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s
+            )
             await on_disk(keep_as, draft, folder.content(id))
             await folder.files.save(record)
-        except (StorageFailed, asyncio.CancelledError):  # or the client left, and knows no id to ask for
+        except (
+            StorageFailed,
+            asyncio.CancelledError,
+        ):  # or the client left, and knows no id to ask for
             with contextlib.suppress(StorageFailed):  # the first one says what is wrong
                 await folder.remove(id)
             raise
@@ -216,23 +249,37 @@ async def upload_file(request: web.Request) -> web.Response:
 
 @contextlib.contextmanager
 def _reserved(request: web.Request, id: str) -> Iterator[int]:
-    """The bytes that the upload `id` may have; they count as kept until its end. Raises QuotaExceeded.
+    """The bytes that the upload `id` may have; they count as kept until its end. Raises
+    QuotaExceeded.
 
     Inputs of batches that have not ended count although their files were deleted.
     """
-    settings, folder, tenant = request.app[BATCHES], _folder(request), request[TENANT]
+    settings = request.app[BATCHES]
+    folder = _folder(request)
+    tenant = request[TENANT]
     uploads = request.app[UPLOADS][tenant]
-    inputs = {batch.input_file_id: batch.input_bytes for batch in folder.batches.of(tenant) if not batch.ended}
+    inputs = {
+        batch.input_file_id: batch.input_bytes
+        for batch in folder.batches.of(tenant)
+        if not batch.ended
+    }
     kept = inputs | {file.id: file.bytes for file in folder.files.of(tenant)} | uploads
     size = sum(kept.values())
     if len(kept) >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
         raise QuotaExceeded(
-            f"You keep {len(kept)} files of {size} bytes, uploads that run and inputs of batches included; at most"
+            f"You keep {len(kept)} files of {size} bytes, uploads that run and inputs of batches "
+            "included; at most"
             f" {settings.max_tenant_files} files and {settings.max_tenant_bytes} bytes are kept.",
             remedy="Delete some, also results that you have read: DELETE /v1/files/{id}.",
         )
-    known = None if "Content-Encoding" in request.headers else request.content_length
-    most = settings.max_file_bytes if known is None else min(known, settings.max_file_bytes)
+    if "Content-Encoding" in request.headers:
+        known = None
+    else:
+        known = request.content_length
+    if known is None:
+        most = settings.max_file_bytes
+    else:
+        most = min(known, settings.max_file_bytes)
     uploads[id] = min(most, settings.max_tenant_bytes - size)
     try:
         yield uploads[id]
@@ -242,13 +289,18 @@ def _reserved(request: web.Request, id: str) -> Iterator[int]:
 
 async def list_files(request: web.Request) -> web.Response:
     """GET: the tenant's files, the latest first unless `order` is asc."""
-    purpose, order = request.query.get("purpose"), request.query.get("order", "desc")
+    purpose = request.query.get("purpose")
+    order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidField("order must be asc or desc.", field="order")
-    files = [one for one in _folder(request).files.of(request[TENANT]) if purpose in (None, one.purpose)]
+    files = [
+        one for one in _folder(request).files.of(request[TENANT]) if purpose in (None, one.purpose)
+    ]
     if order == "asc":
         files.reverse()
-    return json_reply(request, page(files, request.query, default=MAX_LISTED_FILES, most=MAX_LISTED_FILES))
+    return json_reply(
+        request, page(files, request.query, default=MAX_LISTED_FILES, most=MAX_LISTED_FILES)
+    )
 
 
 async def show_file(request: web.Request) -> web.Response:
@@ -280,8 +332,12 @@ async def delete_file(request: web.Request) -> web.Response:
 async def create_batch(request: web.Request) -> web.Response:
     """POST: answer the requests of a file."""
     if request[KEY].models:
-        raise Forbidden("The API key is for some models only, and lines may name any.", remedy="Use another key.")
-    services, body = request.app[SERVICES], parse_body(await read_body(request))
+        raise Forbidden(
+            "The API key is for some models only, and lines may name any.",
+            remedy="Use another key.",
+        )
+    services = request.app[SERVICES]
+    body = parse_body(await read_body(request))
     record = read_batch(body, f"batch_{services.new_id()}", request[TENANT], int(services.wall()))
     file = _folder(request).files.find(record.tenant, record.input_file_id)
     if file.purpose != INPUT_PURPOSE:
@@ -290,7 +346,10 @@ async def create_batch(request: web.Request) -> web.Response:
     note_ignored(request, body.unread)
     unfinished = sum(not one.ended for one in _folder(request).batches.of(record.tenant))
     if unfinished >= MOST_UNFINISHED:
-        raise Overloaded(f"{unfinished} of your batches have not ended.", remedy="Send larger ones, or wait for them.")
+        raise Overloaded(
+            f"{unfinished} of your batches have not ended.",
+            remedy="Send larger ones, or wait for them.",
+        )
     await request.app[BATCH_RUNS].add(replace(record, input_bytes=file.bytes))
     return json_reply(request, record.as_json())
 
@@ -339,28 +398,47 @@ def _batch(request: web.Request) -> BatchRecord:
 
 def read_batch(body: Fields, id: str, tenant: str, now: int) -> BatchRecord:
     """The batch that a body asks for at `now`, in Unix time. Raises InvalidField."""
-    endpoint, window = body.required_text("endpoint"), body.required_text("completion_window")
+    endpoint = body.required_text("endpoint")
+    window = body.required_text("completion_window")
     if endpoint != ENDPOINT:
         raise body.refuse("endpoint", f"must be {ENDPOINT}")
     hours = WINDOW.fullmatch(window)
     if hours is None:
         raise body.refuse("completion_window", "must be a number of hours", "Write 24h.")
-    input_file_id, metadata = body.required_text("input_file_id"), body.raw("metadata")
-    is_object = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    input_file_id = body.required_text("input_file_id")
+    metadata = body.raw("metadata")
+    is_object = isinstance(metadata, dict) and all(
+        isinstance(value, str) for value in metadata.values()
+    )
     if metadata is not None and not is_object:
         raise body.refuse("metadata", "must be an object of strings")
-    return BatchRecord(id, tenant, input_file_id, endpoint, window, now, now + 3600 * int(hours[1]), metadata)
+    return BatchRecord(
+        id, tenant, input_file_id, endpoint, window, now, now + 3600 * int(hours[1]), metadata
+    )
 
 
 def page(
-    records: Sequence[FileRecord | BatchRecord], query: Mapping[str, str], *, default: int, most: int
+    records: Sequence[FileRecord | BatchRecord],
+    query: Mapping[str, str],
+    *,
+    default: int,
+    most: int,
 ) -> dict[str, Any]:
-    """The `limit` records that come after the one named by `after`, as OpenAI's clients ask. Raises InvalidField."""
-    start, given = 0, query.get("limit", str(default))
+    """The `limit` records that come after the one named by `after`, as OpenAI's clients ask. Raises
+    InvalidField.
+    """
+    start = 0
+    given = query.get("limit", str(default))
     if "after" in query:
-        start = next((index for index, record in enumerate(records, 1) if record.id == query["after"]), 0)
+        start = next(
+            (index for index, record in enumerate(records, 1) if record.id == query["after"]), 0
+        )
         if not start:
-            raise InvalidField("after names nothing in this list.", field="after", remedy="Take the last_id of a page.")
+            raise InvalidField(
+                "after names nothing in this list.",
+                field="after",
+                remedy="Take the last_id of a page.",
+            )
     if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= most):
         raise InvalidField(f"limit must be a whole number from 1 to {most}.", field="limit")
     shown = [record.as_json() for record in records[start : start + int(given)]]

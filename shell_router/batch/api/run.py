@@ -25,17 +25,27 @@ from shell_router.errors import BatchEnded, StorageFailed
 
 log = logging.getLogger(__name__)
 
-INTERNAL_FAULT: Final = Fault("internal_error", "Something went wrong inside the router; its log has the details.")
+INTERNAL_FAULT: Final = Fault(
+    "internal_error", "Something went wrong inside the router; its log has the details."
+)
 UNANSWERED: dict[Status, dict[str, str]] = {
-    "cancelled": {"code": "batch_cancelled", "message": "The batch was cancelled before this line was answered."},
-    "expired": {"code": "batch_expired", "message": "The batch expired before this line was answered."},
+    "cancelled": {
+        "code": "batch_cancelled",
+        "message": "The batch was cancelled before this line was answered.",
+    },
+    "expired": {
+        "code": "batch_expired",
+        "message": "The batch expired before this line was answered.",
+    },
 }
 LISTED_AT_ONCE = 1000
 EXPIRY_CHECK_S = 60.0
 
 
 class BatchRun:
-    """Takes one batch to its end. Cancelled, it leaves the batch as it is, and another run goes on from there."""
+    """Takes one batch to its end. Cancelled, it leaves the batch as it is, and another run goes on
+    from there.
+    """
 
     def __init__(self, runs: "BatchRuns", batch_id: str) -> None:
         self._folder = folder = runs.folder
@@ -43,7 +53,9 @@ class BatchRun:
         self._runs = runs
         self._id = batch_id
         self._input = folder.input(batch_id)
-        self._results = Results(folder.content(self._record.output_name), folder.content(self._record.errors_name))
+        self._results = Results(
+            folder.content(self._record.output_name), folder.content(self._record.errors_name)
+        )
         self._limit: asyncio.Timeout | None = None
 
     @property
@@ -73,14 +85,17 @@ class BatchRun:
             await self._end("failed", faults)
             return
         outcome = self._outcome()
-        if outcome != "cancelled":  # what it will end as is kept before the lines without an answer are listed
+        if (
+            outcome != "cancelled"
+        ):  # what it will end as is kept before the lines without an answer are listed
             await self._folder.batches.save(self._moved(outcome).moved("finalizing", self._now()))
         if outcome in UNANSWERED and self._record.total:
             await self._list_unanswered(UNANSWERED[outcome])
         await self._end(outcome)
 
     async def _list_unanswered(self, error: dict[str, str]) -> None:
-        """Name the lines that are left in the error file, so that their owner can send them again."""
+        """Name the lines that are left in the error file, so that their owner can send them
+        again."""
         waiting: list[LineResult] = []
         async with contextlib.aclosing(self._lines()) as lines:
             async for line in lines:
@@ -92,9 +107,15 @@ class BatchRun:
         await on_disk(self._results.add, waiting)
 
     async def _worked_off(self) -> tuple[Fault, ...]:
-        """Return when all lines are answered, when the batch is cut or expires, or with its input's faults."""
+        """Return when all lines are answered, when the batch is cut or expires, or with its input's
+        faults.
+        """
         try:
-            left_s = 0 if self._record.status == "cancelling" else self._record.expires_at - self._services.wall()
+            left_s = (
+                (0)
+                if (self._record.status == "cancelling")
+                else (self._record.expires_at - self._services.wall())
+            )
             async with asyncio.timeout(left_s) as limit:
                 self._limit = limit
                 if self._record.status == "validating" and (faults := await self._checked()):
@@ -109,7 +130,9 @@ class BatchRun:
         return ()
 
     async def _checked(self) -> tuple[Fault, ...]:
-        """The input's faults. Without any the batch is in progress, and no later run checks it again."""
+        """The input's faults. Without any the batch is in progress, and no later run checks it
+        again.
+        """
         total, faults = await checked(self._input, self._record.endpoint, self._runs.max_line_bytes)
         if not faults and self._record.status == "validating":
             await self._folder.batches.save(replace(self._moved("in_progress"), total=total))
@@ -120,26 +143,37 @@ class BatchRun:
 
     async def _keep(self, result: LineResult) -> None:
         await on_disk(self._results.add, (result,))
-        self._services.metrics.batch_lines.labels("completed" if result.succeeded else "failed").inc()
+        self._services.metrics.batch_lines.labels(
+            "completed" if result.succeeded else "failed"
+        ).inc()
         self._note_counts()
 
     def _note_counts(self) -> None:
-        self._folder.batches.note(replace(self._record, completed=self._results.completed, failed=self._results.failed))
+        self._folder.batches.note(
+            replace(self._record, completed=self._results.completed, failed=self._results.failed)
+        )
 
     def _outcome(self) -> Status:
-        """What the batch ends as, now that nothing runs; a run that was killed while it ended may have found it."""
+        """What the batch ends as, now that nothing runs; a run that was killed while it ended may
+        have found it.
+        """
         record = self._record
         if record.status == "cancelling":
             return "cancelled"
         if "expired" in record.at:
             return "expired"
-        return "completed" if 0 < record.total <= self._results.completed + self._results.failed else "expired"
+        if 0 < record.total <= self._results.completed + self._results.failed:
+            return "completed"
+        return "expired"
 
     async def _end(self, status: Status, faults: tuple[Fault, ...] = ()) -> None:
-        """Hand the results to the tenant. What cannot be stored still holds until the router is stopped."""
+        """Hand the results to the tenant. What cannot be stored still holds until the router is
+        stopped.
+        """
         self._note_counts()
         files = await on_disk(self._files)
-        output, errors = self._record.output_name, self._record.errors_name
+        output = self._record.output_name
+        errors = self._record.errors_name
         made = {file.id for file in files}
         ended = replace(
             self._moved(status),
@@ -159,16 +193,24 @@ class BatchRun:
 
     def _files(self) -> list[FileRecord]:
         """The files of the results that are not empty."""
-        batch, found = self._record, []
+        batch = self._record
+        found = []
         for id, kind in ((batch.output_name, "output"), (batch.errors_name, "errors")):
             path = self._folder.content(id)
             if size := path.stat().st_size if path.exists() else 0:
-                name, kept_s = f"{batch.id}_{kind}.jsonl", self._runs.file_ttl_s
-                found.append(FileRecord.made(id, batch.tenant, name, OUTPUT_PURPOSE, size, self._now(), kept_s))
+                name = f"{batch.id}_{kind}.jsonl"
+                kept_s = self._runs.file_ttl_s
+                found.append(
+                    FileRecord.made(
+                        id, batch.tenant, name, OUTPUT_PURPOSE, size, self._now(), kept_s
+                    )
+                )
         return found
 
     async def _give_up(self, fault: Fault) -> None:
-        """If that cannot be stored either, the next start goes on with the batch, as with an end that was noted."""
+        """If that cannot be stored either, the next start goes on with the batch, as with an end
+        that was noted.
+        """
         log.error("%s is given up: %s", self._id, fault.message)
         if self._record.ended:  # a client may have seen it
             return
@@ -214,7 +256,10 @@ class BatchRuns:
         try:
             await on_disk(link_or_copy, self.folder.content(record.input_file_id), link)
             await self.folder.batches.save(self.folder.batches[record.id])
-        except (StorageFailed, asyncio.CancelledError):  # or the client left, and knows no id to ask for
+        except (
+            StorageFailed,
+            asyncio.CancelledError,
+        ):  # or the client left, and knows no id to ask for
             with contextlib.suppress(StorageFailed):  # the first one says what is wrong
                 await self.folder.batches.remove(record.id)
                 await on_disk(link.unlink, missing_ok=True)
@@ -222,12 +267,15 @@ class BatchRuns:
         self._begin(record.id)
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
-        """The batch, which from now on is cancelling. Raises BatchEnded; StorageFailed, though it is cancelled."""
+        """The batch, which from now on is cancelling. Raises BatchEnded; StorageFailed, though it
+        is cancelled.
+        """
         if record.status in ("cancelling", "cancelled"):
             return record
         if record.ended or record.status == "finalizing":
             raise BatchEnded(
-                f"The batch is {record.status}, so it cannot be cancelled.", remedy="Read its files instead."
+                f"The batch is {record.status}, so it cannot be cancelled.",
+                remedy="Read its files instead.",
             )
         cancelling = record.moved("cancelling", int(self.services.wall()))
         self.folder.batches.note(cancelling)
@@ -246,7 +294,8 @@ class BatchRuns:
             await asyncio.sleep(EXPIRY_CHECK_S)
 
     async def stop(self) -> None:
-        """End all running lines. Their batches go on when a router is started on this folder again."""
+        """End all running lines. Their batches go on when a router is started on this folder
+        again."""
         self._stopped = True
         tasks = [task for _, task in self._running.values()]
         for task in tasks:

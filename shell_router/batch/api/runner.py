@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 class ChatLines:
     """Runs each line as the chat completion that an online client would have asked for.
 
-    Of all batches together `concurrency` lines run at once, shared out among them in turn. They do not count as running
-    requests, so no online request is refused for them. Lines that name one of `pools` as their model are answered by
-    it when all others are: a pool plans all its lines at once.
+    Of all batches together `concurrency` lines run at once, shared out among them in turn. They do
+    not count as running requests, so no online request is refused for them. Lines that name one of
+    `pools` as their model are answered by it when all others are: a pool plans all its lines at
+    once.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class ChatLines:
         self._sleep = sleep
 
     async def run(self, batch: BatchRecord, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
-        """Return once the results of all that are not answered have been kept. Cancelled, it leaves nothing running.
+        """Return once the results of all that are not answered have been kept. Cancelled, it leaves
+        nothing running.
 
         What `keep` raises ends it. A line that fails has a result that says so.
         """
@@ -106,7 +108,8 @@ class ChatLines:
 
 
 def refused(line: BatchLine, request_id: str, error: Exception) -> LineResult:
-    """The result of a line whose request fails so: the answer that an online client would have had."""
+    """The result of a line whose request fails so: the answer that an online client would have
+    had."""
     problem = problem_of(error)
     if problem is INTERNAL:
         log.error("request %s: line %d of a batch failed", request_id, line.number, exc_info=error)
@@ -117,12 +120,21 @@ KNOWN = {"model", "messages", "user", "metadata"}
 
 
 def loaded_pools(config: Config) -> dict[str, Pool]:
-    """The pools of a deployment. Raises ConfigError, also where batches are off or a name is taken."""
-    topologies = load_topologies(config) if config.batches.pools else {}
+    """The pools of a deployment. Raises ConfigError, also where batches are off or a name is
+    taken."""
+    if config.batches.pools:
+        topologies = load_topologies(config)
+    else:
+        topologies = {}
     for name in config.batches.pools:
         if name in config.models or name in topologies:
-            kind = "model" if name in config.models else "topology"
-            raise ConfigError(f"batches.pools: {name!r} is a {kind}.", remedy="Give the pool another name.")
+            if name in config.models:
+                kind = "model"
+            else:
+                kind = "topology"
+            raise ConfigError(
+                f"batches.pools: {name!r} is a {kind}.", remedy="Give the pool another name."
+            )
     return {name: load_pool(file) for name, file in config.batches.pools.items()}
 
 
@@ -142,29 +154,49 @@ class PoolLines:
     async def run(self, batch_id: str, asked: Mapping[Question, BatchLine], keep: Keep) -> None:
         """Return once the results of all that are not answered have been kept.
 
-        Cancelled, it goes on where it was with all that the batch has `asked`, whatever is answered by then.
+        Cancelled, it goes on where it was with all that the batch has `asked`, whatever is answered
+        by then.
         """
-        left = await asyncio.to_thread(lambda: {one.custom_id: one for one in asked.values() if not one.is_answered})
+        left = await asyncio.to_thread(
+            lambda: {one.custom_id: one for one in asked.values() if not one.is_answered}
+        )
         if left:
             async with self._busy:  # an id stands for its input, which never changes
                 await self._answer(Questions(tuple(asked), (), batch_id), left, keep)
 
-    async def _answer(self, questions: Questions, left: Mapping[str, BatchLine], keep: Keep) -> None:
+    async def _answer(
+        self, questions: Questions, left: Mapping[str, BatchLine], keep: Keep
+    ) -> None:
         folder = self.folder / questions.fingerprint / self.name
         log.info("pool %s: %d lines of %s", self.name, len(left), questions.fingerprint)
         try:
-            done = await run_pool(self.pool, questions, folder, plan_apart, _Measured(self.services.metrics))
+            done = await run_pool(
+                self.pool, questions, folder, plan_apart, _Measured(self.services.metrics)
+            )
         except ShellRouterError as error:
             log.error("pool %s: %s", self.name, error)
             for line in left.values():
-                await keep(refused(line, self.services.new_id(), EngineError(f"The pool could not run: {error}")))
+                await keep(
+                    refused(
+                        line,
+                        self.services.new_id(),
+                        EngineError(f"The pool could not run: {error}"),
+                    )
+                )
             return
-        for result in await asyncio.to_thread(lambda: [one for one in done.results if one.id in left]):
-            line, request_id = left[str(result.id)], self.services.new_id()
+        for result in await asyncio.to_thread(
+            lambda: [one for one in done.results if one.id in left]
+        ):
+            line = left[str(result.id)]
+            request_id = self.services.new_id()
             if result.by == "none":
                 await keep(refused(line, request_id, EngineError(result.error)))
             else:
-                await keep(LineResult(line.custom_id, request_id, 200, self._completion(request_id, result)))
+                await keep(
+                    LineResult(
+                        line.custom_id, request_id, 200, self._completion(request_id, result)
+                    )
+                )
 
     def _completion(self, request_id: str, result: Result) -> dict[str, Any]:
         """A chat completion; `pool` says whose answer it is and how far the proposers agreed."""
@@ -174,13 +206,19 @@ class PoolLines:
             "object": "chat.completion",
             "created": int(self.services.wall()),
             "model": self.name,
-            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+            "choices": [
+                {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+            ],
             "usage": {
                 "prompt_tokens": result.prompt_tokens,
                 "completion_tokens": result.completion_tokens,
                 "total_tokens": result.prompt_tokens + result.completion_tokens,
             },
-            "pool": {"by": result.by, "confidence": result.confidence, "error": result.error or None},
+            "pool": {
+                "by": result.by,
+                "confidence": result.confidence,
+                "error": result.error or None,
+            },
         }
 
 
@@ -201,12 +239,22 @@ def _question(line: BatchLine) -> Question | InvalidField:
     """What is asked, or what is wrong with the line: a field that a pool ignores is."""
     for name in line.body:
         if name not in KNOWN:
-            return InvalidField(f"A pool takes no {name}.", field=name, remedy="Set it in the pool's file.")
+            return InvalidField(
+                f"A pool takes no {name}.", field=name, remedy="Set it in the pool's file."
+            )
     messages = line.body.get("messages")
-    only = messages[0] if isinstance(messages, list) and len(messages) == 1 else None
-    content = only.get("content") if isinstance(only, dict) and only.get("role") == "user" else None
+    if isinstance(messages, list) and len(messages) == 1:
+        only = messages[0]
+    else:
+        only = None
+    if isinstance(only, dict) and only.get("role") == "user":
+        content = only.get("content")
+    else:
+        content = None
     if not isinstance(content, str) or not content.strip():
         return InvalidField(
-            "A pool answers one message of the user, which is text.", field="messages", remedy="Send one message."
+            "A pool answers one message of the user, which is text.",
+            field="messages",
+            remedy="Send one message.",
         )
     return Question(line.custom_id, content, line=line.number)

@@ -1,4 +1,6 @@
-"""The folder in which a router keeps files and batches: records in memory and on disk, disk work in threads."""
+"""The folder in which a router keeps files and batches: records in memory and on disk, disk work in
+threads.
+"""
 
 import asyncio
 import functools
@@ -15,7 +17,13 @@ from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args
 import orjson
 
 from shell_router.batch.journal import locked, write_whole
-from shell_router.errors import ConfigError, ShellRouterError, StorageFailed, UnknownBatch, UnknownFile
+from shell_router.errors import (
+    ConfigError,
+    ShellRouterError,
+    StorageFailed,
+    UnknownBatch,
+    UnknownFile,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,9 +34,12 @@ log = logging.getLogger(__name__)
 async def on_disk(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Do a blocking `step` in a thread; an OSError becomes StorageFailed.
 
-    A caller that is cancelled waits until the step has ended, so that cleaning up does not race with it.
+    A caller that is cancelled waits until the step has ended, so that cleaning up does not race
+    with it.
     """
-    doing = asyncio.get_running_loop().run_in_executor(None, functools.partial(step, *arguments, **named))
+    doing = asyncio.get_running_loop().run_in_executor(
+        None, functools.partial(step, *arguments, **named)
+    )
     try:
         return await asyncio.shield(doing)
     except asyncio.CancelledError:
@@ -38,8 +49,14 @@ async def on_disk(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
     except OSError as error:
         log.error("the folder of the batches failed: %s", error)
         raise StorageFailed(
-            f"The router could not read or write its files: {error.strerror or type(error).__name__}.",
-            remedy="Its operator should free space in batches.folder, or make it readable and writable.",
+            (
+                "The router could not read or write its files: "
+                f"{error.strerror or type(error).__name__}."
+            ),
+            remedy=(
+                "Its operator should free space in batches.folder, or make it readable and "
+                "writable."
+            ),
         ) from error
 
 
@@ -58,7 +75,16 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+Status = Literal[
+    "validating",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
 ENDS: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 
 INPUT_PURPOSE = "batch"
@@ -67,7 +93,9 @@ OUTPUT_PURPOSE = "batch_output"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of one tenant. Its content never changes. Times are Unix times; what expires is deleted then."""
+    """A file of one tenant. Its content never changes. Times are Unix times; what expires is
+    deleted then.
+    """
 
     id: str
     tenant: str
@@ -78,14 +106,21 @@ class FileRecord:
     expires_at: int | None = None
 
     @classmethod
-    def made(cls, id: str, tenant: str, name: str, purpose: str, size: int, now: int, ttl_s: float | None) -> Self:
+    def made(
+        cls, id: str, tenant: str, name: str, purpose: str, size: int, now: int, ttl_s: float | None
+    ) -> Self:
         """A file that is made `now`, and expires `ttl_s` later if that is given."""
-        return cls(id, tenant, name, purpose, size, now, None if ttl_s is None else int(now + ttl_s))
+        return cls(
+            id, tenant, name, purpose, size, now, None if ttl_s is None else int(now + ttl_s)
+        )
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's file object."""
         fixed = {"object": "file", "status": "processed", "status_details": None}
-        return {**fixed, **{name: value for name, value in asdict(self).items() if name != "tenant"}}
+        return {
+            **fixed,
+            **{name: value for name, value in asdict(self).items() if name != "tenant"},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +199,11 @@ class BatchRecord:
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{f"{status}_at": self.at.get(status) for status in get_args(Status)[1:]},
-            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
             "metadata": self.metadata,
         }
 
@@ -173,12 +212,15 @@ R = TypeVar("R", FileRecord, BatchRecord)
 
 
 class Records(Generic[R]):
-    """Records of one kind, in memory and each in a JSON file of its own. What is noted holds until the next start.
+    """Records of one kind, in memory and each in a JSON file of its own. What is noted holds until
+    the next start.
 
     `unknown` is the error for an id that a tenant has no record of.
     """
 
-    def __init__(self, folder: Path, read: Callable[..., R], unknown: Callable[[str], ShellRouterError]) -> None:
+    def __init__(
+        self, folder: Path, read: Callable[..., R], unknown: Callable[[str], ShellRouterError]
+    ) -> None:
         self._folder = folder
         self._unknown = unknown
         self._writing = Lock()
@@ -247,24 +289,33 @@ class BatchFolder:
         self.pools = path / "pools"
         for folder in (self._files, self._batches):
             folder.mkdir(parents=True, exist_ok=True)
-            for draft in (*folder.glob("*.part"), *folder.glob("*.tmp")):  # of a router that was killed
+            for draft in (
+                *folder.glob("*.part"),
+                *folder.glob("*.tmp"),
+            ):  # of a router that was killed
                 draft.unlink()
         self.files = Records(
             self._files,
             FileRecord,
-            lambda id: UnknownFile(f"There is no file {id!r}.", remedy="GET /v1/files lists yours."),
+            lambda id: UnknownFile(
+                f"There is no file {id!r}.", remedy="GET /v1/files lists yours."
+            ),
         )
         self.batches = Records(
             self._batches,
             BatchRecord.read,
-            lambda id: UnknownBatch(f"There is no batch {id!r}.", remedy="GET /v1/batches lists yours."),
+            lambda id: UnknownBatch(
+                f"There is no batch {id!r}.", remedy="GET /v1/batches lists yours."
+            ),
         )
         for batch in self.batches:
             if batch.ended:
                 self.clear(batch.id)
 
     def clear(self, batch_id: str) -> None:
-        """Delete what a batch needs until its end: its input, and what its pools have written. Raises OSError."""
+        """Delete what a batch needs until its end: its input, and what its pools have written.
+        Raises OSError.
+        """
         self.input(batch_id).unlink(missing_ok=True)
         shutil.rmtree(self.pools / batch_id, ignore_errors=True)
 
@@ -288,7 +339,9 @@ class BatchFolder:
         return self._files / f"{file_id}.part"
 
     def input(self, batch_id: str) -> Path:
-        """Where the batch's own link to its input is, so that the file may be deleted while the batch runs."""
+        """Where the batch's own link to its input is, so that the file may be deleted while the
+        batch runs.
+        """
         return self._batches / f"{batch_id}.input.jsonl"
 
 
@@ -302,7 +355,11 @@ def opened_folder(path: Path) -> Iterator[BatchFolder]:
             folder = BatchFolder(path)
         except BlockingIOError:
             raise ConfigError(
-                f"batches.folder: another router uses {path}, and would run its batches a second time.",
+                (
+                    f"batches.folder: another router uses {path}, and would run its batches a "
+                    "second "
+                    "time."
+                ),
                 remedy="Give each router a folder of its own.",
             ) from None
         except OSError as error:

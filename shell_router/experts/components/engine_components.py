@@ -1,14 +1,23 @@
 """Models of a deployment that take turns in memory for a few of them: its `swapping`.
 
-Requests for one model stand together, and one that waits longer than a window gets the next place, as in CoServe's
-queues (section 4.2); what leaves is chosen by dependencies, usage and the queue (section 4.3). The paper assigns a
-request to one of several queues; here all places are one memory, which has one queue. A request streams from the engine
-that holds its model, next to any others, so that a batch is the engine's own.
+Requests for one model stand together, and one that waits longer than a window gets the next place,
+as in CoServe's queues (section 4.2); what leaves is chosen by dependencies, usage and the queue
+(section 4.3). The paper assigns a request to one of several queues; here all places are one memory,
+which has one queue. A request streams from the engine that holds its model, next to any others, so
+that a batch is the engine's own.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +66,9 @@ Opening = Callable[[str], AbstractAsyncContextManager[Engine]]
 
 
 class Places:
-    """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed."""
+    """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise
+    ModelFailed.
+    """
 
     def __init__(self, opening: Opening, pairs: Mapping[str, SglangPair] | None = None) -> None:
         self.pairs = pairs or {}
@@ -71,7 +82,9 @@ class Places:
             try:
                 engine = await stack.enter_async_context(self._opening(alias))
             except (EngineError, ConfigError, OSError) as error:
-                words, remedy = (error, "") if isinstance(error, OSError) else (error.args[0], error.remedy)
+                words, remedy = (
+                    (error, "") if isinstance(error, OSError) else (error.args[0], error.remedy)
+                )
                 raise ModelFailed(
                     f"The model {alias!r} could not be loaded: {words}",
                     remedy=remedy or "Check its folder and the logs.",
@@ -84,7 +97,9 @@ class Places:
         await stack.aclose()
 
     def engine(self, alias: str) -> Engine:
-        """What serves a model that is loaded. Raises AdapterMissing from its calls where the weights are lost."""
+        """What serves a model that is loaded. Raises AdapterMissing from its calls where the
+        weights are lost.
+        """
         if alias not in self._loaded:
             raise _lost(alias)
         return self._loaded[alias][0]
@@ -95,12 +110,18 @@ class Places:
 
 
 def _lost(alias: str) -> AdapterMissing:
-    return AdapterMissing(f"The weights of {alias} were lost, and are loaded again.", remedy="Ask again.")
+    return AdapterMissing(
+        f"The weights of {alias} were lost, and are loaded again.", remedy="Ask again."
+    )
 
 
 @asynccontextmanager
-async def started_models(files: Mapping[str, ModelFiles], config: Config, _: Progress) -> AsyncIterator[Places]:
-    """Embedded pairs, each started for its model, while the context is open. Raises ConfigError without torch."""
+async def started_models(
+    files: Mapping[str, ModelFiles], config: Config, _: Progress
+) -> AsyncIterator[Places]:
+    """Embedded pairs, each started for its model, while the context is open. Raises ConfigError
+    without torch.
+    """
     async with Spawner() as spawner:
         kind = Embedded(spawner)
         await spawner.launch()
@@ -117,8 +138,8 @@ async def started_models(files: Mapping[str, ModelFiles], config: Config, _: Pro
 class SwappedPairs:
     """Each of these pairs holds one model at a time, whose weights replace those of the one before.
 
-    `folders` lie at the same paths on the servers' machines. A pair that is left keeps its weights until others take
-    their place: a model that comes back in between needs no swap.
+    `folders` lie at the same paths on the servers' machines. A pair that is left keeps its weights
+    until others take their place: a model that comes back in between needs no swap.
     """
 
     def __init__(self, folders: Mapping[str, Path], pairs: Iterable["WeightPair"]) -> None:
@@ -140,7 +161,8 @@ class SwappedPairs:
 
 @dataclass(slots=True, eq=False)
 class WeightPair:
-    """A pair's client, and its servers as their weights are replaced: now by those in `folder`, where that is known.
+    """A pair's client, and its servers as their weights are replaced: now by those in `folder`,
+    where that is known.
 
     They must get no other requests, which would be answered by whichever model is there.
     """
@@ -155,26 +177,38 @@ class WeightPair:
         """Read what is served. Raises EngineError."""
         served = await self.served()
         self._began_with = next(iter(served))
-        self.folder = self._began_with if len(served) == 1 else None
+        if len(served) == 1:
+            self.folder = self._began_with
+        else:
+            self.folder = None
 
     async def served(self) -> set[Path]:
-        """The folders of the weights that the servers say they have: one, if all is well. Raises EngineError."""
-        infos = await asyncio.gather(*(one.get("model_info", limit_s=self.limit_s) for one in self.servers))
+        """The folders of the weights that the servers say they have: one, if all is well. Raises
+        EngineError.
+        """
+        infos = await asyncio.gather(
+            *(one.get("model_info", limit_s=self.limit_s) for one in self.servers)
+        )
         paths = [Path(orjson.loads(info)["model_path"]) for info in infos]
         return {path.resolve() for path in paths}
 
     async def swap(self, folder: Path) -> None:
-        """Have both servers read the weights, unless they have them, and drop the KV of those before.
+        """Have both servers read the weights, unless they have them, and drop the KV of those
+        before.
 
-        Raises ConfigError for a checkpoint that is missing, cut off or of another shape: servers are not asked then,
-        and go on with what they had. (SGLang 0.5.23 ends where it is asked for one that it cannot read to the end.)
-        Raises EngineError where a server fails; then the next load sets what it holds.
+        Raises ConfigError for a checkpoint that is missing, cut off or of another shape: servers
+        are not asked then, and go on with what they had. (SGLang 0.5.23 ends where it is asked for
+        one that it cannot read to the end.) Raises EngineError where a server fails; then the next
+        load sets what it holds.
         """
         if folder == self.folder:
             return
         if obstacle := await asyncio.to_thread(obstacle_to_swap, self._began_with, folder):
             raise ConfigError(
-                f"{folder} cannot take the place of what its pair serves: {obstacle.removesuffix('.')}.",
+                (
+                    f"{folder} cannot take the place of what its pair serves: "
+                    f"{obstacle.removesuffix('.')}."
+                ),
                 remedy="Swap checkpoints that differ in nothing but their weights.",
             )
         self.folder = None
@@ -184,7 +218,8 @@ class WeightPair:
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngine:
-    """A pair's engine, for a model whose weights it is to have: one that was started again has those of its start.
+    """A pair's engine, for a model whose weights it is to have: one that was started again has
+    those of its start.
 
     Calls raise AdapterMissing if it has not, also where that shows only at the end.
     """
@@ -218,7 +253,9 @@ class CheckedEngine:
 async def swapped_pairs(
     files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
 ) -> AsyncIterator[Places]:
-    """The deployment's `swapping.pairs`, while the context is open. Raises ConfigError and EngineError."""
+    """The deployment's `swapping.pairs`, while the context is open. Raises ConfigError and
+    EngineError.
+    """
     assert config.swapping is not None
     named = {f"pair {number}": pair for number, pair in enumerate(config.swapping.pairs, 1)}
     some = next(iter(files.values()))
@@ -226,7 +263,9 @@ async def swapped_pairs(
     alike = replace(config, models=models, swapping=None, auto=AutoSettings())
     addresses = {name: [address_of(pair)] for name, pair in named.items()}
     async with running_pairs(addresses, dict.fromkeys(named, some), alike, on_progress) as engines:
-        pairs = [WeightPair(one, one.servers, config.limits.engine_start_s) for one in engines.values()]
+        pairs = [
+            WeightPair(one, one.servers, config.limits.engine_start_s) for one in engines.values()
+        ]
         for pair in pairs:
             await pair.begin()
         folders = {alias: one.folder.resolve() for alias, one in files.items()}
@@ -234,25 +273,33 @@ async def swapped_pairs(
 
 
 class SleepingServers(SglangPair):
-    """Servers of one model, which may be asleep: before its first load they are asked nothing that needs them awake."""
+    """Servers of one model, which may be asleep: before its first load they are asked nothing that
+    needs them awake.
+    """
 
     ready_route = "model_info"  # `/health` may have a server generate
 
     async def probe(self) -> tuple[PrefillWay, ...]:
-        """Check the servers' roles, and that they can sleep; what needs an awake one waits for the first load."""
+        """Check the servers' roles, and that they can sleep; what needs an awake one waits for the
+        first load.
+        """
         await on_each(require_sleep(server) for server in self.servers)
         await asyncio.gather(*(server.knows_contract() for server in self.servers))
         return ()
 
 
 class SleepingPairs:
-    """Models with servers of their own, awake while the model is open. They have `limit_s` to change.
+    """Models with servers of their own, awake while the model is open. They have `limit_s` to
+    change.
 
-    All that are not open sleep before another wakes. A server that ended has no memory, unless its model is one of the
-    `launched`, whose servers are started again. A router that ends leaves open what is open: the servers stay awake.
+    All that are not open sleep before another wakes. A server that ended has no memory, unless its
+    model is one of the `launched`, whose servers are started again. A router that ends leaves open
+    what is open: the servers stay awake.
     """
 
-    def __init__(self, pairs: Mapping[str, SglangPair], limit_s: float, launched: Collection[str]) -> None:
+    def __init__(
+        self, pairs: Mapping[str, SglangPair], limit_s: float, launched: Collection[str]
+    ) -> None:
         self.pairs = pairs
         self.limit_s = limit_s
         self._launched = launched
@@ -261,7 +308,9 @@ class SleepingPairs:
 
     @asynccontextmanager
     async def opened(self, alias: str) -> AsyncIterator[Engine]:
-        """The model, awake. Raises EngineStalled where others may still have GPU memory, and EngineError."""
+        """The model, awake. Raises EngineStalled where others may still have GPU memory, and
+        EngineError.
+        """
         pair = self.pairs[alias]
         await on_each(self._sleep(one) for one in self.pairs if one not in {alias, *self._open})
         await on_each(wake(server, self.limit_s) for server in pair.servers)
@@ -277,7 +326,9 @@ class SleepingPairs:
         try:
             await on_each(self._asleep(alias, server) for server in self.pairs[alias].servers)
         except EngineError as error:
-            words = f"the engines of {alias!r} do not sleep, and may hold GPU memory: {error.args[0]}"
+            words = (
+                f"the engines of {alias!r} do not sleep, and may hold GPU memory: {error.args[0]}"
+            )
             raise EngineStalled(words, remedy=error.remedy) from error
 
     async def _asleep(self, alias: str, server: ServerClient) -> None:
@@ -295,22 +346,30 @@ async def sleeping_pairs(
 ) -> AsyncIterator[Places]:
     """The models' own pairs, while the context is open. Raises ConfigError and EngineError."""
     addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
-    async with running_pairs(addresses, files, config, on_progress, client=SleepingServers) as pairs:
-        launched = {alias for alias in files if any(pair.launch for pair in config.models[alias].pairs)}
+    async with running_pairs(
+        addresses, files, config, on_progress, client=SleepingServers
+    ) as pairs:
+        launched = {
+            alias for alias in files if any(pair.launch for pair in config.models[alias].pairs)
+        }
         yield Places(SleepingPairs(pairs, config.limits.engine_start_s, launched).opened, pairs)
 
 
 class SwappedModel:
     """A model that takes turns with the others of the catalog. Implements `Engine`."""
 
-    def __init__(self, alias: str, leases: AdapterLeases, places: Places, catalog: Mapping[str, Component]) -> None:
+    def __init__(
+        self, alias: str, leases: AdapterLeases, places: Places, catalog: Mapping[str, Component]
+    ) -> None:
         self.alias = alias
         self.leases = leases
         self.places = places
         self._followers = [name for name, one in catalog.items() if alias in one.after]
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
-        """See `Engine.generate`. Raises ModelFailed, and EngineUnavailable for what waits too long for its turn."""
+        """See `Engine.generate`. Raises ModelFailed, and EngineUnavailable for what waits too long
+        for its turn.
+        """
         async with self._leased() as engine:
             if request.hints.topology is not None:
                 for follower in self._followers:
@@ -320,13 +379,16 @@ class SwappedModel:
                     yield event
 
     async def prefill(self, request: Generation) -> Prefilled:
-        """See `Engine.prefill`. Raises EngineUnavailable unless the model is loaded; it is then loaded if it may be.
+        """See `Engine.prefill`. Raises EngineUnavailable unless the model is loaded; it is then
+        loaded if it may be.
 
         An update of a growing prompt must not take the place of a model that others wait for.
         """
         if not self.leases.serves(self.alias):
             self.leases.load_ahead(self.alias, evicting=True)
-            raise EngineUnavailable(f"The model {self.alias!r} is not loaded yet.", remedy="Its request will wait.")
+            raise EngineUnavailable(
+                f"The model {self.alias!r} is not loaded yet.", remedy="Its request will wait."
+            )
         async with self._leased() as engine:
             return await engine.prefill(request)
 
@@ -349,33 +411,52 @@ class Swapping:
     async def running(
         self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
     ) -> AsyncIterator[Mapping[str, StartedEngine]]:
-        """See `EngineKind`. The most used models are loaded first; one that does not load then is left out."""
+        """See `EngineKind`. The most used models are loaded first; one that does not load then is
+        left out.
+        """
         assert config.swapping is not None
-        settings, tasks, clock = config.swapping.settings, TaskOwner(), asyncio.get_running_loop().time
+        settings = config.swapping.settings
+        tasks = TaskOwner()
+        clock = asyncio.get_running_loop().time
         graphs = await asyncio.to_thread(load_topologies, config)
         catalog = await asyncio.to_thread(components, files, graphs.values(), config.swapping.usage)
-        kind = sleeping_pairs if config.sleeping else swapped_pairs if config.swapping.pairs else started_models
+        kind = (
+            sleeping_pairs
+            if config.sleeping
+            else swapped_pairs
+            if config.swapping.pairs
+            else started_models
+        )
         async with kind(files, config, on_progress) as places:
             order = Eviction(catalog)
-            leases = AdapterLeases("engines' memory", places, settings, tasks, clock, kind="model", order=order)
+            leases = AdapterLeases(
+                "engines' memory", places, settings, tasks, clock, kind="model", order=order
+            )
             try:
                 first = by_probability(catalog.values())[: settings.max_loaded_adapters]
                 await _load_first(leases, [one.name for one in first], on_progress)
-                yield {alias: _started(SwappedModel(alias, leases, places, catalog), config) for alias in files}
+                yield {
+                    alias: _started(SwappedModel(alias, leases, places, catalog), config)
+                    for alias in files
+                }
             finally:
                 await tasks.aclose(0)
 
 
 def _started(model: SwappedModel, config: Config) -> StartedEngine:
     section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
-    name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests
+    name = f"embedded pair, {section.device}, loaded in turns"
+    batch_size = section.max_running_requests
     if model.places.pairs:
-        name, batch_size = "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE
+        name = "SGLang pairs, loaded in turns"
+        batch_size = SGLANG_BATCH_SIZE
     return StartedEngine(model, name, batch_size, leases=model.leases, pairs=model.places.pairs)
 
 
 async def _load_first(leases: AdapterLeases, aliases: Sequence[str], on_progress: Progress) -> None:
-    """Load these; one that cannot be loaded waits for its first request. Raises ModelFailed if none can."""
+    """Load these; one that cannot be loaded waits for its first request. Raises ModelFailed if none
+    can.
+    """
     failed: list[EngineError] = []
     for alias in aliases:
         try:
@@ -392,7 +473,8 @@ def components(
 ) -> Mapping[str, Component]:
     """The models by alias, each with the bytes of its weights. Blocks.
 
-    One comes after others if it only ever reads their outputs in these topologies (a subsequent expert, section 4.3).
+    One comes after others if it only ever reads their outputs in these topologies (a subsequent
+    expert, section 4.3).
     """
     before: dict[str, set[str]] = {alias: set() for alias in files}
     preliminary = set()
@@ -407,7 +489,9 @@ def components(
             architecture="",
             memory_bytes=sum(file.stat().st_size for file in one.folder.glob("*.safetensors")) or 1,
             usage=usage.get(alias, 0.0),
-            after=frozenset() if alias in preliminary else frozenset(before[alias] & files.keys() - {alias}),
+            after=frozenset()
+            if alias in preliminary
+            else frozenset(before[alias] & files.keys() - {alias}),
         )
         for alias, one in files.items()
     }
@@ -415,17 +499,26 @@ def components(
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The order in which models leave: the paper's two stages, then those that requests wait for (section 4.3).
+    """The order in which models leave: the paper's two stages, then those that requests wait for
+    (section 4.3).
 
     Of equals, the one whose last use was first.
     """
 
     catalog: Mapping[str, Component]
 
-    def __call__(self, loaded: Sequence[LoadedAdapter], turns: Mapping[str, int]) -> Sequence[LoadedAdapter]:
+    def __call__(
+        self, loaded: Sequence[LoadedAdapter], turns: Mapping[str, int]
+    ) -> Sequence[LoadedAdapter]:
         here = {at.name: at for at in sorted(loaded, key=lambda at: at.used)}
         residents = [
-            Resident(one, at.loaded, at.used, turns.get(name), bool(one.after) and not one.after & here.keys())
+            Resident(
+                one,
+                at.loaded,
+                at.used,
+                turns.get(name),
+                bool(one.after) and not one.after & here.keys(),
+            )
             for name, at in here.items()
             for one in (self.catalog[name],)
         ]

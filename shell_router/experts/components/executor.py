@@ -12,14 +12,23 @@ from shell_router.errors import ComponentError, ComponentFailed
 from shell_router.experts.components.memory import Memory, Shelf
 from shell_router.experts.components.policies import Policies, QueueView
 from shell_router.experts.components.queue import REACH, ComponentQueue, next_to_load, turns
-from shell_router.experts.components.values import Component, Components, Costs, ExecutorSettings, Stage, Tier
+from shell_router.experts.components.values import (
+    Component,
+    Components,
+    Costs,
+    ExecutorSettings,
+    Stage,
+    Tier,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """`executor` loaded `component`, which lay in `tier`; `ahead` of its turn, while something else ran."""
+    """`executor` loaded `component`, which lay in `tier`; `ahead` of its turn, while something else
+    ran.
+    """
 
     executor: str
     component: str
@@ -42,7 +51,9 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """`executor` could not load `component`, and `requests` that waited for it there have failed. Others try again."""
+    """`executor` could not load `component`, and `requests` that waited for it there have failed.
+    Others try again.
+    """
 
     executor: str
     component: str
@@ -67,11 +78,14 @@ class HostTier:
 
     def tier(self, name: str) -> Tier:
         """Where a load would find the component."""
-        return Tier.HOST if name in self.shelf else Tier.DISK
+        if name in self.shelf:
+            return Tier.HOST
+        return Tier.DISK
 
     @asynccontextmanager
     async def through(self, component: Component) -> AsyncIterator[Tier]:
-        """The component is in host memory while the context is open; where it does not fit, it is loaded from disk.
+        """The component is in host memory while the context is open; where it does not fit, it is
+        loaded from disk.
 
         Yields where it was before. Raises what reading it raises.
         """
@@ -89,7 +103,9 @@ class HostTier:
 
 
 class ComponentExecutor:
-    """Serves the stages that are added to it, and calls `settled` with each and its output, or a ComponentError."""
+    """Serves the stages that are added to it, and calls `settled` with each and its output, or a
+    ComponentError.
+    """
 
     def __init__(
         self,
@@ -106,7 +122,14 @@ class ComponentExecutor:
         self.settings = settings
         self.queue = ComponentQueue(policies.window_s)
         self.memory = Memory(settings.name, settings.memory_bytes)
-        self.shelf = Shelf(settings.name, self.memory, settings.shelf_bytes, policies.evict, components, self._outlook)
+        self.shelf = Shelf(
+            settings.name,
+            self.memory,
+            settings.shelf_bytes,
+            policies.evict,
+            components,
+            self._outlook,
+        )
         self._catalog = catalog
         self._components = components
         self._host = host
@@ -122,7 +145,8 @@ class ComponentExecutor:
         self._busy_until_s = 0.0
 
     def view(self, component: Component, now_s: float) -> QueueView:
-        """What its queue is predicted to take, and how much longer with a request for `component`."""
+        """What its queue is predicted to take, and how much longer with a request for
+        `component`."""
         costs, load_s, read_s = self._costs(component)
         added_s = costs.added_seconds(load_s, joins=self.queue.joins(component.name, now_s))
         seconds = self.queue.seconds + max(0.0, self._busy_until_s - now_s)
@@ -135,8 +159,11 @@ class ComponentExecutor:
         self._came.set()
 
     def _costs(self, component: Component) -> tuple[Costs, float, float]:
-        """Its costs, and the seconds for a load and of the disk, 0 where a further request needs no further switch."""
-        costs, tier = self.settings.costs[component.architecture], self._host.tier(component.name)
+        """Its costs, and the seconds for a load and of the disk, 0 where a further request needs no
+        further switch.
+        """
+        costs = self.settings.costs[component.architecture]
+        tier = self._host.tier(component.name)
         if component.name in self.shelf or self.queue.waits_for(component.name):
             return costs, 0.0, 0.0
         return costs, costs.load_s(tier), costs.read_s(tier)
@@ -153,12 +180,18 @@ class ComponentExecutor:
             if self._prefetch:
                 tasks.create_task(self._load_ahead(), name=f"{self.settings.name} loads ahead")
 
-    async def bring(self, component: Component, *, ahead_of: int | None = None, announce: bool = True) -> bool:
-        """Load `component` if it is not here. False where it does not fit for now, which happens only with `ahead_of`.
+    async def bring(
+        self, component: Component, *, ahead_of: int | None = None, announce: bool = True
+    ) -> bool:
+        """Load `component` if it is not here. False where it does not fit for now, which happens
+        only with `ahead_of`.
 
-        That is the turn it is needed for: it evicts none whose turn comes before. Raises ComponentFailed.
+        That is the turn it is needed for: it evicts none whose turn comes before. Raises
+        ComponentFailed.
         """
-        if component.name in self.shelf:  # without the lock: what is here can run while another is loaded
+        if (
+            component.name in self.shelf
+        ):  # without the lock: what is here can run while another is loaded
             return True
         async with self._changing:
             if component.name in self.shelf:
@@ -170,11 +203,22 @@ class ComponentExecutor:
             try:
                 tier = await self._load(component)
             except Exception as error:
-                raise _failed(f"{component.name} could not be loaded on {self.settings.name}", error) from error
+                raise _failed(
+                    f"{component.name} could not be loaded on {self.settings.name}", error
+                ) from error
             self.queue.switched(component.name)
             if announce:
                 now_s = self._loop.time()
-                self._watch(Switched(self.settings.name, component.name, tier, ahead_of is not None, begin_s, now_s))
+                self._watch(
+                    Switched(
+                        self.settings.name,
+                        component.name,
+                        tier,
+                        ahead_of is not None,
+                        begin_s,
+                        now_s,
+                    )
+                )
             return True
 
     async def _load(self, component: Component) -> Tier:
@@ -202,7 +246,9 @@ class ComponentExecutor:
                 self._give_up(component.name, error)
 
     async def _run_first(self, component: Component) -> None:
-        """One batch of the first group, if it is still for this component: its requests may have been withdrawn."""
+        """One batch of the first group, if it is still for this component: its requests may have
+        been withdrawn.
+        """
         costs = self.settings.costs[component.architecture]
         with self.shelf.pinned(component.name):
             if self.memory.free_bytes < costs.activation_bytes:
@@ -213,7 +259,10 @@ class ComponentExecutor:
                 return
             # what was profiled, or what fits into memory if that is less (section 4.2, splitting)
             each = costs.activation_bytes
-            most = min(costs.largest_batch, self.memory.free_bytes // each) if each else costs.largest_batch
+            if each:
+                most = min(costs.largest_batch, self.memory.free_bytes // each)
+            else:
+                most = costs.largest_batch
             stages = self.queue.take(max(1, most))
             samples_bytes = each * len(stages)
             self.memory.reserve(samples_bytes)
@@ -229,14 +278,21 @@ class ComponentExecutor:
         begin_s = self._loop.time()
         self._busy_until_s = begin_s + predicted_s
         try:
-            outputs = await self._components.run(component, self.settings.name, [stage.sample for stage in stages])
+            outputs = await self._components.run(
+                component, self.settings.name, [stage.sample for stage in stages]
+            )
             pairs = list(zip(stages, outputs, strict=True))
         except Exception as error:
-            failure = _failed(f"{component.name} failed on a batch of {len(stages)} on {self.settings.name}", error)
+            failure = _failed(
+                f"{component.name} failed on a batch of {len(stages)} on {self.settings.name}",
+                error,
+            )
             failure.__cause__ = error
             pairs = [(stage, failure) for stage in stages]
         else:
-            self._watch(Served(self.settings.name, component.name, len(stages), begin_s, self._loop.time()))
+            self._watch(
+                Served(self.settings.name, component.name, len(stages), begin_s, self._loop.time())
+            )
         for stage, output in pairs:
             self._settled(stage, output)
 
@@ -270,7 +326,12 @@ class ComponentExecutor:
     def _give_up(self, name: str, error: ComponentFailed) -> None:
         """Fail all requests that wait for it."""
         log.error("%s", error)
-        stages = [stage for group in self.queue.groups if group.component == name for stage in group.stages.values()]
+        stages = [
+            stage
+            for group in self.queue.groups
+            if group.component == name
+            for stage in group.stages.values()
+        ]
         self._watch(GaveUp(self.settings.name, name, len(stages), self._loop.time(), error))
         for stage in stages:
             self.queue.remove(stage.request.id)
@@ -286,5 +347,6 @@ class ComponentExecutor:
 
 def _failed(what: str, error: Exception) -> ComponentFailed:
     return ComponentFailed(
-        f"{what}: {error or type(error).__name__}.", remedy="Check its file, or take the component out of the pool."
+        f"{what}: {error or type(error).__name__}.",
+        remedy="Check its file, or take the component out of the pool.",
     )

@@ -1,6 +1,8 @@
-"""What components of one architecture cost on one executor, measured on real ones (CoServe, sections 4.2 and 4.5).
+"""What components of one architecture cost on one executor, measured on real ones (CoServe,
+sections 4.2 and 4.5).
 
-As the paper says, an architecture is measured once: its components differ in their weights, and not in their work.
+As the paper says, an architecture is measured once: its components differ in their weights, and not
+in their work.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,14 +30,21 @@ def batch_timing(samples: int, seconds: float) -> Timing:
 
 
 def largest_useful(timings: Sequence[Timing]) -> int:
-    """The smallest batch than which none has a mean latency per sample that is smaller by more than GAIN of it."""
+    """The smallest batch than which none has a mean latency per sample that is smaller by more than
+    GAIN of it.
+    """
     mean_s = {int(one.terms[0]): one.seconds / one.terms[0] for one in timings}
-    return min(samples for samples, seconds in mean_s.items() if seconds * (1 - GAIN) <= min(mean_s.values()))
+    return min(
+        samples
+        for samples, seconds in mean_s.items()
+        if seconds * (1 - GAIN) <= min(mean_s.values())
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What is timed: `batches` of these numbers of samples and a load from each tier, in `rounds` after a warm-up.
+    """What is timed: `batches` of these numbers of samples and a load from each tier, in `rounds`
+    after a warm-up.
 
     The medians count.
     """
@@ -46,7 +55,10 @@ class Amount:
     def __post_init__(self) -> None:
         require(
             len(set(self.batches)) >= LEAST_TIMINGS and min(self.batches) >= 1,
-            f"batches must be {LEAST_TIMINGS} different numbers or more, from 1 on, not {self.batches}.",
+            (
+                f"batches must be {LEAST_TIMINGS} different numbers or more, from 1 on, not "
+                f"{self.batches}."
+            ),
             "Name them as in --batches 1,2,4,8.",
         )
         require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}.", "Raise it.")
@@ -54,7 +66,9 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The costs, the timed batches, and the mean relative error on batches that K and B were not fitted to."""
+    """The costs, the timed batches, and the mean relative error on batches that K and B were not
+    fitted to.
+    """
 
     costs: Costs
     timings: tuple[Timing, ...]
@@ -65,9 +79,9 @@ class Measured:
 class Bench:
     """What is measured, and by what.
 
-    `components` holds `some` of one architecture and may run them at `place`, in `memory_bytes`. A batch is of
-    `sample`s. `clock` is seconds. Before a load from disk `forget` drops the system's copy of the file, so that it is
-    really read.
+    `components` holds `some` of one architecture and may run them at `place`, in `memory_bytes`. A
+    batch is of `sample`s. `clock` is seconds. Before a load from disk `forget` drops the system's
+    copy of the file, so that it is really read.
     """
 
     components: Components
@@ -83,11 +97,15 @@ class Bench:
 async def measured(bench: Bench, amount: Amount) -> Measured:
     """The costs of an executor that runs nothing else meanwhile.
 
-    Raises ComponentTooLarge where none of the batches fits into the memory, and what the components raise.
+    Raises ComponentTooLarge where none of the batches fits into the memory, and what the components
+    raise.
     """
-    first, free_bytes = bench.some[0], bench.memory_bytes - max(component.memory_bytes for component in bench.some)
+    first = bench.some[0]
+    free_bytes = bench.memory_bytes - max(component.memory_bytes for component in bench.some)
     if free_bytes <= 0:
-        raise ComponentTooLarge(f"It takes {-free_bytes} bytes more than {bench.place} has.", remedy=MORE)
+        raise ComponentTooLarge(
+            f"It takes {-free_bytes} bytes more than {bench.place} has.", remedy=MORE
+        )
     await bench.components.load(first, bench.place)
     try:
         batches, activation_bytes = await _fitting(bench, amount, free_bytes)
@@ -95,7 +113,8 @@ async def measured(bench: Bench, amount: Amount) -> Measured:
         await bench.components.unload(first, bench.place)
     read_s, load_s, timed_s = await _timed_rounds(bench, amount.rounds, batches)
     timings = tuple(batch_timing(samples, median(timed_s[samples])) for samples in batches)
-    largest, host_load_s = largest_useful(timings), median(load_s)
+    largest = largest_useful(timings)
+    host_load_s = median(load_s)
     # fitted to batches that will run, and to the smallest at least: of fewer, noise would decide
     fitted = timings[: max(sum(samples <= largest for samples in batches), FITTED)]
     disk_load_s = host_load_s + median(read_s)
@@ -108,10 +127,13 @@ async def _fitting(bench: Bench, amount: Amount, free_bytes: int) -> tuple[list[
     """The batches that fit into memory, and the most bytes that one sample takes in any of them."""
     first = bench.some[0]
     alone_bytes = await bench.weigh(first, bench.place, [bench.sample])
-    fitting = [samples for samples in sorted(set(amount.batches)) if samples * alone_bytes <= free_bytes]
+    fitting = [
+        samples for samples in sorted(set(amount.batches)) if samples * alone_bytes <= free_bytes
+    ]
     if not fitting:
         raise ComponentTooLarge(
-            f"Its smallest batch takes {alone_bytes * min(amount.batches)} bytes, and {bench.place} has {free_bytes}"
+            f"Its smallest batch takes {alone_bytes * min(amount.batches)} bytes, and "
+            f"{bench.place} has {free_bytes}"
             " besides the weights.",
             remedy=MORE,
         )

@@ -1,4 +1,6 @@
-"""The components in one memory: what is loaded, what is evicted for another, and how many bytes that takes."""
+"""The components in one memory: what is loaded, what is evicted for another, and how many bytes
+that takes.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,9 +31,12 @@ class Memory:
         """Raises MemoryBudgetExceeded where it does not fit."""
         if wanted_bytes > self.free_bytes:
             raise MemoryBudgetExceeded(
-                f"{wanted_bytes} bytes of {self._name} are wanted, where {self.free_bytes} of {self.budget_bytes} are"
+                f"{wanted_bytes} bytes of {self._name} are wanted, where {self.free_bytes} of "
+                f"{self.budget_bytes} are"
                 " free.",
-                remedy="This is a defect of the pool: it reserves only what fits. Please report it.",
+                remedy=(
+                    "This is a defect of the pool: it reserves only what fits. Please report it."
+                ),
             )
         self.used_bytes += wanted_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -43,11 +48,12 @@ class Memory:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A component in a memory. `loaded` and `used` count loads and uses there, so that smaller is longer ago.
+    """A component in a memory. `loaded` and `used` count loads and uses there, so that smaller is
+    longer ago.
 
-    `turn` is the index in the queue of the first group that needs it; None where none does. `idle` says that it follows
-    on other components none of which is loaded anywhere; in host memory also that an executor holds it. With `pins`
-    above 0 it is in use, and stays.
+    `turn` is the index in the queue of the first group that needs it; None where none does. `idle`
+    says that it follows on other components none of which is loaded anywhere; in host memory also
+    that an executor holds it. With `pins` above 0 it is in use, and stays.
     """
 
     component: Component
@@ -63,31 +69,44 @@ Order = Callable[[Sequence[Resident]], list[Resident]]
 
 
 def two_stage(residents: Sequence[Resident]) -> list[Resident]:
-    """The paper's: first successors without a loaded predecessor, the largest first; then the least probable."""
-    successors = sorted((one for one in residents if one.idle), key=lambda one: -one.component.memory_bytes)
+    """The paper's: first successors without a loaded predecessor, the largest first; then the least
+    probable.
+    """
+    successors = sorted(
+        (one for one in residents if one.idle), key=lambda one: -one.component.memory_bytes
+    )
     others = sorted((one for one in residents if not one.idle), key=lambda one: one.component.usage)
     return [*successors, *others]
 
 
 def queue_aware(residents: Sequence[Resident]) -> list[Resident]:
-    """Ours: the paper's order among those that no request waits for, then the one whose turn comes last.
+    """Ours: the paper's order among those that no request waits for, then the one whose turn comes
+    last.
 
-    The queue is known, so it needs no probabilities: that is Belady's choice, as far as the queue reaches.
+    The queue is known, so it needs no probabilities: that is Belady's choice, as far as the queue
+    reaches.
     """
     unneeded = two_stage([one for one in residents if one.turn is None])
-    waited_for = sorted((one for one in residents if one.turn is not None), key=lambda one: -(one.turn or 0))
+    waited_for = sorted(
+        (one for one in residents if one.turn is not None), key=lambda one: -(one.turn or 0)
+    )
     return [*unneeded, *waited_for]
 
 
 def victims(order: Iterable[Resident], missing_bytes: int) -> list[str] | None:
-    """The first of `order` that free `missing_bytes` together; None where all of them are not enough."""
-    leaving, freed_bytes = [], 0
+    """The first of `order` that free `missing_bytes` together; None where all of them are not
+    enough.
+    """
+    leaving = []
+    freed_bytes = 0
     for resident in order:
         if freed_bytes >= missing_bytes:
             break
         leaving.append(resident.component.name)
         freed_bytes += resident.component.memory_bytes
-    return leaving if freed_bytes >= missing_bytes else None
+    if freed_bytes >= missing_bytes:
+        return leaving
+    return None
 
 
 class Shelf:
@@ -142,15 +161,18 @@ class Shelf:
             entry.pins -= 1
 
     async def make_room(self, component: Component, keep_before: int | None = None) -> bool:
-        """Evict until `component` fits. False, and nothing is evicted, where what may leave is not enough.
+        """Evict until `component` fits. False, and nothing is evicted, where what may leave is not
+        enough.
 
-        What comes into use while others leave stays; then it may also be False after some have left. With
-        `keep_before`, those whose turn comes no later stay, whatever the order says.
+        What comes into use while others leave stays; then it may also be False after some have
+        left. With `keep_before`, those whose turn comes no later stay, whatever the order says.
         """
         return await self.free(component.memory_bytes - self.free_bytes, keep_before)
 
     async def free(self, missing_bytes: int, keep_before: int | None = None) -> bool:
-        """Evict `missing_bytes`, in the order of the policy. False also where one came to be used while others left."""
+        """Evict `missing_bytes`, in the order of the policy. False also where one came to be used
+        while others left.
+        """
         if missing_bytes <= 0:
             return True
         leaving = victims(self._order(self._residents(keep_before)), missing_bytes)
@@ -163,7 +185,8 @@ class Shelf:
         return leaving is not None
 
     async def load(self, component: Component) -> None:
-        """Load it into memory that was freed. Raises what loading raises; then it takes no memory."""
+        """Load it into memory that was freed. Raises what loading raises; then it takes no
+        memory."""
         self._memory.reserve(component.memory_bytes)
         self._taken_bytes += component.memory_bytes
         try:
@@ -175,12 +198,16 @@ class Shelf:
         self._entries[component.name] = Resident(component, now, now)
 
     async def drop(self, name: str) -> None:
-        """Unload it, needed or not. One that cannot be unloaded counts as gone, with a line in the log."""
+        """Unload it, needed or not. One that cannot be unloaded counts as gone, with a line in the
+        log.
+        """
         component = self._entries.pop(name).component
         try:
             await self._components.unload(component, self._place)
         except Exception:
-            log.exception("%s could not be unloaded from %s: its memory may not be free.", name, self._place)
+            log.exception(
+                "%s could not be unloaded from %s: its memory may not be free.", name, self._place
+            )
         finally:
             self._release(component)
 
@@ -190,6 +217,12 @@ class Shelf:
 
     def _residents(self, keep_before: int | None) -> list[Resident]:
         free = [entry for entry in self._entries.values() if not entry.pins]
-        for entry, outlook in zip(free, self._outlook([entry.component for entry in free]), strict=True):
+        for entry, outlook in zip(
+            free, self._outlook([entry.component for entry in free]), strict=True
+        ):
             entry.turn, entry.idle = outlook
-        return [entry for entry in free if keep_before is None or entry.turn is None or entry.turn > keep_before]
+        return [
+            entry
+            for entry in free
+            if keep_before is None or entry.turn is None or entry.turn > keep_before
+        ]

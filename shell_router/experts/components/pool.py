@@ -1,4 +1,6 @@
-"""A component pool: many components, memory for a few of them, and requests that need one after the other."""
+"""A component pool: many components, memory for a few of them, and requests that need one after the
+other.
+"""
 
 import asyncio
 import logging
@@ -17,18 +19,31 @@ from shell_router.errors import (
 from shell_router.experts.components.executor import ComponentExecutor, Event, HostTier, Watch
 from shell_router.experts.components.memory import Memory, Shelf
 from shell_router.experts.components.policies import Policies, host_placement, initial_placement
-from shell_router.experts.components.values import Component, Components, ExecutorSettings, Request, Stage, Tier
+from shell_router.experts.components.values import (
+    Component,
+    Components,
+    ExecutorSettings,
+    Request,
+    Stage,
+    Tier,
+)
 
 log = logging.getLogger(__name__)
 
 Route = Callable[[Request, str, Any], tuple[str, Any] | None]
-"""From a request, one of its components and what that gave: the next component and its sample, or None at the end."""
+"""From a request, one of its components and what that gave: the next component and its sample, or
+None at the end.
+"""
 
 
 def follow_chain(request: Request, component: str, output: Any) -> tuple[str, Any] | None:
-    """The chain's next component, which gets the request's own sample, as in the paper's inspection of boards."""
+    """The chain's next component, which gets the request's own sample, as in the paper's inspection
+    of boards.
+    """
     then = request.after(component)
-    return None if then is None else (then, request.sample)
+    if then is None:
+        return None
+    return (then, request.sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +63,8 @@ def ignore(event: Event) -> None:
 
 
 class ComponentPool:
-    """Open while its context is; then any number of tasks may `ask` it. It takes its time from the event loop.
+    """Open while its context is; then any number of tasks may `ask` it. It takes its time from the
+    event loop.
 
     `host_bytes` of host memory keep what was read from disk; with 0 all comes from disk.
     """
@@ -68,9 +84,20 @@ class ComponentPool:
         self._assign = policies.assign
         self._route = route
         self.host_memory = Memory("host memory", host_bytes)
-        shelf = Shelf(Tier.HOST, self.host_memory, host_bytes, policies.evict_host, components, self._host_outlook)
+        shelf = Shelf(
+            Tier.HOST,
+            self.host_memory,
+            host_bytes,
+            policies.evict_host,
+            components,
+            self._host_outlook,
+        )
         self._host = HostTier(shelf)
-        hooks: dict[str, Any] = {"is_loaded": self._is_loaded, "settled": self._settled, "watch": watch}
+        hooks: dict[str, Any] = {
+            "is_loaded": self._is_loaded,
+            "settled": self._settled,
+            "watch": watch,
+        }
         self.executors = [
             ComponentExecutor(settings, policies, self._catalog, components, self._host, **hooks)
             for settings in executors
@@ -102,7 +129,10 @@ class ComponentPool:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Requests that still wait fail. Raises what ended an executor, which is a defect."""
         assert self._running is not None
@@ -127,13 +157,17 @@ class ComponentPool:
                     log.warning("%s The pool starts without it.", error)
 
         await asyncio.gather(*map(fill, self.executors))
-        elsewhere = frozenset(component.name for components in placed.values() for component in components)
+        elsewhere = frozenset(
+            component.name for components in placed.values() for component in components
+        )
         for component in host_placement(catalog, self.host_memory.budget_bytes, elsewhere):
             try:
                 async with self._host.through(component):
                     pass
             except Exception as error:
-                log.warning("%s could not be read (%s). The pool starts without it.", component.name, error)
+                log.warning(
+                    "%s could not be read (%s). The pool starts without it.", component.name, error
+                )
 
     async def _empty(self) -> None:
         for shelf in (*(executor.shelf for executor in self.executors), self._host.shelf):
@@ -147,7 +181,10 @@ class ComponentPool:
 
     def _fail_all(self, ended: asyncio.Task[None]) -> None:
         if not ended.cancelled() and (defect := ended.exception()):
-            log.error("A defect ended the component pool, which answers no more requests.", exc_info=defect)
+            log.error(
+                "A defect ended the component pool, which answers no more requests.",
+                exc_info=defect,
+            )
         for _, future in self._asked.values():
             if not future.done():
                 future.set_exception(_closed(ended))
@@ -155,9 +192,9 @@ class ComponentPool:
     async def ask(self, request: Request) -> Answer:
         """All of the request's components, one after the other.
 
-        Raises UnknownComponent, ComponentTooLarge, ComponentFailed, ComponentError where the pool is closed,
-        InvalidRequest for an id that is being asked, and what the route raises. Cancelled, the request leaves its
-        queue; a batch that it is in goes on for the others.
+        Raises UnknownComponent, ComponentTooLarge, ComponentFailed, ComponentError where the pool
+        is closed, InvalidRequest for an id that is being asked, and what the route raises.
+        Cancelled, the request leaves its queue; a batch that it is in goes on for the others.
         """
         if self._running is None or self._running.done():
             raise _closed(self._running)
@@ -174,10 +211,13 @@ class ComponentPool:
 
     async def _stage(self, request: Request, name: str, sample: Any) -> Any:
         if request.id in self._asked:
-            raise InvalidRequest(f"A request {request.id!r} is being served.", remedy="Give each an id of its own.")
+            raise InvalidRequest(
+                f"A request {request.id!r} is being served.", remedy="Give each an id of its own."
+            )
         loop = asyncio.get_running_loop()
         executor = self._chosen(name, loop.time())
-        stage, future = Stage(request, name, sample, loop.time()), loop.create_future()
+        stage = Stage(request, name, sample, loop.time())
+        future = loop.create_future()
         self._asked[request.id] = stage, future
         try:
             executor.add(stage)
@@ -188,7 +228,9 @@ class ComponentPool:
 
     def _chosen(self, name: str, now_s: float) -> ComponentExecutor:
         able = self._able(name)
-        chosen = able[self._assign([one.view(self._catalog[name], now_s) for one in able], self._number)]
+        chosen = able[
+            self._assign([one.view(self._catalog[name], now_s) for one in able], self._number)
+        ]
         self._number += 1
         return chosen
 
@@ -198,18 +240,29 @@ class ComponentPool:
             return able
         component = self._catalog.get(name)
         if component is None:
-            raise UnknownComponent(f"There is no component {name!r}.", remedy="Name one of the pool's catalog.")
+            raise UnknownComponent(
+                f"There is no component {name!r}.", remedy="Name one of the pool's catalog."
+            )
         able = [executor for executor in self.executors if executor.settings.takes(component)]
         if not able:
             raise ComponentTooLarge(
-                f"{name} of {component.memory_bytes} bytes and one sample fit into no executor's memory.",
-                remedy="Raise an executor's memory_bytes or component_share, or give it costs for this architecture.",
+                (
+                    f"{name} of {component.memory_bytes} bytes and one sample fit into no "
+                    "executor's "
+                    "memory."
+                ),
+                remedy=(
+                    "Raise an executor's memory_bytes or component_share, or give it costs "
+                    "for this architecture."
+                ),
             )
         self._able_for[name] = able
         return able
 
     def _settled(self, stage: Stage, outcome: Any) -> None:
-        """Answer what waits for it: not a request that was cancelled, even if one of the same id was asked since."""
+        """Answer what waits for it: not a request that was cancelled, even if one of the same id
+        was asked since.
+        """
         asked, future = self._asked.get(stage.request.id, (None, None))
         if asked is not stage or future is None or future.done():
             return
@@ -223,15 +276,21 @@ class ComponentPool:
         return any(name in executor.shelf for executor in self.executors)
 
     def _host_outlook(self, components: list[Component]) -> list[tuple[int | None, bool]]:
-        """All that an executor without them waits for have the same turn; those that an executor has are idle here."""
+        """All that an executor without them waits for have the same turn; those that an executor
+        has are idle here.
+        """
 
         def waits(name: str) -> bool:
-            return any(one.queue.waits_for(name) and name not in one.shelf for one in self.executors)
+            return any(
+                one.queue.waits_for(name) and name not in one.shelf for one in self.executors
+            )
 
         return [(0 if waits(one.name) else None, self._is_loaded(one.name)) for one in components]
 
 
 def _closed(ended: asyncio.Task[None] | None) -> ComponentError:
     if ended is not None and ended.done() and not ended.cancelled():
-        return ComponentError("The pool was ended by a defect.", remedy="Its log names it. Open the pool again.")
+        return ComponentError(
+            "The pool was ended by a defect.", remedy="Its log names it. Open the pool again."
+        )
     return ComponentError("The pool is closed.", remedy="Ask while its context is open.")

@@ -20,7 +20,8 @@ PROFILE = "Run `shell-router components profile` on this file."
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureSettings:
-    """Modules of one kind: `module` is a function without arguments that makes one, as `package.module:function`.
+    """Modules of one kind: `module` is a function without arguments that makes one, as
+    `package.module:function`.
 
     `components` are patterns of names, as in a shell. One sample is a tensor of the shape `sample`.
     """
@@ -33,9 +34,13 @@ class ArchitectureSettings:
             "a function that makes one, as in `shop.nets:classifier`",
         ),
     ]
-    sample: Annotated[tuple[int, ...], ListOf("Shape of one sample's tensor.", Number("Size.", at_least=1, whole=True))]
+    sample: Annotated[
+        tuple[int, ...],
+        ListOf("Shape of one sample's tensor.", Number("Size.", at_least=1, whole=True)),
+    ]
     components: Annotated[
-        tuple[str, ...], ListOf("Patterns of the names that are of this kind.", Text("Pattern."), at_least=1)
+        tuple[str, ...],
+        ListOf("Patterns of the names that are of this kind.", Text("Pattern."), at_least=1),
     ] = ("*",)
     dtype: Annotated[Dtype, "Type of a sample's tensor."] = "float32"
 
@@ -54,7 +59,9 @@ class ComponentSection:
 
     architecture: Annotated[str, "Measured."]
     memory_bytes: Annotated[int, Number("Measured: bytes of its weights.", at_least=1, whole=True)]
-    usage: Annotated[float, Number("Measured: probability that a request needs it.", at_least=0, at_most=1)] = 0.0
+    usage: Annotated[
+        float, Number("Measured: probability that a request needs it.", at_least=0, at_most=1)
+    ] = 0.0
     after: Annotated[tuple[str, ...], "Measured: components whose output leads to it."] = ()
 
 
@@ -62,10 +69,12 @@ class ComponentSection:
 class ComponentProfile:
     """What was measured of a pool; it may be edited."""
 
-    costs: Annotated[Mapping[str, Mapping[str, Costs]], "Costs by device and architecture."] = field(
+    costs: Annotated[Mapping[str, Mapping[str, Costs]], "Costs by device and architecture."] = (
+        field(default_factory=dict)
+    )
+    components: Annotated[Mapping[str, ComponentSection], "The components in the folder."] = field(
         default_factory=dict
     )
-    components: Annotated[Mapping[str, ComponentSection], "The components in the folder."] = field(default_factory=dict)
     component_shares: Annotated[
         Mapping[str, float],
         MappingOf(
@@ -75,7 +84,9 @@ class ComponentProfile:
             at_least=0,
         ),
     ] = field(default_factory=dict)
-    measured: Annotated[Mapping[str, str], "When and how, by what was measured."] = field(default_factory=dict)
+    measured: Annotated[Mapping[str, str], "When and how, by what was measured."] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,9 @@ class ComponentPoolFile:
     architectures: Mapping[str, ArchitectureSettings]
     executors: Mapping[str, ExecutorSection]
     profile: Annotated[Path, "File that `components profile` writes."]
-    host_bytes: Annotated[int, Number("Host memory that caches what was read from disk.", at_least=0, whole=True)] = 0
+    host_bytes: Annotated[
+        int, Number("Host memory that caches what was read from disk.", at_least=0, whole=True)
+    ] = 0
     rules: Annotated[tuple[ChainRule, ...], "Which chains are requested."] = ()
     profiled: ComponentProfile = field(default_factory=ComponentProfile, metadata={"file": False})
 
@@ -102,10 +115,17 @@ class ComponentPoolFile:
     def architecture_of(self, component: str) -> str:
         """The only architecture that has a pattern for the component. Raises ConfigError."""
         kinds = self.architectures.items()
-        found = [name for name, kind in kinds if any(fnmatchcase(component, one) for one in kind.components)]
+        found = [
+            name
+            for name, kind in kinds
+            if any(fnmatchcase(component, one) for one in kind.components)
+        ]
         if len(found) != 1:
             raise ConfigError(
-                f"Component {component!r} is of {len(found)} architectures{': ' if found else ''}{', '.join(found)}.",
+                (
+                    f"Component {component!r} is of {len(found)} "
+                    f"architectures{': ' if found else ''}{', '.join(found)}."
+                ),
                 remedy="Give exactly one of them a pattern in `components` that matches it.",
             )
         return found[0]
@@ -119,19 +139,26 @@ class ComponentPoolFile:
 
     def executor_settings(self) -> list[ExecutorSettings]:
         """The executors of a profiled pool, with what was measured on their devices."""
-        costs, shares = self.profiled.costs, self.profiled.component_shares
+        costs = self.profiled.costs
+        shares = self.profiled.component_shares
         return [
-            ExecutorSettings(name, one.memory_bytes, costs[one.device], shares.get(name, CASUAL_SHARE))
+            ExecutorSettings(
+                name, one.memory_bytes, costs[one.device], shares.get(name, CASUAL_SHARE)
+            )
             for name, one in self.executors.items()
         ]
 
 
 def read_component_pool(file: Path) -> ComponentPoolFile:
-    """The pool that `file` describes, measured or not. Raises ConfigError, which begins with a file and the line."""
+    """The pool that `file` describes, measured or not. Raises ConfigError, which begins with a file
+    and the line.
+    """
     pool, where = read_file(file, ComponentPoolFile, see=SEE)
     if Tier.HOST in pool.executors:
         at = where(("executors", Tier.HOST))
-        raise ConfigError(f"{at}: an executor is named 'host'.", remedy="That is host memory: take another name.")
+        raise ConfigError(
+            f"{at}: an executor is named 'host'.", remedy="That is host memory: take another name."
+        )
     if not pool.profile.exists():
         return pool
     profiled, there = read_file(pool.profile, ComponentProfile, see=SEE)
@@ -144,13 +171,17 @@ def read_component_pool(file: Path) -> ComponentPoolFile:
 
 
 def read_profiled_pool(file: Path) -> ComponentPoolFile:
-    """As `read_component_pool`, of a pool that was measured: it has components, and costs for each device."""
+    """As `read_component_pool`, of a pool that was measured: it has components, and costs for each
+    device.
+    """
     found = read_component_pool(file)
     if not found.profiled.components:
         raise ConfigError(f"{file}: no components are known.", remedy=PROFILE)
     for device in found.devices:
         if not found.profiled.costs.get(device):
-            raise ConfigError(f"{file}: nothing is known of what components cost on {device}.", remedy=PROFILE)
+            raise ConfigError(
+                f"{file}: nothing is known of what components cost on {device}.", remedy=PROFILE
+            )
     return found
 
 
@@ -168,9 +199,18 @@ def _check_names(found: ComponentPoolFile, where: Callable[[tuple[str | int, ...
         at = where(("components", name, "after"))
         for before in one.after:
             _known(before, profiled.components, "component", at)
-        require(name not in one.after, f"{at}: {name!r} cannot come before itself.", "Take it out of `after`.")
+        require(
+            name not in one.after,
+            f"{at}: {name!r} cannot come before itself.",
+            "Take it out of `after`.",
+        )
     for device, costs in profiled.costs.items():
         for architecture in costs:
-            _known(architecture, found.architectures, "architecture", where(("costs", device, architecture)))
+            _known(
+                architecture,
+                found.architectures,
+                "architecture",
+                where(("costs", device, architecture)),
+            )
     for name in profiled.component_shares:
         _known(name, found.executors, "executor", where(("component_shares", name)))

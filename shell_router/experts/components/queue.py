@@ -1,7 +1,9 @@
-"""The queue for components: requests for the same one stand together, and leave in batches (CoServe, section 4.2).
+"""The queue for components: requests for the same one stand together, and leave in batches
+(CoServe, section 4.2).
 
-The paper groups "within a defined window" and does not define it. Here it is a time: no request is overtaken by one
-that came `window_s` later or more. A window of 0 is first come, first served, in which only neighbors share a batch.
+The paper groups "within a defined window" and does not define it. Here it is a time: no request is
+overtaken by one that came `window_s` later or more. A window of 0 is first come, first served, in
+which only neighbors share a batch.
 """
 
 from bisect import bisect_right
@@ -13,7 +15,8 @@ from shell_router.errors import require
 from shell_router.experts.components.values import Costs, Stage
 
 REACH = 1000
-"""Groups of a queue that are looked at; components for those behind them count as not waited for."""
+"""Groups of a queue that are looked at; components for those behind them count as not waited for.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +33,9 @@ class Group:
 
     @property
     def seconds(self) -> float:
-        """What it is predicted to take: K + B and the switch for its first request, K for each further one."""
+        """What it is predicted to take: K + B and the switch for its first request, K for each
+        further one.
+        """
         return self.switch_s + self.costs.batch_seconds(len(self.stages))
 
 
@@ -59,13 +64,16 @@ class ComponentQueue:
         return self.groups[0] if self.groups else None
 
     def joins(self, component: str, now_s: float) -> bool:
-        """Whether a request for `component` that comes now would stand with others that wait for it.
+        """Whether a request for `component` that comes now would stand with others that wait for
+        it.
 
         It overtakes every group behind theirs; the one right behind was opened first of them.
         """
         if component not in self._for:
             return False
-        behind = bisect_right(self.groups, self._for[component][-1].number, key=lambda group: group.number)
+        behind = bisect_right(
+            self.groups, self._for[component][-1].number, key=lambda group: group.number
+        )
         return behind == len(self.groups) or now_s - self.groups[behind].opened_s < self._window_s
 
     def waits_for(self, component: str) -> bool:
@@ -73,14 +81,17 @@ class ComponentQueue:
         return component in self._for
 
     def add(self, stage: Stage, costs: Costs, switch_s: float, read_s: float = 0.0) -> bool:
-        """To those that wait for the same component, within the window; or else to the end. True for a new group.
+        """To those that wait for the same component, within the window; or else to the end. True
+        for a new group.
 
-        `switch_s` is what loading the component for it is predicted to take, `read_s` of it on the disk; a request that
-        joins a group needs no switch.
+        `switch_s` is what loading the component for it is predicted to take, `read_s` of it on the
+        disk; a request that joins a group needs no switch.
         """
         opens = not self.joins(stage.component, stage.arrived_s)
         if opens:
-            group = Group(next(self._numbers), stage.component, stage.arrived_s, costs, switch_s, read_s)
+            group = Group(
+                next(self._numbers), stage.component, stage.arrived_s, costs, switch_s, read_s
+            )
             self.groups.append(group)
             self._for.setdefault(group.component, []).append(group)
             self.read_seconds += read_s
@@ -99,8 +110,13 @@ class ComponentQueue:
             group.switch_s = group.read_s = 0.0
 
     def take(self, most: int) -> tuple[Stage, ...]:
-        """The first group's first `most` stages (splitting); what is left of the group keeps its turn."""
-        taken = tuple(islice(self.groups[0].stages.values(), most)) if self.groups else ()
+        """The first group's first `most` stages (splitting); what is left of the group keeps its
+        turn.
+        """
+        if self.groups:
+            taken = tuple(islice(self.groups[0].stages.values(), most))
+        else:
+            taken = ()
         for stage in taken:
             self.remove(stage.request.id)
         return taken
@@ -134,10 +150,11 @@ def turns(groups: Iterable[Group]) -> Mapping[str, int]:
 def next_to_load(
     groups: Iterable[Group], is_here: Callable[[str], bool], known: Iterable[str]
 ) -> tuple[str, int] | None:
-    """The first component of the next groups that is not loaded here, and its group's number in the queue.
+    """The first component of the next groups that is not loaded here, and its group's number in the
+    queue.
 
-    Where all are, the first that is `known` to follow on what runs. It evicts none that is waited for, nor another
-    known one.
+    Where all are, the first that is `known` to follow on what runs. It evicts none that is waited
+    for, nor another known one.
     """
     for number, group in enumerate(groups):
         if not is_here(group.component):

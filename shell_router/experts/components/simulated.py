@@ -1,4 +1,6 @@
-"""Components whose work takes the seconds that their costs say, on processors and a disk that executors share."""
+"""Components whose work takes the seconds that their costs say, on processors and a disk that
+executors share.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +11,12 @@ from shell_router.standins.simulated.processor import Processor
 
 
 class SimulatedComponents:
-    """Meets `values.Components`. Outputs are what `answer` gives for a component's name and a sample.
+    """Meets `values.Components`. Outputs are what `answer` gives for a component's name and a
+    sample.
 
-    `processor_of` names each executor's processor: executors of one share it evenly while they run batches. A load from
-    disk occupies the only disk for `disk_load_s` - `host_load_s`, one after the other, and then nothing that is shared.
+    `processor_of` names each executor's processor: executors of one share it evenly while they run
+    batches. A load from disk occupies the only disk for `disk_load_s` - `host_load_s`, one after
+    the other, and then nothing that is shared.
     """
 
     def __init__(
@@ -23,7 +27,9 @@ class SimulatedComponents:
     ) -> None:
         self._settings = {executor.name: executor for executor in executors}
         processors = {name: Processor() for name in set(processor_of.values())}
-        self._processor = {executor.name: processors[processor_of[executor.name]] for executor in executors}
+        self._processor = {
+            executor.name: processors[processor_of[executor.name]] for executor in executors
+        }
         self._answer = answer
         self._disk = asyncio.Lock()
         self._in_host: set[str] = set()
@@ -51,7 +57,13 @@ class SimulatedComponents:
         return [self._answer(component.name, sample) for sample in samples]
 
     def _read_s(self, component: Component, place: str) -> float:
-        """Of the disk alone; into host memory, the same for every executor that will load it from there."""
-        known = self._settings.values() if place == Tier.HOST else [self._settings[place]]
-        costs = [one.costs[component.architecture] for one in known if component.architecture in one.costs]
+        """Of the disk alone; into host memory, the same for every executor that will load it from
+        there.
+        """
+        known = (self._settings.values()) if (place == Tier.HOST) else ([self._settings[place]])
+        costs = [
+            one.costs[component.architecture]
+            for one in known
+            if component.architecture in one.costs
+        ]
         return min(one.disk_load_s - one.host_load_s for one in costs)

@@ -1,7 +1,8 @@
 """How much of an executor's memory holds components, and how much batches (CoServe, section 4.4).
 
-More components mean fewer switches, and smaller batches. Where even the largest useful batch takes little, it gets its
-memory and components the rest. Otherwise the decay-window search tries shares on sample requests.
+More components mean fewer switches, and smaller batches. Where even the largest useful batch takes
+little, it gets its memory and components the rest. Otherwise the decay-window search tries shares
+on sample requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,21 +19,27 @@ NARROWEST = 1.0
 
 
 INITIAL_WINDOW = 15.0
-"""Each window is smaller than the one before by this percentage (equation 1): by that their sizes sum to 100.
+"""Each window is smaller than the one before by this percentage (equation 1): by that their sizes
+sum to 100.
 
-The paper counts components: 15, 27.75 and 38.6 are its windows' ends, and 28 to 39 components its choice for task A.
+The paper counts components: 15, 27.75 and 38.6 are its windows' ends, and 28 to 39 components its
+choice for task A.
 """
 ERROR_MARGIN = 0.05
 """By how much throughput may miss the trend (equation 3), and as much as a sample can tell."""
 SUBSTANTIAL = 1 - CASUAL_SHARE
-"""A largest batch that would take more of the memory has its share searched. The paper has no figure for it."""
+"""A largest batch that would take more of the memory has its share searched. The paper has no
+figure for it.
+"""
 REFINEMENTS = 3
 """How often the steps around the best are halved (ours)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where the search stopped, in percent, and all that was tried: what position gave how much throughput."""
+    """Where the search stopped, in percent, and all that was tried: what position gave how much
+    throughput.
+    """
 
     lower: float
     upper: float
@@ -43,7 +50,8 @@ class Window:
 class Split:
     """The share of a device's executors, and the `least` that holds its largest component.
 
-    `window` is None where nothing had to be searched; `tried` is what percentages gave how much throughput.
+    `window` is None where nothing had to be searched; `tried` is what percentages gave how much
+    throughput.
     """
 
     device: str
@@ -53,14 +61,20 @@ class Split:
     tried: Mapping[float, float] = field(default_factory=dict)
 
 
-def decay_window(throughput: Callable[[float], float], *, least: float = 0.0, margin: float = ERROR_MARGIN) -> Window:
-    """Slide a window up from 0, ever smaller, until throughput at its upper end misses the trend of those before.
+def decay_window(
+    throughput: Callable[[float], float], *, least: float = 0.0, margin: float = ERROR_MARGIN
+) -> Window:
+    """Slide a window up from 0, ever smaller, until throughput at its upper end misses the trend of
+    those before.
 
-    The trend is the line through all of them, by their number (equation 2), and no less than the best of them: so a
-    decline ends the search as well. Nothing below `least` is tried, where no component would fit.
+    The trend is the line through all of them, by their number (equation 2), and no less than the
+    best of them: so a decline ends the search as well. Nothing below `least` is tried, where no
+    component would fit.
     """
     decay = 1 - INITIAL_WINDOW / PERCENT
-    lower, size, tried = 0.0, INITIAL_WINDOW, dict[float, float]()
+    lower = 0.0
+    size = INITIAL_WINDOW
+    tried = dict[float, float]()
     while True:
         upper = lower + size
         if upper >= least:
@@ -70,7 +84,8 @@ def decay_window(throughput: Callable[[float], float], *, least: float = 0.0, ma
                 return Window(lower, upper, tried)
         if size * decay < NARROWEST:
             return Window(lower, min(PERCENT, upper), tried)
-        lower, size = upper, size * decay
+        lower = upper
+        size = size * decay
 
 
 def _trend(values: Sequence[float]) -> float:
@@ -79,16 +94,22 @@ def _trend(values: Sequence[float]) -> float:
         return 0.0
     if len(values) == 1:
         return values[0]
-    middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
+    middle = (len(values) - 1) / 2
+    mean = sum(values) / len(values)
     spread = sum((place - middle) ** 2 for place in range(len(values)))
     slope = sum((place - middle) * (value - mean) for place, value in enumerate(values)) / spread
     return max(mean + slope * (len(values) - middle), *values)
 
 
 def refined(
-    tried: Mapping[float, float], throughput: Callable[[float], float], least: float, times: int = REFINEMENTS
+    tried: Mapping[float, float],
+    throughput: Callable[[float], float],
+    least: float,
+    times: int = REFINEMENTS,
 ) -> Mapping[float, float]:
-    """What was `tried`, and, repeated `times` times, the middles between the best and its neighbors (ours)."""
+    """What was `tried`, and, repeated `times` times, the middles between the best and its neighbors
+    (ours).
+    """
     known = dict(tried)
     for _ in range(times):
         best = min(known, key=lambda position: (-known[position], position))
@@ -101,14 +122,18 @@ def refined(
 
 
 def chosen(tried: Mapping[float, float], margin: float = ERROR_MARGIN) -> float:
-    """Of the positions that come within `margin` of the best, the one nearest to the casual choice (ours)."""
+    """Of the positions that come within `margin` of the best, the one nearest to the casual choice
+    (ours).
+    """
     enough = (1 - margin) * max(tried.values())
     near = [position for position, throughput in tried.items() if throughput >= enough]
     return min(near, key=lambda position: (abs(position - PERCENT * CASUAL_SHARE), position))
 
 
 def share_next_to_largest_batch(executor: ExecutorSettings) -> float:
-    """What the largest useful batch of any architecture leaves for components; 0 or less where it takes all."""
+    """What the largest useful batch of any architecture leaves for components; 0 or less where it
+    takes all.
+    """
     taken = max(costs.largest_batch * costs.activation_bytes for costs in executor.costs.values())
     return 1 - taken / executor.memory_bytes
 
@@ -119,15 +144,20 @@ def memory_split(
     largest_bytes: Mapping[str, int],
     throughput: Callable[[Sequence[ExecutorSettings]], float],
 ) -> tuple[list[ExecutorSettings], list[Split]]:
-    """The executors with their shares, and how each device's was found; executors of one device get the same.
+    """The executors with their shares, and how each device's was found; executors of one device get
+    the same.
 
-    `throughput` tries executors, whose shelves always hold the device's largest component, of `largest_bytes`. Devices
-    are searched one after the other, with what is known of the others, those that need no search first.
+    `throughput` tries executors, whose shelves always hold the device's largest component, of
+    `largest_bytes`. Devices are searched one after the other, with what is known of the others,
+    those that need no search first.
     """
     found = list(executors)
 
     def with_share(device: str, share: float) -> list[ExecutorSettings]:
-        return [replace(one, component_share=share) if device_of[one.name] == device else one for one in found]
+        return [
+            replace(one, component_share=share) if device_of[one.name] == device else one
+            for one in found
+        ]
 
     def tried(device: str, position: float) -> float:
         return throughput(with_share(device, position / PERCENT))

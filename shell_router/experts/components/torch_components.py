@@ -1,4 +1,6 @@
-"""Components that are torch modules: one file of weights each, in a folder. Imports torch; the router does not."""
+"""Components that are torch modules: one file of weights each, in a folder. Imports torch; the
+router does not.
+"""
 
 import asyncio
 import os
@@ -24,7 +26,8 @@ MEMORY_EVENT = "[memory]"
 
 
 def most_held(device: torch.device, work: Callable[[], Any]) -> int:
-    """Bytes that `work` held at most on `device` beyond what was held before, as torch's allocator counts them.
+    """Bytes that `work` held at most on `device` beyond what was held before, as torch's allocator
+    counts them.
 
     On CUDA nothing else may run there meanwhile. What libraries allocate by themselves is not seen.
     """
@@ -37,9 +40,13 @@ def most_held(device: torch.device, work: Callable[[], Any]) -> int:
         return max(0, torch.cuda.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
-    # the events that the profiler's tables are made of: those leave out what an operation frees again before it ends
+    # the events that the profiler's tables are made of: those leave out what an operation frees
+    # again before it ends
     found = seen.profiler.kineto_results.events()
-    changes = sorted((event for event in found if event.name() == MEMORY_EVENT), key=lambda event: event.start_ns())
+    changes = sorted(
+        (event for event in found if event.name() == MEMORY_EVENT),
+        key=lambda event: event.start_ns(),
+    )
     return int(max(accumulate((event.nbytes() for event in changes), initial=0)))
 
 
@@ -63,9 +70,10 @@ _DTYPES = {
 def read_weights(file: Path) -> Weights:
     """The tensors of a safetensors file, on the CPU.
 
-    They are read into the memory where they stay, all of them into one block: neither mapped, since the system may drop
-    what is mapped and read it again at any time, nor there a second time meanwhile. Raises what safetensors and the
-    system raise for a file that is missing, cut off or malformed.
+    They are read into the memory where they stay, all of them into one block: neither mapped, since
+    the system may drop what is mapped and read it again at any time, nor there a second time
+    meanwhile. Raises what safetensors and the system raise for a file that is missing, cut off or
+    malformed.
     """
     with safe_open(file, framework="pt"):
         pass  # has the header checked: offsets, shapes and the file's length agree
@@ -79,8 +87,12 @@ def read_weights(file: Path) -> Weights:
     for name, tensor in header.items():
         dtype, (begin, end) = tensor["dtype"], tensor["data_offsets"]
         if dtype not in _DTYPES:
-            raise TypeError(f"weights of the kind {dtype} cannot be read; save them as one of {', '.join(_DTYPES)}")
-        part, kind = block[begin:end], _DTYPES[dtype]
+            raise TypeError(
+                f"weights of the kind {dtype} cannot be read; save them as one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        part = block[begin:end]
+        kind = _DTYPES[dtype]
         if begin % kind.itemsize:
             part = part.clone()  # aligned for its kind
         tensors[name] = part.view(kind).reshape(tensor["shape"])
@@ -91,27 +103,34 @@ SUFFIX = ".safetensors"
 
 
 def components_in(
-    folder: Path, architecture_of: Callable[[str], str], usage_of: Callable[[str], float] = lambda _: 0.0
+    folder: Path,
+    architecture_of: Callable[[str], str],
+    usage_of: Callable[[str], float] = lambda _: 0.0,
 ) -> list[Component]:
     """One component per file of weights, named as the file without its suffix.
 
-    It takes as much memory as its file is long, which is a little more than its weights. Raises ConfigError for a
-    folder without any.
+    It takes as much memory as its file is long, which is a little more than its weights. Raises
+    ConfigError for a folder without any.
     """
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
-        raise ConfigError(f"{folder} holds no weights.", remedy=f"Put one {SUFFIX} file per component there.")
+        raise ConfigError(
+            f"{folder} holds no weights.", remedy=f"Put one {SUFFIX} file per component there."
+        )
     return [
-        Component(file.stem, architecture_of(file.stem), file.stat().st_size, usage_of(file.stem)) for file in files
+        Component(file.stem, architecture_of(file.stem), file.stat().st_size, usage_of(file.stem))
+        for file in files
     ]
 
 
 class TorchComponents:
-    """Meets `values.Components` with modules on torch devices; a sample is a tensor, and a batch their stack.
+    """Meets `values.Components` with modules on torch devices; a sample is a tensor, and a batch
+    their stack.
 
-    `architectures` makes a module without weights of its own for each architecture; `devices` names each executor's
-    device. Reading, copying and inference happen on threads, so that the event loop goes on. Weights on their way to
-    another device are in memory once more than the pool's budgets say.
+    `architectures` makes a module without weights of its own for each architecture; `devices` names
+    each executor's device. Reading, copying and inference happen on threads, so that the event loop
+    goes on. Weights on their way to another device are in memory once more than the pool's budgets
+    say.
     """
 
     def __init__(
@@ -127,7 +146,9 @@ class TorchComponents:
         self._modules: dict[tuple[str, str], torch.nn.Module] = {}
 
     async def load(self, component: Component, place: str) -> None:
-        """Raises what torch and safetensors raise for a file that is missing, cut off, or of another architecture."""
+        """Raises what torch and safetensors raise for a file that is missing, cut off, or of
+        another architecture.
+        """
         weights = self._in_host.get(component.name)
         stays = weights is not None
         if weights is None:
@@ -135,7 +156,9 @@ class TorchComponents:
         if place == Tier.HOST:
             self._in_host[component.name] = weights
         else:
-            module = await asyncio.to_thread(self._made, component, weights, self._devices[place], copied=stays)
+            module = await asyncio.to_thread(
+                self._made, component, weights, self._devices[place], copied=stays
+            )
             self._modules[component.name, place] = module
 
     async def unload(self, component: Component, place: str) -> None:
@@ -147,21 +170,26 @@ class TorchComponents:
 
     async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
         """One tensor per sample, on the CPU."""
-        module, device = self._modules[component.name, place], self._devices[place]
+        module = self._modules[component.name, place]
+        device = self._devices[place]
         return await asyncio.to_thread(_infer, module, samples, device)
 
     async def working_bytes(self, component: Component, place: str, samples: Sequence[Any]) -> int:
-        """Run a batch; gives the bytes that it held at most besides the weights, samples and outputs included.
+        """Run a batch; gives the bytes that it held at most besides the weights, samples and
+        outputs included.
 
         It blocks the event loop, since torch's profiler works on its thread only.
         """
-        module, device = self._modules[component.name, place], self._devices[place]
+        module = self._modules[component.name, place]
+        device = self._devices[place]
         return most_held(device, lambda: _infer(module, samples, device))
 
     def forget(self, component: Component) -> None:
-        """Have the system drop its copy of the component's file, so that the next load is from the disk.
+        """Have the system drop its copy of the component's file, so that the next load is from the
+        disk.
 
-        It may keep it, as for files that are mapped or not yet written. Without posix_fadvise (macOS) nothing happens.
+        It may keep it, as for files that are mapped or not yet written. Without posix_fadvise
+        (macOS) nothing happens.
         """
         if hasattr(os, "posix_fadvise"):
             with self._file(component.name).open("rb") as file:
@@ -170,7 +198,9 @@ class TorchComponents:
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}{SUFFIX}"
 
-    def _made(self, component: Component, weights: Weights, device: torch.device, *, copied: bool) -> torch.nn.Module:
+    def _made(
+        self, component: Component, weights: Weights, device: torch.device, *, copied: bool
+    ) -> torch.nn.Module:
         with torch.device("meta"):
             module = self._architectures[component.architecture]()
         own = {key: weight.to(device, copy=copied) for key, weight in weights.items()}
@@ -179,13 +209,19 @@ class TorchComponents:
 
 
 @torch.inference_mode()
-def _infer(module: torch.nn.Module, samples: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def _infer(
+    module: torch.nn.Module, samples: Sequence[torch.Tensor], device: torch.device
+) -> list[torch.Tensor]:
     outputs: torch.Tensor = module(torch.stack(list(samples)).to(device))
     return list(outputs.cpu().unbind())
 
 
 def load_pool(
-    file: Path, policies: Policies | None = None, *, route: Route = follow_chain, watch: Watch = ignore
+    file: Path,
+    policies: Policies | None = None,
+    *,
+    route: Route = follow_chain,
+    watch: Watch = ignore,
 ) -> ComponentPool:
     """The pool of a file that `shell-router components profile` has measured, not yet open.
 
@@ -205,7 +241,8 @@ def load_pool(
 
 def torch_components(found: ComponentPoolFile, file: Path) -> TorchComponents:
     """The modules that the pool's `file` describes. Raises ConfigError."""
-    architectures, devices = {}, {}
+    architectures = {}
+    devices = {}
     for name, kind in found.architectures.items():
         package, _, function = kind.module.partition(":")
         try:
@@ -221,14 +258,19 @@ def torch_components(found: ComponentPoolFile, file: Path) -> TorchComponents:
             devices[name] = torch.device(one.device)
         except RuntimeError as error:
             raise ConfigError(
-                f"{at}: {one.device!r} is no device of torch's.", remedy="Name one, as in cuda:0 or cpu."
+                f"{at}: {one.device!r} is no device of torch's.",
+                remedy="Name one, as in cuda:0 or cpu.",
             ) from error
         if devices[name].type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"{at}: torch finds no GPU for {one.device}.", remedy="Name another device.")
+            raise ConfigError(
+                f"{at}: torch finds no GPU for {one.device}.", remedy="Name another device."
+            )
     return TorchComponents(found.folder, architectures, devices)
 
 
 def sample_of(found: ComponentPoolFile, architecture: str) -> torch.Tensor:
-    """One sample of the architecture: zeros, on which dense layers work as long as on anything else."""
+    """One sample of the architecture: zeros, on which dense layers work as long as on anything
+    else.
+    """
     kind = found.architectures[architecture]
     return torch.zeros(kind.sample, dtype=getattr(torch, kind.dtype))

@@ -14,7 +14,9 @@ from shell_router.topology.forms import Number
 
 @dataclass(frozen=True, slots=True)
 class ChainRule:
-    """Requests of this `chain` of components are so large a `share` of all; shares count relative to their sum."""
+    """Requests of this `chain` of components are so large a `share` of all; shares count relative
+    to their sum.
+    """
 
     chain: Annotated[tuple[str, ...], "Components in order."]
     share: Annotated[float, Number("Share of requests, relative to the sum.", above=0)]
@@ -25,7 +27,9 @@ class ChainRule:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one component: the probability that a request needs it, and the components that it follows on."""
+    """Of one component: the probability that a request needs it, and the components that it follows
+    on.
+    """
 
     probability: float
     after: frozenset[str]
@@ -35,7 +39,11 @@ def check_chain(chain: Sequence[str]) -> None:
     """Raises ConfigError for a chain that no request could have."""
     require(bool(chain), "A chain names no component.", "Name the first component at least.")
     distinct = len(set(chain)) == len(chain)
-    require(distinct, f"A chain names a component twice: {', '.join(chain)}.", "Name each component once.")
+    require(
+        distinct,
+        f"A chain names a component twice: {', '.join(chain)}.",
+        "Name each component once.",
+    )
 
 
 def rules_of(chains: Iterable[Sequence[str]]) -> list[ChainRule]:
@@ -55,6 +63,8 @@ def usage_of(rules: Iterable[ChainRule]) -> Mapping[str, Usage]:
             after[component].update(rule.chain[place - 1 : place])
     first = {rule.chain[0] for rule in rules}
     return {
-        component: Usage(min(1.0, share), frozenset() if component in first else frozenset(after[component]))
+        component: Usage(
+            min(1.0, share), frozenset() if component in first else frozenset(after[component])
+        )
         for component, share in shares.items()
     }

@@ -1,4 +1,6 @@
-"""Components, their costs, the requests for them, and the protocol of what holds the real ones (CoServe, 4.2, 4.5)."""
+"""Components, their costs, the requests for them, and the protocol of what holds the real ones
+(CoServe, 4.2, 4.5).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,8 @@ class Tier(StrEnum):
 class Component:
     """A model of `architecture` whose weights take `memory_bytes`.
 
-    `usage` is the probability that a request needs it. `after` names the components whose output leads to it; without
-    any it is the first of its requests (a preliminary component, section 4.3).
+    `usage` is the probability that a request needs it. `after` names the components whose output
+    leads to it; without any it is the first of its requests (a preliminary component, section 4.3).
     """
 
     name: str
@@ -35,15 +37,19 @@ class Component:
 class Costs:
     """What components of one architecture cost on one kind of processor (section 4.5).
 
-    A batch of n samples takes `sample_s` * n + `batch_s` (K and B), and `activation_bytes` * n besides the weights.
-    More than `largest_batch` samples bring no further gain. A load takes `host_load_s` from host memory, `disk_load_s`
-    from disk through host memory.
+    A batch of n samples takes `sample_s` * n + `batch_s` (K and B), and `activation_bytes` * n
+    besides the weights. More than `largest_batch` samples bring no further gain. A load takes
+    `host_load_s` from host memory, `disk_load_s` from disk through host memory.
     """
 
     sample_s: Annotated[float, Number("Measured: K of a batch, K n + B.", at_least=0)]
     batch_s: Annotated[float, Number("Measured: B.", at_least=0)]
-    largest_batch: Annotated[int, Number("Measured: a larger batch gains nothing.", at_least=1, whole=True)]
-    activation_bytes: Annotated[int, Number("Measured: bytes of each sample.", at_least=0, whole=True)]
+    largest_batch: Annotated[
+        int, Number("Measured: a larger batch gains nothing.", at_least=1, whole=True)
+    ]
+    activation_bytes: Annotated[
+        int, Number("Measured: bytes of each sample.", at_least=0, whole=True)
+    ]
     host_load_s: Annotated[float, Number("Measured: load from host memory.", at_least=0)]
     disk_load_s: Annotated[float, Number("Measured: load from disk.", at_least=0)]
 
@@ -56,14 +62,20 @@ class Costs:
 
     def load_s(self, tier: Tier) -> float:
         """How long a component takes to load from there."""
-        return self.host_load_s if tier is Tier.HOST else self.disk_load_s
+        if tier is Tier.HOST:
+            return self.host_load_s
+        return self.disk_load_s
 
     def read_s(self, tier: Tier) -> float:
         """How much of that the disk is occupied for."""
-        return 0.0 if tier is Tier.HOST else self.disk_load_s - self.host_load_s
+        if tier is Tier.HOST:
+            return 0.0
+        return self.disk_load_s - self.host_load_s
 
     def added_seconds(self, load_s: float, *, joins: bool) -> float:
-        """The additional latency of a request on a queue: K behind others for the same component, else K + B."""
+        """The additional latency of a request on a queue: K behind others for the same component,
+        else K + B.
+        """
         return self.sample_s + (0.0 if joins else self.batch_s) + load_s
 
     def batch_seconds(self, samples: int) -> float:
@@ -75,8 +87,9 @@ class Costs:
 class ExecutorSettings:
     """One queue, one share of a processor's memory, and what each architecture costs there.
 
-    Of `memory_bytes` at most `component_share` holds components (0.75 is the paper's casual choice, section 5.2); the
-    rest is for the samples of running batches. An architecture without costs never runs here.
+    Of `memory_bytes` at most `component_share` holds components (0.75 is the paper's casual choice,
+    section 5.2); the rest is for the samples of running batches. An architecture without costs
+    never runs here.
     """
 
     name: str
@@ -99,7 +112,9 @@ class ExecutorSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One sample for a chain of components: the first one, and those that follow as far as is known beforehand."""
+    """One sample for a chain of components: the first one, and those that follow as far as is known
+    beforehand.
+    """
 
     id: str
     chain: tuple[str, ...]
@@ -108,14 +123,24 @@ class Request:
     def __post_init__(self) -> None:
         if not self.chain or len(set(self.chain)) < len(self.chain):
             raise InvalidRequest(
-                f"The chain of request {self.id!r} names {'a component twice' if self.chain else 'no component'}.",
+                (
+                    f"The chain of request {self.id!r} names "
+                    f"{'a component twice' if self.chain else 'no component'}."
+                ),
                 remedy="Name each component once, and the first at least.",
             )
 
     def after(self, component: str) -> str | None:
-        """The component that its chain names after `component`; None at its end, and for one that it does not name."""
-        index = self.chain.index(component) + 1 if component in self.chain else len(self.chain)
-        return self.chain[index] if index < len(self.chain) else None
+        """The component that its chain names after `component`; None at its end, and for one that
+        it does not name.
+        """
+        if component in self.chain:
+            index = self.chain.index(component) + 1
+        else:
+            index = len(self.chain)
+        if index < len(self.chain):
+            return self.chain[index]
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,14 +154,16 @@ class Stage:
 
 
 class Components(Protocol):
-    """Loads, unloads and runs components at places: an executor's name, or `Tier.HOST` for host memory.
+    """Loads, unloads and runs components at places: an executor's name, or `Tier.HOST` for host
+    memory.
 
-    It is asked for one load at a time per place, of a component that is not there. What `load` and `run` raise fails
-    the requests for that component alone.
+    It is asked for one load at a time per place, of a component that is not there. What `load` and
+    `run` raise fails the requests for that component alone.
     """
 
     async def load(self, component: Component, place: str) -> None:
-        """Weights into a place's memory: from host memory where they are loaded there, from disk otherwise.
+        """Weights into a place's memory: from host memory where they are loaded there, from disk
+        otherwise.
 
         A load that raises, or is cancelled, leaves nothing behind.
         """
@@ -147,5 +174,7 @@ class Components(Protocol):
         ...
 
     async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
-        """One output per sample, in their order; a ComponentError instead of one fails that request alone."""
+        """One output per sample, in their order; a ComponentError instead of one fails that request
+        alone.
+        """
         ...

@@ -1,4 +1,6 @@
-"""Records and placements in files: NumPy's archives, as the plugin writes them, and the JSON that SGLang loads."""
+"""Records and placements in files: NumPy's archives, as the plugin writes them, and the JSON that
+SGLang loads.
+"""
 
 import json
 import zipfile
@@ -14,7 +16,8 @@ MAP = "physical_to_logical_map"
 
 
 def read_record(file: Path) -> ExpertRecord:
-    """The record in an archive of `activations` [layers, experts] and `transitions` [layers - 1, experts, experts].
+    """The record in an archive of `activations` [layers, experts] and `transitions` [layers - 1,
+    experts, experts].
 
     Counts of all of the model's layers; `transitions` may be left out. Raises DataError.
     """
@@ -36,7 +39,8 @@ def read_record(file: Path) -> ExpertRecord:
 def placement_text(placement: Placement, record: ExpertRecord) -> str:
     """What SGLang's `--init-expert-location` takes, a row for each of the model's layers.
 
-    Layers that are not in `record` keep their experts in order. SGLang passes all keys on, so there is just one.
+    Layers that are not in `record` keep their experts in order. SGLang passes all keys on, so there
+    is just one.
     """
     rows = np.tile(np.arange(record.experts), (record.model_layers, 1))
     rows[list(record.layers)] = placement.slots

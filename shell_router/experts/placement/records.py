@@ -1,4 +1,6 @@
-"""What was recorded of a model's experts, where they are placed, and how good that is (Gimbal, section III.D)."""
+"""What was recorded of a model's experts, where they are placed, and how good that is (Gimbal,
+section III.D).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +19,11 @@ Counts = NDArray[np.float64]
 class ExpertRecord:
     """Counts of one model's routing (Gimbal, section III.D, equations 1 and 2).
 
-    `activations` [layers, experts] is A: how often each expert was chosen. `transitions` [layers - 1, experts, experts]
-    is E: how often a token that chose expert j in a layer chose k in the next, all pairs of its top-k; zeros where only
-    activations were recorded. The layers are those that have experts and saw a token; `layers` are their numbers in the
-    model, which has `model_layers`. `record_of` makes it.
+    `activations` [layers, experts] is A: how often each expert was chosen. `transitions` [layers -
+    1, experts, experts] is E: how often a token that chose expert j in a layer chose k in the next,
+    all pairs of its top-k; zeros where only activations were recorded. The layers are those that
+    have experts and saw a token; `layers` are their numbers in the model, which has `model_layers`.
+    `record_of` makes it.
     """
 
     activations: Counts
@@ -39,19 +42,24 @@ class ExpertRecord:
         return bool(self.transitions.any())
 
 
-def record_of(activations: NDArray[np.integer], transitions: NDArray[np.integer] | None = None) -> ExpertRecord:
+def record_of(
+    activations: NDArray[np.integer], transitions: NDArray[np.integer] | None = None
+) -> ExpertRecord:
     """The record of a whole model's counts, [layers, experts] and [layers - 1, experts, experts].
 
-    Layers without a count are left out: they have no experts, as the first layers of DeepSeek's models, or saw no
-    token. `transitions[i]` lead from layer i to the next layer that has experts. ValueError where these are no such
-    counts, or nothing was counted at all.
+    Layers without a count are left out: they have no experts, as the first layers of DeepSeek's
+    models, or saw no token. `transitions[i]` lead from layer i to the next layer that has experts.
+    ValueError where these are no such counts, or nothing was counted at all.
     """
     counted = np.asarray(activations, dtype=np.float64)
     if counted.ndim != 2:
         raise ValueError(f"activations must be [layers, experts], not {list(counted.shape)}")
     model_layers, experts = counted.shape
     shape = (max(0, model_layers - 1), experts, experts)
-    followed = np.zeros(shape) if transitions is None else np.asarray(transitions, dtype=np.float64)
+    if transitions is None:
+        followed = np.zeros(shape)
+    else:
+        followed = np.asarray(transitions, dtype=np.float64)
     if followed.shape != shape:
         raise ValueError(f"transitions must be {list(shape)}, not {list(followed.shape)}")
     for name, counts in (("activations", counted), ("transitions", followed)):
@@ -60,7 +68,9 @@ def record_of(activations: NDArray[np.integer], transitions: NDArray[np.integer]
     layers = np.flatnonzero(counted.sum(axis=1))
     if not len(layers):
         raise ValueError("no activation was counted")
-    return ExpertRecord(counted[layers], followed[layers[:-1]], tuple(map(int, layers)), model_layers)
+    return ExpertRecord(
+        counted[layers], followed[layers[:-1]], tuple(map(int, layers)), model_layers
+    )
 
 
 Gpus = NDArray[np.int64]
@@ -68,10 +78,12 @@ Gpus = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Every expert of every layer on one of `gpus` GPUs: `gpu_of` [layers, experts], the same number on each (3, 4).
+    """Every expert of every layer on one of `gpus` GPUs: `gpu_of` [layers, experts], the same
+    number on each (3, 4).
 
-    No expert has a copy. The paper partitions the experts once for all layers; SGLang maps each layer on its own, which
-    lets a layer be balanced without unbalancing another, so layers may differ here.
+    No expert has a copy. The paper partitions the experts once for all layers; SGLang maps each
+    layer on its own, which lets a layer be balanced without unbalancing another, so layers may
+    differ here.
     """
 
     gpus: int
@@ -84,12 +96,16 @@ class Placement:
 
     @property
     def slots(self) -> Gpus:
-        """SGLang's `physical_to_logical_map` [layers, experts]: which expert each slot holds, GPU 0's slots first."""
+        """SGLang's `physical_to_logical_map` [layers, experts]: which expert each slot holds, GPU
+        0's slots first.
+        """
         return np.argsort(self.gpu_of, axis=1, kind="stable")
 
 
 def placement_of_slots(slots: Gpus, gpus: int) -> Placement:
-    """The placement that such a map means. ValueError for a row that does not name each expert once."""
+    """The placement that such a map means. ValueError for a row that does not name each expert
+    once.
+    """
     layers, experts = slots.shape
     per_gpu = experts_per_gpu(experts, gpus)
     if (np.sort(slots, axis=1) != np.arange(experts)).any():
@@ -104,7 +120,9 @@ def experts_per_gpu(experts: int, gpus: int) -> int:
     if gpus < 1 or experts % gpus:
         raise ConfigError(
             f"{experts} experts do not divide over {gpus} GPUs.",
-            remedy="Give a number of GPUs that divides the number of experts; SGLang needs one too.",
+            remedy=(
+                "Give a number of GPUs that divides the number of experts; SGLang needs one too."
+            ),
         )
     return experts // gpus
 
@@ -113,10 +131,11 @@ def experts_per_gpu(experts: int, gpus: int) -> int:
 class Measures:
     """Of a placement on a record.
 
-    `balance` is the load of a layer's fullest GPU over the mean of its GPUs, a mean over the layers: 1 is even, and the
-    experts of a step take that many times as long as they need to. `worst_balance` is the highest of a layer.
-    `deviation` is the paper's D (8, 9) as a share of the ideal load L_i: how far any GPU is above or below it.
-    `traffic` is the share of the transitions that lead to another GPU (11), 0 where none were recorded.
+    `balance` is the load of a layer's fullest GPU over the mean of its GPUs, a mean over the
+    layers: 1 is even, and the experts of a step take that many times as long as they need to.
+    `worst_balance` is the highest of a layer. `deviation` is the paper's D (8, 9) as a share of the
+    ideal load L_i: how far any GPU is above or below it. `traffic` is the share of the transitions
+    that lead to another GPU (11), 0 where none were recorded.
     """
 
     balance: float
@@ -133,8 +152,8 @@ def loads(record: ExpertRecord, placement: Placement) -> Counts:
 def kept(record: ExpertRecord, placement: Placement) -> float:
     """The transitions that stay on their GPU.
 
-    Per layer: from expert j of a layer to k of the next, each where it is placed in its own layer. Where all layers
-    are placed alike this is what the cut of (11) leaves, with W made symmetric.
+    Per layer: from expert j of a layer to k of the next, each where it is placed in its own layer.
+    Where all layers are placed alike this is what the cut of (11) leaves, with W made symmetric.
     """
     on = placement.on
     return float(((record.transitions @ on[1:]) * on[:-1]).sum())
@@ -155,11 +174,18 @@ def measures(record: ExpertRecord, placement: Placement) -> Measures:
 
 
 def verdict(now: Measures, new: Measures, margin: float) -> tuple[bool, str]:
-    """Whether `new` beats `now`, both on the same record, by `margin` in all; and the reason in words.
+    """Whether `new` beats `now`, both on the same record, by `margin` in all; and the reason in
+    words.
 
-    The gain is the share of load that the fullest GPU loses and the share of transitions that no longer cross, added
+    The gain is the share of load that the fullest GPU loses and the share of transitions that no
+    longer cross, added
     up: what one wins the other may lose.
     """
     gain = 1 - new.balance / now.balance + now.traffic - new.traffic
-    change = f"balance {now.balance:.3f} to {new.balance:.3f}, traffic {now.traffic:.1%} to {new.traffic:.1%}"
-    return (True, change) if gain >= margin else (False, f"a gain below {margin:.0%}: {change}")
+    change = (
+        f"balance {now.balance:.3f} to {new.balance:.3f}, traffic {now.traffic:.1%} to "
+        f"{new.traffic:.1%}"
+    )
+    if gain >= margin:
+        return (True, change)
+    return (False, f"a gain below {margin:.0%}: {change}")

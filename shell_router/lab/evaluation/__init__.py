@@ -1,1 +1,3 @@
-"""The evaluation: how right, how fast and at what cost a router's models, votes and topologies answer."""
+"""The evaluation: how right, how fast and at what cost a router's models, votes and topologies
+answer.
+"""

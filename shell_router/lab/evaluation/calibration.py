@@ -1,7 +1,8 @@
 """Chooses a topology's early exit: the fastest one whose loss of accuracy stays within a bound.
 
-Every early exit that is tried makes a topology of its own; all are asked the same questions with the same seeds as the
-topology without early exit, so that what differs between them is the exits' doing.
+Every early exit that is tried makes a topology of its own; all are asked the same questions with
+the same seeds as the topology without early exit, so that what differs between them is the exits'
+doing.
 """
 
 import math
@@ -30,7 +31,9 @@ OFF = (False, "off")
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The values whose combinations are tried. Raises ConfigError for what an early exit cannot have."""
+    """The values whose combinations are tried. Raises ConfigError for what an early exit cannot
+    have.
+    """
 
     thresholds: Sequence[float]
     policies: Sequence[str] = ("in_flight",)
@@ -43,17 +46,23 @@ class Tried:
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"--{name} must name at least one value, and each once.")
         try:
-            for policy, scope, tau, threshold in product(self.policies, self.scopes, self.taus, self.thresholds):
+            for policy, scope, tau, threshold in product(
+                self.policies, self.scopes, self.taus, self.thresholds
+            ):
                 tried = EarlyExit(policy, scope, tau, threshold)  # type: ignore[arg-type]
                 require(tried.judges, f"policy {policy} judges no output", "Leave it out.")
         except ValueError as error:
-            raise ConfigError(f"This early exit cannot be tried: {error}.", remedy="Leave it out.") from error
+            raise ConfigError(
+                f"This early exit cannot be tried: {error}.", remedy="Leave it out."
+            ) from error
 
     def settings(self) -> list[Settings]:
         """Without the keys that a policy does not read."""
         found: list[Settings] = []
         for policy, scope in product(self.policies, self.scopes):
-            taus: Sequence[Settings] = [{}] if policy == "in_flight" else [{"tau": tau} for tau in self.taus]
+            taus: Sequence[Settings] = (
+                [{}] if policy == "in_flight" else [{"tau": tau} for tau in self.taus]
+            )
             for tau, threshold in product(taus, self.thresholds):
                 found.append({"policy": policy, "scope": scope, **tau, "threshold": threshold})
         return found
@@ -65,7 +74,9 @@ Variants = Mapping[str, Settings | None]
 
 @dataclass(frozen=True, slots=True)
 class CalibratedExit:
-    """An early exit, what it loses against none in points of accuracy, and its median latency relative to none."""
+    """An early exit, what it loses against none in points of accuracy, and its median latency
+    relative to none.
+    """
 
     settings: Settings
     loss: Interval
@@ -75,31 +86,41 @@ class CalibratedExit:
 def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit | None:
     """The fastest early exit that loses `bound` points at most; None where there is none.
 
-    Going down from the cautious end, the first threshold that loses more ends the search among those that differ in it
+    Going down from the cautious end, the first threshold that loses more ends the search among
+    those that differ in it
     alone: one below it that loses less by luck is not believed.
     """
-    within, ended = list[CalibratedExit](), list[Settings]()
+    within = list[CalibratedExit]()
+    ended = list[Settings]()
     for settings, row in sorted(rows, key=lambda one: -one[0]["threshold"]):
         others = {key: value for key, value in settings.items() if key != "threshold"}
         loss = loss_of(row)
         if others in ended or loss.value > bound:
             ended.append(others)
             continue
-        within.append(CalibratedExit(settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio))
+        within.append(
+            CalibratedExit(
+                settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio
+            )
+        )
     return min(within, key=lambda one: one.latency, default=None)
 
 
 def loss_of(row: Row) -> Interval:
     """What a setting loses against the baseline, in points of accuracy; below 0 where it gains."""
     assert row.difference is not None
-    lost = (0.0 - 100 * end for end in (row.difference.value, row.difference.high, row.difference.low))  # never -0.0
+    lost = (
+        0.0 - 100 * end for end in (row.difference.value, row.difference.high, row.difference.low)
+    )  # never -0.0
     return Interval(*lost)
 
 
 def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None) -> dict[str, Any]:
-    """A topology's document with another early exit wherever it has one, or, if it has none, for all clusters.
+    """A topology's document with another early exit wherever it has one, or, if it has none, for
+    all clusters.
 
-    Other keys of its blocks stay as far as they go together with `settings`. None turns early exit off.
+    Other keys of its blocks stay as far as they go together with `settings`. None turns early exit
+    off.
     """
     changed: dict[str, Any] = deepcopy(dict(document)) | {"name": name}
     holders: list[dict[str, Any]] = [changed, *changed.get("clusters", {}).values()]
@@ -116,25 +137,36 @@ def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None)
     return changed
 
 
-async def run_calibration(topology: Path, tried: Tried, bound: float, options: EvaluationOptions) -> CalibratedExit:
-    """Evaluate the topology file with each early exit of `tried` and without; print the tables and the choice.
+async def run_calibration(
+    topology: Path, tried: Tried, bound: float, options: EvaluationOptions
+) -> CalibratedExit:
+    """Evaluate the topology file with each early exit of `tried` and without; print the tables and
+    the choice.
 
-    `bound` is in points of accuracy. Raises what `calibrated` and `write_variants` raise, the latter before anything
-    starts.
+    `bound` is in points of accuracy. Raises what `calibrated` and `write_variants` raise, the
+    latter before anything starts.
     """
     with TemporaryDirectory(prefix="shell-router-calibrate-") as folder:
         variants = write_variants(topology, tried, Path(folder))
         return await calibrated(variants, bound, replace(options, topologies=(Path(folder),)))
 
 
-async def calibrated(variants: Variants, bound: float, options: EvaluationOptions) -> CalibratedExit:
+async def calibrated(
+    variants: Variants, bound: float, options: EvaluationOptions
+) -> CalibratedExit:
     """Evaluate topologies that `options` serve, print the tables and the choice.
 
-    Raises ShellRouterError where every early exit loses more than `bound`, and what `run_evaluation` raises.
+    Raises ShellRouterError where every early exit loses more than `bound`, and what
+    `run_evaluation` raises.
     """
-    report = await run_evaluation(replace(options, settings=tuple(variants), baseline=next(iter(variants))))
-    tried = [(settings, row) for row in report.rows if (settings := variants[row.setting]) is not None]
-    choice, questions = choose(tried, bound), report.rows[0].questions
+    report = await run_evaluation(
+        replace(options, settings=tuple(variants), baseline=next(iter(variants)))
+    )
+    tried = [
+        (settings, row) for row in report.rows if (settings := variants[row.setting]) is not None
+    ]
+    choice = choose(tried, bound)
+    questions = report.rows[0].questions
     if choice is None:
         raise ShellRouterError(
             f"No early exit keeps the loss within {bound:g} points on these {questions} questions.",
@@ -146,11 +178,16 @@ async def calibrated(variants: Variants, bound: float, options: EvaluationOption
 
 def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
     """A topology file per early exit, and one without. Raises ConfigError."""
-    name, document = load_topology(topology).name, yaml.safe_load(topology.read_text(encoding="utf-8"))
+    name = load_topology(topology).name
+    document = yaml.safe_load(topology.read_text(encoding="utf-8"))
     variants: dict[str, Settings | None] = {f"{name}-without-exit": None}
-    variants |= {"-".join([name, *map(str, settings.values())]): settings for settings in tried.settings()}
+    variants |= {
+        "-".join([name, *map(str, settings.values())]): settings for settings in tried.settings()
+    }
     for variant, settings in variants.items():
-        text = yaml.safe_dump(with_exit(document, variant, settings), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(
+            with_exit(document, variant, settings), sort_keys=False, allow_unicode=True
+        )
         (folder / f"{variant}.yaml").write_text(text, encoding="utf-8")
     return variants
 
@@ -160,13 +197,19 @@ def outcome_lines(choice: CalibratedExit, bound: float, questions: int) -> list[
     loss = choice.loss
     keys = ", ".join(f"{key}: {value}" for key, value in choice.settings.items())
     outcome = (
-        f"It takes {choice.latency:.2f} of the latency and loses {loss.value:.2f} points (95 %: {loss.low:.2f} to "
+        f"It takes {choice.latency:.2f} of the latency and loses {loss.value:.2f} points (95 %: "
+        f"{loss.low:.2f} to "
         f"{loss.high:.2f}) on {questions} questions; the bound is {bound:g}."
     )
-    slow = ["It saves no time: keep early_exit off."] if choice.latency >= 1 else []
-    sure = (
-        "The whole interval is within the bound."
-        if loss.high <= bound
-        else f"These questions cannot rule out a loss of {loss.high:.2f} points: more of them would narrow that."
-    )
+    if choice.latency >= 1:
+        slow = ["It saves no time: keep early_exit off."]
+    else:
+        slow = []
+    if loss.high <= bound:
+        sure = "The whole interval is within the bound."
+    else:
+        sure = (
+            f"These questions cannot rule out a loss of {loss.high:.2f} points: more of them "
+            "would narrow that."
+        )
     return [f"early_exit: {{{keys}}}", outcome, sure, *slow]

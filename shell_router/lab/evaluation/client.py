@@ -1,4 +1,6 @@
-"""The router that an evaluation asks over HTTP: one that runs, or a deployment that is started for it."""
+"""The router that an evaluation asks over HTTP: one that runs, or a deployment that is started for
+it.
+"""
 
 import asyncio
 import os
@@ -15,12 +17,20 @@ import orjson
 
 from shell_router.app import load_config, running_server
 from shell_router.config import Config, Listen
-from shell_router.errors import EngineError, EngineStalled, EngineUnreachable, ShellRouterError, Unauthorized
+from shell_router.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnreachable,
+    ShellRouterError,
+    Unauthorized,
+)
 from shell_router.lab.evaluation.records import EvaluationOptions, Reply, Setting, read_reply
 
 START_LIMIT_S = 180.0
 """What a router may take to get ready after its start."""
-OK, UNAUTHORIZED, UNAVAILABLE = 200, 401, 503
+OK = 200
+UNAUTHORIZED = 401
+UNAVAILABLE = 503
 
 
 class Client:
@@ -37,12 +47,17 @@ class Client:
     ) -> None:
         self._session = session
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if api_key:
+            self._headers = {"Authorization": f"Bearer {api_key}"}
+        else:
+            self._headers = {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
         self._clock = clock
 
     async def wait_until_ready(self, *, limit_s: float = START_LIMIT_S) -> None:
-        """Wait for `/ready`. Raises EngineUnreachable where nothing listens, EngineStalled after `limit_s`."""
+        """Wait for `/ready`. Raises EngineUnreachable where nothing listens, EngineStalled after
+        `limit_s`.
+        """
         try:
             async with asyncio.timeout(limit_s):
                 while not await self._ready():  # noqa: ASYNC110 - readiness over HTTP can only be asked for
@@ -67,7 +82,9 @@ class Client:
         return [Setting(one["id"], one["kind"], one.get("engine", "")) for one in listed["data"]]
 
     async def ask(self, body: Mapping[str, Any]) -> Reply:
-        """The answer to a chat completion's `body`; its trace is fetched after the answer has been timed."""
+        """The answer to a chat completion's `body`; its trace is fetched after the answer has been
+        timed.
+        """
         sent_s = self._clock()
         completion, headers = await self._fetched("POST", "/v1/chat/completions", body)
         latency_s = self._clock() - sent_s
@@ -78,14 +95,20 @@ class Client:
         return (await self._fetched("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
 
     async def traces(self, filters: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
-        """The latest requests, the last first; `filters` are those of the route. Raises ShellRouterError."""
-        found: Sequence[Mapping[str, Any]] = (await self._fetched("GET", f"/v1/traces?{urlencode(filters)}"))[0]["data"]
+        """The latest requests, the last first; `filters` are those of the route. Raises
+        ShellRouterError.
+        """
+        found: Sequence[Mapping[str, Any]] = (
+            await self._fetched("GET", f"/v1/traces?{urlencode(filters)}")
+        )[0]["data"]
         return found
 
     async def _fetched(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """The answer's object and headers; ShellRouterError with the router's own words where it is an error."""
+        """The answer's object and headers; ShellRouterError with the router's own words where it is
+        an error.
+        """
         status, answer, headers = await self._answered(method, path, body)
         try:
             found = orjson.loads(answer)
@@ -93,10 +116,18 @@ class Client:
             found = None
         if status == OK and isinstance(found, dict):
             return found, headers
-        error = found.get("error") if isinstance(found, dict) else None
-        words = str(error["message"]) if isinstance(error, dict) and "message" in error else repr(answer[:200])
+        if isinstance(found, dict):
+            error = found.get("error")
+        else:
+            error = None
+        if isinstance(error, dict) and "message" in error:
+            words = str(error["message"])
+        else:
+            words = repr(answer[:200])
         if status == UNAUTHORIZED:
-            raise Unauthorized(words, remedy="Name the variable that holds the key with --api-key-env.")
+            raise Unauthorized(
+                words, remedy="Name the variable that holds the key with --api-key-env."
+            )
         raise ShellRouterError(f"The router answered {status}: {words}")
 
     async def _answered(
@@ -109,23 +140,28 @@ class Client:
                 return response.status, await response.read(), response.headers
         except aiohttp.ClientError as error:
             raise EngineUnreachable(
-                f"No answer from a router at {self.url}: {error}.", remedy="Start one, or correct the URL."
+                f"No answer from a router at {self.url}: {error}.",
+                remedy="Start one, or correct the URL.",
             ) from error
         except TimeoutError:
             raise EngineStalled(
-                f"The router did not answer within {self._limit.total:g} s.", remedy="Allow more with --timeout-s."
+                f"The router did not answer within {self._limit.total:g} s.",
+                remedy="Allow more with --timeout-s.",
             ) from None
 
 
 def _no_router(url: str, why: str) -> ShellRouterError:
-    return ShellRouterError(f"What listens at {url} is no shell-router: {why}.", remedy="Correct the URL.")
+    return ShellRouterError(
+        f"What listens at {url} is no shell-router: {why}.", remedy="Correct the URL."
+    )
 
 
 @asynccontextmanager
 async def running_router(
     options: EvaluationOptions, on_progress: Callable[[str], None]
 ) -> AsyncIterator[tuple[Client, Sequence[str]]]:
-    """A client of the router at a URL, or of a deployment that is started, with the models in the order of its file.
+    """A client of the router at a URL, or of a deployment that is started, with the models in the
+    order of its file.
 
     `on_progress` gets a line per step of a start. Raises ConfigError and EngineError.
     """
@@ -136,9 +172,12 @@ async def running_router(
             assert options.config is not None
             # on a free port, and without keys, which only callers on other machines would need
             config = load_config(options.config, os.environ, with_keys=False)
-            config = replace(config, listen=Listen(port=0, ui=config.listen.ui), api_keys={}, api_keys_file=None)
+            config = replace(
+                config, listen=Listen(port=0, ui=config.listen.ui), api_keys={}, api_keys_file=None
+            )
             config = replace(config, topologies=options.topologies or config.topologies)
-            url, models = await _started(config, options.config, stack, on_progress), tuple(config.models)
+            url = await _started(config, options.config, stack, on_progress)
+            models = tuple(config.models)
         connector = aiohttp.TCPConnector(limit=0)  # all members of a vote ask at the same time
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         client = Client(session, url, api_key=options.api_key, limit_s=options.limit_s)
@@ -146,7 +185,9 @@ async def running_router(
         yield client, models
 
 
-async def _started(config: Config, file: Path, stack: AsyncExitStack, on_progress: Callable[[str], None]) -> str:
+async def _started(
+    config: Config, file: Path, stack: AsyncExitStack, on_progress: Callable[[str], None]
+) -> str:
     """The URL of the deployment, which ends with `stack`."""
     launching = ""
     if any(pair.launch for model in config.models.values() for pair in model.pairs):

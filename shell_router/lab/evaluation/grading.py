@@ -1,4 +1,5 @@
-"""Grades answers: as batches do, by math-verify where they are formulas, and by IFBench's own checks of instructions.
+"""Grades answers: as batches do, by math-verify where they are formulas, and by IFBench's own
+checks of instructions.
 
 It holds up the event loop, math-verify for seconds in the worst case: grade while no request runs.
 """
@@ -29,13 +30,17 @@ def require_graders(items: Iterable[Item]) -> None:
 
 
 def grade(item: Item, text: str) -> tuple[bool, str | None]:
-    """Whether `text` is right, and the answer that it states, where its grader finds one. Raises DataError."""
+    """Whether `text` is right, and the answer that it states, where its grader finds one. Raises
+    DataError.
+    """
     if item.grader == "instructions":
         return follows(item, text, _package("instructions").INSTRUCTION_DICT), None
     if item.grader == "math":
         return _equals(item.answer, text)
     value = read_answer(text, item.grader)
-    return value is not None and value == read_answer(item.answer, item.grader), None if value is None else str(value)
+    return value is not None and value == read_answer(
+        item.answer, item.grader
+    ), None if value is None else str(value)
 
 
 def _equals(answer: str, text: str) -> tuple[bool, str | None]:
@@ -46,14 +51,21 @@ def _equals(answer: str, text: str) -> tuple[bool, str | None]:
 
 
 def follows(item: Item, text: str, known: Mapping[str, Any]) -> bool:
-    """Whether the text follows every instruction strictly; `known` are IFBench's classes of checks by their names."""
+    """Whether the text follows every instruction strictly; `known` are IFBench's classes of checks
+    by their names.
+    """
     if not text.strip():
         return False
     for name, given in zip(item.facts["instruction_id_list"], item.facts["kwargs"], strict=True):
         if name not in known:
-            raise DataError(f"IFBench's checks know no instruction {name!r}.", remedy="Install another release of it.")
+            raise DataError(
+                f"IFBench's checks know no instruction {name!r}.",
+                remedy="Install another release of it.",
+            )
         instruction = known[name](name)
-        instruction.build_description(**{key: value for key, value in given.items() if value is not None})
+        instruction.build_description(
+            **{key: value for key, value in given.items() if value is not None}
+        )
         if "prompt" in (instruction.get_instruction_args() or ()):
             instruction.build_description(prompt=item.facts["prompt"])
         if not instruction.check_following(text):
@@ -66,4 +78,6 @@ def _package(grader: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise DataError(f"The grader {grader} needs {name} ({error}).", remedy=f"Install it: {install}.") from None
+        raise DataError(
+            f"The grader {grader} needs {name} ({error}).", remedy=f"Install it: {install}."
+        ) from None

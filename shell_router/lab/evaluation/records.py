@@ -1,4 +1,6 @@
-"""What is asked, questions and settings, and one record per question, seed and setting. Both come from files, too."""
+"""What is asked, questions and settings, and one record per question, seed and setting. Both come
+from files, too.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ GRADERS = (*get_args(Grader), "math", "instructions")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One entry of `GET /v1/models`; `engine` names what serves a model, where the router has it."""
+    """One entry of `GET /v1/models`; `engine` names what serves a model, where the router has
+    it."""
 
     name: str
     kind: Literal["model", "topology", "auto"]
@@ -29,11 +32,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """One evaluation: a deployment that is started (`config`) or a router that runs (`url`), and what it is asked.
+    """One evaluation: a deployment that is started (`config`) or a router that runs (`url`), and
+    what it is asked.
 
-    `topologies` are files and folders that a deployment serves instead of its own. `api_key` is the running router's.
-    `limit_s` is the longest that one request may take. Topologies get the `temperature` where it is given, other models
-    0 where it is not, and `max_tokens`, where given. `json` gets the report, `records` a line per answer.
+    `topologies` are files and folders that a deployment serves instead of its own. `api_key` is the
+    running router's. `limit_s` is the longest that one request may take. Topologies get the
+    `temperature` where it is given, other models 0 where it is not, and `max_tokens`, where given.
+    `json` gets the report, `records` a line per answer.
     """
 
     data: Path
@@ -64,7 +69,8 @@ FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question. `index` counts the file's questions from 0; `facts` are the line's further keys.
+    """One question. `index` counts the file's questions from 0; `facts` are the line's further
+    keys.
 
     `labels` are sent along, for rules that read them.
     """
@@ -78,12 +84,17 @@ class Item:
 
 
 def read_items(
-    file: Path, *, grader: EvaluationGrader | Literal["auto"] = "auto", offset: int = 0, limit: int | None = None
+    file: Path,
+    *,
+    grader: EvaluationGrader | Literal["auto"] = "auto",
+    offset: int = 0,
+    limit: int | None = None,
 ) -> list[Item]:
-    """The questions of a file, or of a published data set (see `data_sets`), from `offset` on, at most `limit`.
+    """The questions of a file, or of a published data set (see `data_sets`), from `offset` on, at
+    most `limit`.
 
-    With `auto` a line's own `grader` decides, or else the form of its answer. Blank lines are stepped over. Raises
-    DataError, which names file, line and remedy.
+    With `auto` a line's own `grader` decides, or else the form of its answer. Blank lines are
+    stepped over. Raises DataError, which names file, line and remedy.
     """
     try:
         rows = read_rows(file, file.read_bytes())
@@ -91,28 +102,42 @@ def read_items(
         raise DataError(f"{file}: {error.strerror}.", remedy=FORM) from error
     chosen = list(islice(enumerate(rows), offset, None if limit is None else offset + limit))
     if not chosen:
-        raise DataError(f"{file} has {len(rows)} questions, none of them from {offset} on.", remedy=FORM)
+        raise DataError(
+            f"{file} has {len(rows)} questions, none of them from {offset} on.", remedy=FORM
+        )
     return [_item(f"{file}:{number}", index, found, grader) for index, (number, found) in chosen]
 
 
-def _item(where: str, index: int, found: Row | str, grader: EvaluationGrader | Literal["auto"]) -> Item:
+def _item(
+    where: str, index: int, found: Row | str, grader: EvaluationGrader | Literal["auto"]
+) -> Item:
     if isinstance(found, str):
         raise DataError(f"{where}: {found}.", remedy=FORM)
     for name in ("question", "answer"):
         text = found.get(name)
         if not isinstance(text, str) or not text.strip():
-            wrong = "is missing" if text is None else f"must be a string that is not empty, not {text!r}"
+            if text is None:
+                wrong = "is missing"
+            else:
+                wrong = f"must be a string that is not empty, not {text!r}"
             raise DataError(f"{where}: {name} {wrong}.", remedy=FORM)
-    question, answer, own = found.pop("question"), found.pop("answer"), found.pop("grader", None)
+    question = found.pop("question")
+    answer = found.pop("answer")
+    own = found.pop("grader", None)
     if own is not None and own not in GRADERS:
-        raise DataError(f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(GRADERS)}.")
-    chosen: EvaluationGrader = (own or grader_of(answer)) if grader == "auto" or own == "instructions" else grader
+        raise DataError(
+            f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(GRADERS)}."
+        )
+    chosen: EvaluationGrader = (
+        (own or grader_of(answer)) if grader == "auto" or own == "instructions" else grader
+    )
     if chosen in get_args(Grader) and read_answer(answer, cast(Grader, chosen)) is None:
         raise DataError(
             f"{where}: the grader {chosen} cannot compare the answer {answer!r}.",
             remedy="Correct the answer, or let another grader judge it.",
         )
-    names, given = found.get("instruction_id_list"), found.get("kwargs")
+    names = found.get("instruction_id_list")
+    given = found.get("kwargs")
     are_lists = isinstance(names, list) and isinstance(given, list) and len(names) == len(given)
     if chosen == "instructions" and not are_lists:
         raise DataError(
@@ -132,8 +157,8 @@ def _item(where: str, index: int, found: Row | str, grader: EvaluationGrader | L
 class AgentRecord:
     """One agent of one answer. `layer` counts from the leaves (0); `state` is the trace's word.
 
-    It is `started` once its complete prompt was sent to its engine. `completion_tokens` are those that it wrote, also
-    when it was cut off; the other counts are 0 unless it finished.
+    It is `started` once its complete prompt was sent to its engine. `completion_tokens` are those
+    that it wrote, also when it was cut off; the other counts are 0 unless it finished.
     """
 
     agent: str
@@ -160,8 +185,8 @@ class ExitRecord:
 class Record:
     """One question with one seed in one setting.
 
-    `stated` is the answer that the text states, as far as the grader understands it. `latency_s` is what the client
-    waited. A failed request has only an `error`.
+    `stated` is the answer that the text states, as far as the grader understands it. `latency_s` is
+    what the client waited. A failed request has only an `error`.
     """
 
     question: int
@@ -192,7 +217,8 @@ class Reply:
 
 def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_s: float) -> Reply:
     """A chat completion and its trace, both as docs/reference/api.md has them."""
-    usage, found = completion["usage"], trace["agents"]
+    usage = completion["usage"]
+    found = trace["agents"]
     layers = layers_of({agent: one.get("precursors", ()) for agent, one in found.items()})
     agents = (
         AgentRecord(
@@ -234,8 +260,8 @@ def layers_of(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
 def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:
     """The answers of plain models in files of records, which must be of the questions in `data`.
 
-    Those of topologies and `auto`, and failed requests, say nothing of one model and are left out. Raises
-    ConfigError and DataError.
+    Those of topologies and `auto`, and failed requests, say nothing of one model and are left out.
+    Raises ConfigError and DataError.
     """
     texts = {item.index: item.question for item in read_items(data)}
     found = [graded for file in records for graded in _graded(file, texts)]
@@ -251,7 +277,8 @@ def _graded(file: Path, texts: Mapping[int, str]) -> Iterator[Graded]:
     remedy = "Name records, and as --data the file of their questions."
     for where, record in read_json_lines(file, remedy):
         try:
-            setting, agents = record["setting"], record["agents"]
+            setting = record["setting"]
+            agents = record["agents"]
             if not record["error"] and len(agents) == 1 and agents[0]["model"] == setting:
                 yield Graded(texts[record["question"]], setting, bool(record["right"]))
         except (KeyError, TypeError) as error:

@@ -26,9 +26,11 @@ CUT_OFF = ("early_exit", "unneeded")
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """One model's agents in one answer, on average: how many the setting has, `started`, and `completed`.
+    """One model's agents in one answer, on average: how many the setting has, `started`, and
+    `completed`.
 
-    `activation_rate` is `completed` / `agents`: the share of its possible invocations that were carried through.
+    `activation_rate` is `completed` / `agents`: the share of its possible invocations that were
+    carried through.
     """
 
     agents: int
@@ -41,9 +43,9 @@ class ModelUse:
 class Exits:
     """Early exit over a setting's answers; None where no cluster was judged.
 
-    `clusters_exited` is a share of the clusters that were judged, `questions_with_exit` of the answers.
-    `exposed_share` is the part of the end-to-end latency that judging which led to an exit took at most, `exposed_s`
-    the same in seconds; both are means.
+    `clusters_exited` is a share of the clusters that were judged, `questions_with_exit` of the
+    answers. `exposed_share` is the part of the end-to-end latency that judging which led to an exit
+    took at most, `exposed_s` the same in seconds; both are means.
     """
 
     clusters_judged: int
@@ -54,14 +56,24 @@ class Exits:
 
 
 def model_uses(records: Sequence[Record]) -> dict[str, ModelUse]:
-    """Per model, in the order of the agents; a setting has as many as its answer with the most. Votes ask no model."""
-    models = list(dict.fromkeys(agent.model for record in records for agent in record.agents if agent.model != VOTE))
+    """Per model, in the order of the agents; a setting has as many as its answer with the most.
+    Votes ask no model.
+    """
+    models = list(
+        dict.fromkeys(
+            agent.model for record in records for agent in record.agents if agent.model != VOTE
+        )
+    )
     found = {}
     for model in models:
         ran = [[one for one in record.agents if one.model == model] for record in records]
-        agents, completed = max(map(len, ran)), fmean(sum(one.state == "finished" for one in of) for of in ran)
+        agents = max(map(len, ran))
+        completed = fmean(sum(one.state == "finished" for one in of) for of in ran)
         found[model] = ModelUse(
-            agents, fmean(sum(one.started for one in of) for of in ran), completed, completed / agents
+            agents,
+            fmean(sum(one.started for one in of) for of in ran),
+            completed,
+            completed / agents,
         )
     return found
 
@@ -85,7 +97,8 @@ def exits_of(records: Sequence[Record]) -> Exits | None:
 def exposed_s(record: Record) -> float:
     """At most how long the judgements that led to exits kept the answer waiting.
 
-    Clusters of a layer are judged side by side, so that each layer counts with the longest of its own.
+    Clusters of a layer are judged side by side, so that each layer counts with the longest of its
+    own.
     """
     longest: dict[int, float] = defaultdict(float)
     for judged in record.exits:
@@ -96,12 +109,14 @@ def exposed_s(record: Record) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting. Tokens and agents are means per answer; None where nothing was answered to take it from.
+    """One setting. Tokens and agents are means per answer; None where nothing was answered to take
+    it from.
 
-    A failed request counts among `answers`, as a wrong one, and among `failed`; all but the accuracy leaves it out.
-    `difference` and `latency_ratio` are relative to the baseline, over the questions and seeds that both were asked;
-    the ratio is the median over those that both answered, and the baseline differs from itself by None. `cached_share`
-    is of the prompts of agents that finished.
+    A failed request counts among `answers`, as a wrong one, and among `failed`; all but the
+    accuracy leaves it out. `difference` and `latency_ratio` are relative to the baseline, over the
+    questions and seeds that both were asked; the ratio is the median over those that both answered,
+    and the baseline differs from itself by None. `cached_share` is of the prompts of agents that
+    finished.
     """
 
     setting: str
@@ -124,12 +139,16 @@ class Row:
 def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -> list[Row]:
     """A row for each of `settings` that has a record."""
     grouped = {name: [one for one in records if one.setting == name] for name in settings}
-    return [_row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group]
+    return [
+        _row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group
+    ]
 
 
 def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: bool) -> Row:
     answered = [one for one in records if not one.error]
-    finished = [agent for record in answered for agent in record.agents if agent.state == "finished"]
+    finished = [
+        agent for record in answered for agent in record.agents if agent.state == "finished"
+    ]
     cached = sum(agent.cached_tokens for agent in finished)
     waits = [one.latency_s for one in answered]
     theirs = {(one.question, one.seed): one.latency_s for one in baseline if not one.error}
@@ -146,12 +165,16 @@ def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: boo
         difference=None if is_baseline else _difference(records, baseline),
         latency_p50_s=quantile(waits, 0.5) if waits else None,
         latency_p95_s=quantile(waits, 0.95) if waits else None,
-        latency_ratio=median(one.latency_s / theirs[one.question, one.seed] for one in both) if both else None,
+        latency_ratio=median(one.latency_s / theirs[one.question, one.seed] for one in both)
+        if both
+        else None,
         prompt_tokens=fmean(one.prompt_tokens for one in answered) if answered else None,
         completion_tokens=fmean(one.completion_tokens for one in answered) if answered else None,
         cached_share=cached / sum(agent.prompt_tokens for agent in finished) if finished else None,
         models=model_uses(answered),
-        agents_cut=fmean(sum(agent.state in CUT_OFF for agent in one.agents) for one in answered) if answered else 0.0,
+        agents_cut=fmean(sum(agent.state in CUT_OFF for agent in one.agents) for one in answered)
+        if answered
+        else 0.0,
         exits=exits_of(answered),
     )
 
@@ -163,12 +186,16 @@ def _difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interv
     for one in records:
         if (one.question, one.seed) in theirs:
             differences[one.question].append(one.right - theirs[one.question, one.seed])
-    return paired_difference([fmean(of) for of in differences.values()]) if differences else None
+    if differences:
+        return paired_difference([fmean(of) for of in differences.values()])
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was asked, on what, and what came out; fewer `asked` answers than `wanted` mean that it was interrupted."""
+    """What was asked, on what, and what came out; fewer `asked` answers than `wanted` mean that it
+    was interrupted.
+    """
 
     data: str
     engine: str
@@ -189,7 +216,10 @@ class Report:
     @property
     def title(self) -> str:
         """What was evaluated, on what, and whether it is whole."""
-        partial = f"\nPARTIAL: interrupted after {self.asked} of {self.wanted} answers" if self.partial else ""
+        if self.partial:
+            partial = f"\nPARTIAL: interrupted after {self.asked} of {self.wanted} answers"
+        else:
+            partial = ""
         return f"Evaluation of {self.data}\n{self.engine}{partial}"
 
     def as_json(self) -> dict[str, Any]:
@@ -213,7 +243,9 @@ NOTHING = "-"
 def tables(report: Report) -> Iterator[Table]:
     """Accuracy and latency; agents and exits."""
     yield _table(report.title, {row.setting: _figures(row) for row in report.rows})
-    yield _table("Per answer: agents and early exit", {row.setting: _activity(row) for row in report.rows})
+    yield _table(
+        "Per answer: agents and early exit", {row.setting: _activity(row) for row in report.rows}
+    )
 
 
 def _table(title: str, cells: Mapping[str, Mapping[str, str]]) -> Table:
@@ -227,12 +259,17 @@ def _table(title: str, cells: Mapping[str, Mapping[str, str]]) -> Table:
 
 def _figures(row: Row) -> dict[str, str]:
     found = row.difference
-    points = [f"{100 * one:+.1f}" for one in (found.value, found.low, found.high)] if found else []
+    if found:
+        points = [f"{100 * one:+.1f}" for one in (found.value, found.low, found.high)]
+    else:
+        points = []
     return {
         "answers": str(row.answers),
         "failed": str(row.failed),
         "accuracy [95 %]": _share(row.accuracy),
-        "vs baseline, points [95 %]": f"{points[0]} [{points[1]}, {points[2]}]" if points else NOTHING,
+        "vs baseline, points [95 %]": f"{points[0]} [{points[1]}, {points[2]}]"
+        if points
+        else NOTHING,
         "p50 s": _number(row.latency_p50_s, ".2f"),
         "p95 s": _number(row.latency_p95_s, ".2f"),
         "latency ratio": _number(row.latency_ratio, ".2f"),
@@ -243,7 +280,10 @@ def _figures(row: Row) -> dict[str, str]:
 
 
 def _activity(row: Row) -> dict[str, str]:
-    uses = (f"{model} {use.started:.3g}, {use.completed:.3g} of {use.agents}" for model, use in row.models.items())
+    uses = (
+        f"{model} {use.started:.3g}, {use.completed:.3g} of {use.agents}"
+        for model, use in row.models.items()
+    )
     exits = row.exits
     return {
         "started, completed": "\n".join(uses) or NOTHING,
@@ -259,4 +299,6 @@ def _share(found: Interval) -> str:
 
 
 def _number(found: float | None, form: str) -> str:
-    return NOTHING if found is None else format(found, form)
+    if found is None:
+        return NOTHING
+    return format(found, form)

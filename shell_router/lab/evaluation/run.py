@@ -15,7 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
 from shell_router.lab.evaluation.client import Client, running_router
 from shell_router.lab.evaluation.grading import grade, require_graders
-from shell_router.lab.evaluation.records import EvaluationOptions, Item, Record, Reply, Setting, read_items
+from shell_router.lab.evaluation.records import (
+    EvaluationOptions,
+    Item,
+    Record,
+    Reply,
+    Setting,
+    read_items,
+)
 from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
 
 TABLE_COLUMNS = 170
@@ -23,12 +30,17 @@ WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
 
 
 def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
-    """The settings `named`, each once, or else all models and then all topologies. Raises UnknownModel."""
+    """The settings `named`, each once, or else all models and then all topologies. Raises
+    UnknownModel.
+    """
     known = {one.name: one for one in served}
     for name in named:
         if name not in known:
             close = get_close_matches(name, known, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            if close:
+                hint = f" Did you mean {close[0]!r}?"
+            else:
+                hint = ""
             remedy = f"It serves: {', '.join(known) or 'nothing'}."
             raise UnknownModel(f"The router serves no {name!r}.{hint}", remedy=remedy)
     every = [one for kind in ("model", "topology") for one in served if one.kind == kind]
@@ -36,14 +48,18 @@ def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Set
 
 
 def baseline_of(settings: Sequence[Setting], named: str | None) -> Setting:
-    """The setting that the others are compared with: the one named, the first topology, or the first."""
+    """The setting that the others are compared with: the one named, the first topology, or the
+    first.
+    """
     if named is None:
         return next((one for one in settings if one.kind == "topology"), settings[0])
     for one in settings:
         if one.name == named:
             return one
     known = ", ".join(one.name for one in settings)
-    raise ConfigError(f"the baseline {named!r} is not among the settings.", remedy=f"They are: {known}.")
+    raise ConfigError(
+        f"the baseline {named!r} is not among the settings.", remedy=f"They are: {known}."
+    )
 
 
 Asked = tuple[tuple[Item, int], ...]
@@ -51,20 +67,28 @@ Asked = tuple[tuple[Item, int], ...]
 
 
 def rounds_of(
-    items: Sequence[Item], seeds: Sequence[int], settings: Sequence[Setting], *, concurrency: int = 1
+    items: Sequence[Item],
+    seeds: Sequence[int],
+    settings: Sequence[Setting],
+    *,
+    concurrency: int = 1,
 ) -> Iterator[tuple[Asked, Sequence[Setting]]]:
-    """Rounds of `concurrency` questions, in one setting after the other; every question once before the next seed.
+    """Rounds of `concurrency` questions, in one setting after the other; every question once before
+    the next seed.
 
-    Rounds are the rows of a Williams square, and in every other cycle reversed: each setting comes equally often right
-    after each other one, which leaves its prompts in the caches. Two settings are never asked at the same time, so that
-    neither slows the other.
+    Rounds are the rows of a Williams square, and in every other cycle reversed: each setting comes
+    equally often right after each other one, which leaves its prompts in the caches. Two settings
+    are never asked at the same time, so that neither slows the other.
     """
     begins = product(seeds, range(0, len(items), concurrency))
     for number, (seed, begin) in enumerate(begins):
         again, by = divmod(number, len(settings))
         steps = ((at + 1) // 2 * (-1) ** at for at in range(len(settings)))  # 0, -1, 1, -2, 2, …
         order = [settings[(by + step) % len(settings)] for step in steps]
-        yield tuple((item, seed) for item in items[begin : begin + concurrency]), order[:: -1 if again % 2 else 1]
+        yield (
+            tuple((item, seed) for item in items[begin : begin + concurrency]),
+            order[:: -1 if again % 2 else 1],
+        )
 
 
 def request_seed(seed: int, question: int) -> int:
@@ -83,14 +107,31 @@ async def asked(
 
 
 def record_of(setting: Setting, item: Item, seed: int, reply: Reply | ShellRouterError) -> Record:
-    """The record of `item` in `setting`; a request that failed, or cannot be graded, has one too."""
+    """The record of `item` in `setting`; a request that failed, or cannot be graded, has one
+    too."""
     if isinstance(reply, ShellRouterError):
-        return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=0.0, error=str(reply))
+        return Record(
+            item.index,
+            seed,
+            setting.name,
+            right=False,
+            stated=None,
+            latency_s=0.0,
+            error=str(reply),
+        )
     try:
         right, stated = grade(item, reply.text)
     except Exception as error:  # a check of IFBench may lack its data; what was asked is paid for
         failed = f"not graded: {type(error).__name__}: {error}"
-        return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=reply.latency_s, error=failed)
+        return Record(
+            item.index,
+            seed,
+            setting.name,
+            right=False,
+            stated=None,
+            latency_s=reply.latency_s,
+            error=failed,
+        )
     return Record(
         item.index,
         seed,
@@ -105,7 +146,9 @@ def record_of(setting: Setting, item: Item, seed: int, reply: Reply | ShellRoute
     )
 
 
-def request_body(setting: Setting, item: Item, seed: int, options: EvaluationOptions) -> dict[str, Any]:
+def request_body(
+    setting: Setting, item: Item, seed: int, options: EvaluationOptions
+) -> dict[str, Any]:
     """What a router is asked."""
     sampling: Mapping[str, Any] = {"temperature": options.temperature}
     if setting.kind != "topology":
@@ -122,28 +165,45 @@ def request_body(setting: Setting, item: Item, seed: int, options: EvaluationOpt
 async def run_evaluation(options: EvaluationOptions) -> Report:
     """Ask, print the tables, write the files and return what they say.
 
-    Where it ends early, cancelled or as the files cannot be written, the tables and the report are of what was asked so
-    far. Raises ShellRouterError when nothing can be asked, and after the tables when more than half of the requests
-    failed.
+    Where it ends early, cancelled or as the files cannot be written, the tables and the report are
+    of what was asked so far. Raises ShellRouterError when nothing can be asked, and after the
+    tables when more than half of the requests failed.
     """
-    items = read_items(options.data, grader=options.grader, offset=options.offset, limit=options.limit)
+    items = read_items(
+        options.data, grader=options.grader, offset=options.offset, limit=options.limit
+    )
     require_graders(items)
     console = report_console()
-    async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (client, order):
+    async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
+        client,
+        order,
+    ):
         return await evaluate(client, order, items, options, console)
 
 
 def report_console() -> Console:
-    """Wide enough for the tables where it is no terminal; data and files are never taken for markup."""
+    """Wide enough for the tables where it is no terminal; data and files are never taken for
+    markup.
+    """
     console = Console(markup=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, emoji=False, width=TABLE_COLUMNS)
+    if console.is_terminal:
+        return console
+    return Console(markup=False, emoji=False, width=TABLE_COLUMNS)
 
 
 async def evaluate(
-    client: Client, order: Sequence[str], items: Sequence[Item], options: EvaluationOptions, console: Console
+    client: Client,
+    order: Sequence[str],
+    items: Sequence[Item],
+    options: EvaluationOptions,
+    console: Console,
 ) -> Report:
-    """The same of `items`, with a router that runs; models are listed in this `order`, others last."""
-    served = sorted(await client.served(), key=lambda one: order.index(one.name) if one.name in order else len(order))
+    """The same of `items`, with a router that runs; models are listed in this `order`, others
+    last."""
+    served = sorted(
+        await client.served(),
+        key=lambda one: order.index(one.name) if one.name in order else len(order),
+    )
     settings = chosen_settings(options.settings, served)
     baseline = baseline_of(settings, options.baseline).name
     wanted = len(items) * len(options.seeds) * len(settings)
@@ -172,7 +232,9 @@ async def evaluate(
                 _write("--json", options.json, "wb", content)
     errors = [record.error for record in records if record.error]
     if len(errors) > len(records) / 2:
-        raise ShellRouterError(f"{len(errors)} of {len(records)} requests failed, the first one with: {errors[0]}")
+        raise ShellRouterError(
+            f"{len(errors)} of {len(records)} requests failed, the first one with: {errors[0]}"
+        )
     return report
 
 
@@ -181,7 +243,9 @@ def _write(option: str, file: Path, mode: str, content: bytes) -> None:
         with file.open(mode) as opened:
             opened.write(content)
     except OSError as error:
-        raise ConfigError(f"{option} {file}: {error.strerror}.", remedy="Name a file that you may write.") from error
+        raise ConfigError(
+            f"{option} {file}: {error.strerror}.", remedy="Name a file that you may write."
+        ) from error
 
 
 async def _ask_all(
@@ -204,10 +268,14 @@ async def _ask_all(
         task = progress.add_task("answers", total=answers)
 
         async def ask(setting: Setting, item: Item, seed: int) -> None:
-            answered.append((setting, item, seed, await asked(client, setting, item, seed, options)))
+            answered.append(
+                (setting, item, seed, await asked(client, setting, item, seed, options))
+            )
             progress.advance(task)
 
-        for questions, order in rounds_of(items, options.seeds, settings, concurrency=options.concurrency):
+        for questions, order in rounds_of(
+            items, options.seeds, settings, concurrency=options.concurrency
+        ):
             written = len(records)
             for setting in order:
                 answered: list[tuple[Setting, Item, int, Reply | ShellRouterError]] = []

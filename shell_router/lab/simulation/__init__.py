@@ -1,1 +1,3 @@
-"""The online path under a virtual clock, on engines whose work costs what a profile or a roofline gives."""
+"""The online path under a virtual clock, on engines whose work costs what a profile or a roofline
+gives.
+"""

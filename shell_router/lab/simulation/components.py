@@ -1,4 +1,6 @@
-"""`shell-router components profile`: a pool's components measured, and its memory split in virtual time."""
+"""`shell-router components profile`: a pool's components measured, and its memory split in virtual
+time.
+"""
 
 import asyncio
 import time
@@ -11,7 +13,13 @@ from typing import Any
 
 from shell_router.config.write import write_measured
 from shell_router.errors import ComponentTooLarge, ConfigError, DataError
-from shell_router.experts.components import Component, ComponentPool, ExecutorSettings, Policies, Request
+from shell_router.experts.components import (
+    Component,
+    ComponentPool,
+    ExecutorSettings,
+    Policies,
+    Request,
+)
 from shell_router.experts.components.measuring import MORE, Amount, Bench, Measured, measured
 from shell_router.experts.components.pool_file import (
     ComponentPoolFile,
@@ -21,7 +29,12 @@ from shell_router.experts.components.pool_file import (
 )
 from shell_router.experts.components.simulated import SimulatedComponents
 from shell_router.experts.components.splitting import CASUAL_SHARE, memory_split
-from shell_router.experts.components.torch_components import TorchComponents, components_in, sample_of, torch_components
+from shell_router.experts.components.torch_components import (
+    TorchComponents,
+    components_in,
+    sample_of,
+    torch_components,
+)
 from shell_router.experts.components.usage import ChainRule, Usage, check_chain, rules_of, usage_of
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.topology.document import read_json_lines
@@ -32,7 +45,8 @@ FORM = 'Write one object per line: {"chain": ["type-7", "detector-3"]}.'
 def read_chains(file: Path, known: Collection[str]) -> list[tuple[str, ...]]:
     """The chains in their order, all of them of `known` components.
 
-    Raises DataError, with file and line, for the first line that is none, and for a file without any.
+    Raises DataError, with file and line, for the first line that is none, and for a file without
+    any.
     """
     found = [_chain(line.get("chain"), where, known) for where, line in read_json_lines(file, FORM)]
     if not found:
@@ -78,11 +92,14 @@ class ComponentTrials:
     every_s: float = 0.0
 
     def throughput(self, executors: Sequence[ExecutorSettings]) -> float:
-        """Requests a second, until the last is answered, of a pool that begins with its most probable components."""
+        """Requests a second, until the last is answered, of a pool that begins with its most
+        probable components.
+        """
         return len(self.chains) / max(INSTANT_S, run_virtual(self._seconds(executors)))
 
     async def _seconds(self, executors: Sequence[ExecutorSettings]) -> float:
-        loop, components = asyncio.get_running_loop(), SimulatedComponents(executors, self.device_of)
+        loop = asyncio.get_running_loop()
+        components = SimulatedComponents(executors, self.device_of)
         async with ComponentPool(
             self.catalog, executors, components, self.policies, host_bytes=self.host_bytes
         ) as pool:
@@ -101,11 +118,12 @@ UNUSED = Usage(0.0, frozenset())
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """A pool's file, the devices that are measured (all where none are named), how much, and on which day.
+    """A pool's file, the devices that are measured (all where none are named), how much, and on
+    which day.
 
-    With `cold` files the system forgets what it holds of a file before it is read, so that a load is from the disk;
-    without `costs` nothing is measured. The split is tried on a `sample` of chains, or on `requests` drawn from the
-    file's rules, one each `every_s` seconds.
+    With `cold` files the system forgets what it holds of a file before it is read, so that a load
+    is from the disk; without `costs` nothing is measured. The split is tried on a `sample` of
+    chains, or on `requests` drawn from the file's rules, one each `every_s` seconds.
     """
 
     file: Path
@@ -122,8 +140,9 @@ class ProfileOptions:
 async def measure(options: ProfileOptions, on_progress: Progress) -> Sequence[tuple[str, ...]]:
     """Write which components the folder holds, how often each is needed, and what they cost.
 
-    Returns the requests to try splits on; none where there is neither a sample nor a rule, and then known usage stays.
-    Raises ConfigError, and DataError for a bad sample before anything is measured.
+    Returns the requests to try splits on; none where there is neither a sample nor a rule, and then
+    known usage stays. Raises ConfigError, and DataError for a bad sample before anything is
+    measured.
     """
     found = read_component_pool(options.file)
     if unknown := sorted(set(options.devices) - set(found.devices)):
@@ -135,17 +154,24 @@ async def measure(options: ProfileOptions, on_progress: Progress) -> Sequence[tu
         raise ConfigError(f"{options.file}: {error}") from error
     on_progress(f"{found.folder} holds {len(there)} components")
     if missing := sorted(found.profiled.components.keys() - {one.name for one in there}):
-        on_progress(f"{len(missing)} components of {found.profile} have no weights there any more, {missing[0]} first")
+        on_progress(
+            f"{len(missing)} components of {found.profile} have no weights there any more, "
+            f"{missing[0]} first"
+        )
     chains = _requests(options, found, {one.name for one in there}, on_progress)
-    rules = found.rules if options.sample is None else rules_of(chains)
-    usage, known = usage_of(rules) if chains else {}, found.profiled.components
+    rules = (found.rules) if (options.sample is None) else (rules_of(chains))
+    usage = usage_of(rules) if chains else {}
+    known = found.profiled.components
     sections = {}
     for one in there:
-        used, before = usage.get(one.name, UNUSED), known.get(one.name)
+        used = usage.get(one.name, UNUSED)
+        before = known.get(one.name)
         if not chains and before is not None:
             used = Usage(before.usage, frozenset(before.after))
         after = tuple(sorted(used.after))
-        sections[one.name] = ComponentSection(one.architecture, one.memory_bytes, used.probability, after)
+        sections[one.name] = ComponentSection(
+            one.architecture, one.memory_bytes, used.probability, after
+        )
     _write(found, "components", sections)
     read_component_pool(options.file)  # its rules may name components that are not there
     if options.costs:
@@ -157,9 +183,11 @@ def _requests(
     options: ProfileOptions, found: ComponentPoolFile, known: Collection[str], on_progress: Progress
 ) -> Sequence[tuple[str, ...]]:
     if options.sample is not None:
-        chains, source = read_chains(options.sample, known), str(options.sample)
+        chains = read_chains(options.sample, known)
+        source = str(options.sample)
     elif found.rules:
-        chains, source = drawn_chains(found.rules, options.requests, Random(0)), "its rules"
+        chains = drawn_chains(found.rules, options.requests, Random(0))
+        source = "its rules"
     else:
         on_progress("neither rules nor --sample: usage and the split of memory stay unchanged")
         return ()
@@ -169,18 +197,26 @@ def _requests(
 
 
 def _write(found: ComponentPoolFile, section: str, entries: Mapping[str, Any]) -> None:
-    plain = {name: one if isinstance(one, float | str | Mapping) else asdict(one) for name, one in entries.items()}
+    plain = {
+        name: one if isinstance(one, float | str | Mapping) else asdict(one)
+        for name, one in entries.items()
+    }
     write_measured(found.profile, section, plain, HEAD)
 
 
 async def _measure_costs(
-    options: ProfileOptions, found: ComponentPoolFile, there: Sequence[Component], on_progress: Progress
+    options: ProfileOptions,
+    found: ComponentPoolFile,
+    there: Sequence[Component],
+    on_progress: Progress,
 ) -> None:
-    """Measure every architecture on every device, and write each device's costs once they are known.
+    """Measure every architecture on every device, and write each device's costs once they are
+    known.
 
     An architecture that does not fit on a device is left out there. Raises ConfigError.
     """
-    components, amount = torch_components(found, options.file), options.amount
+    components = torch_components(found, options.file)
+    amount = options.amount
     kinds: dict[str, list[Component]] = {}
     for component in there:
         kinds.setdefault(component.architecture, []).append(component)
@@ -188,7 +224,9 @@ async def _measure_costs(
         known: dict[str, Measured] = {}
         for architecture, some in kinds.items():
             try:
-                known[architecture] = await _measured(options, found, components, device, architecture, some)
+                known[architecture] = await _measured(
+                    options, found, components, device, architecture, some
+                )
                 on_progress(f"{device}: {_line(architecture, known[architecture])}")
             except ComponentTooLarge as error:
                 on_progress(f"{device}: {architecture} is left out: it does not fit. {error}")
@@ -197,7 +235,10 @@ async def _measure_costs(
         _write(found, "costs", {device: {name: asdict(one.costs) for name, one in known.items()}})
         errors = [f"{name} {one.error:.1%}" for name, one in known.items() if one.error is not None]
         how = f"medians of {amount.rounds} rounds, batches of {', '.join(map(str, amount.batches))}"
-        off = f"mean relative error on batches that K and B were not fitted to: {', '.join(errors) or 'not known'}"
+        off = (
+            "mean relative error on batches that K and B were not fitted to: "
+            f"{', '.join(errors) or 'not known'}"
+        )
         _write(found, "measured", {f"costs of {device}": f"{options.date}: {how}; {off}"})
 
 
@@ -228,29 +269,50 @@ async def _measured(
         raise
     except Exception as error:
         raise ConfigError(
-            f"{options.file}: {architecture} cannot be measured on {device}: {type(error).__name__}: {error}.",
-            remedy=f"Check architectures.{architecture}: its module, its sample and its components' files.",
+            (
+                f"{options.file}: {architecture} cannot be measured on {device}: "
+                f"{type(error).__name__}: {error}."
+            ),
+            remedy=(
+                f"Check architectures.{architecture}: its module, its sample and its "
+                "components' files."
+            ),
         ) from error
 
 
 def _line(architecture: str, found: Measured) -> str:
     costs = found.costs
-    off = "" if found.error is None else f" (held out: off by {found.error:.1%})"
+    if found.error is None:
+        off = ""
+    else:
+        off = f" (held out: off by {found.error:.1%})"
     return (
-        f"{architecture} takes {1e3 * costs.sample_s:.3g} ms a sample and {1e3 * costs.batch_s:.3g} ms a batch{off}, "
-        f"largest batch {costs.largest_batch}, {costs.activation_bytes / 1e6:.3g} MB a sample; loads "
-        f"{1e3 * costs.host_load_s:.3g} ms from host memory, {1e3 * costs.disk_load_s:.3g} ms from disk"
+        f"{architecture} takes {1e3 * costs.sample_s:.3g} ms a sample and "
+        f"{1e3 * costs.batch_s:.3g} ms a batch{off}, "
+        f"largest batch {costs.largest_batch}, {costs.activation_bytes / 1e6:.3g} MB a sample; "
+        "loads "
+        f"{1e3 * costs.host_load_s:.3g} ms from host memory, {1e3 * costs.disk_load_s:.3g} ms "
+        "from disk"
     )
 
 
-def find_split(options: ProfileOptions, chains: Sequence[tuple[str, ...]], on_progress: Progress) -> None:
-    """Try splits in virtual time, and write the best share for each executor. Raises ConfigError."""
+def find_split(
+    options: ProfileOptions, chains: Sequence[tuple[str, ...]], on_progress: Progress
+) -> None:
+    """Try splits in virtual time, and write the best share for each executor. Raises
+    ConfigError."""
     found = read_profiled_pool(options.file)
     device_of = {name: one.device for name, one in found.executors.items()}
-    trials = ComponentTrials(found.catalog(), device_of, chains, Policies(), found.host_bytes, options.every_s)
+    trials = ComponentTrials(
+        found.catalog(), device_of, chains, Policies(), found.host_bytes, options.every_s
+    )
     casual = [replace(one, component_share=CASUAL_SHARE) for one in found.executor_settings()]
     largest = {
-        device: max(one.memory_bytes for one in found.catalog() if one.architecture in found.profiled.costs[device])
+        device: max(
+            one.memory_bytes
+            for one in found.catalog()
+            if one.architecture in found.profiled.costs[device]
+        )
         for device in found.devices
     }
     best, splits = memory_split(casual, device_of, largest, trials.throughput)
@@ -259,10 +321,17 @@ def find_split(options: ProfileOptions, chains: Sequence[tuple[str, ...]], on_pr
         if split.window is not None:
             window = f"{split.window.lower:.0f} to {split.window.upper:.0f} %"
             how = f"searched: window {window}, {len(split.tried)} trials"
-        share = min(1.0, (int(split.share * 10_000) + 1) / 10_000)  # up, or the largest component might not fit
-        _write(found, "component_shares", {name: share for name, on in device_of.items() if on == split.device})
+        share = min(
+            1.0, (int(split.share * 10_000) + 1) / 10_000
+        )  # up, or the largest component might not fit
+        _write(
+            found,
+            "component_shares",
+            {name: share for name, on in device_of.items() if on == split.device},
+        )
         _write(found, "measured", {f"share of {split.device}": f"{options.date}: {how}"})
         on_progress(f"{split.device}: {split.share:.1%} of the memory for components; {how}")
-    ours, theirs = trials.throughput(best), trials.throughput(casual)
+    ours = trials.throughput(best)
+    theirs = trials.throughput(casual)
     shares = f"with these shares in virtual time, {theirs:.4g} with {CASUAL_SHARE} everywhere"
     on_progress(f"{ours:.4g} requests a second {shares}")

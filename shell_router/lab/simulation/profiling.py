@@ -1,8 +1,9 @@
-"""`shell-router profile`: a deployment's models measured one after the other, and written to a file of profiles.
+"""`shell-router profile`: a deployment's models measured one after the other, and written to a file
+of profiles.
 
-A model's requests are timed on an engine that has nothing else to do, through the contract that the router asks by.
-Every round times all kinds of requests once, so that a machine whose speed drifts slows all of them; the first round
-warms up. Of each kind the median counts.
+A model's requests are timed on an engine that has nothing else to do, through the contract that the
+router asks by. Every round times all kinds of requests once, so that a machine whose speed drifts
+slows all of them; the first round warms up. Of each kind the median counts.
 """
 
 import asyncio
@@ -10,7 +11,15 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
@@ -26,7 +35,13 @@ from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.settings import load_profiles
 from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts, attended_pairs
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+    attended_pairs,
+)
 
 DRAWN = {"temperature": 0.7, "top_p": 0.95}
 """As most agents sample: on a small model drawing a token takes a good part of a step."""
@@ -37,7 +52,9 @@ Arrivals = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What is timed: prompts of `lengths` tokens, `batches` that decode `new_tokens` each, `rounds` of all that."""
+    """What is timed: prompts of `lengths` tokens, `batches` that decode `new_tokens` each, `rounds`
+    of all that.
+    """
 
     lengths: Sequence[int] = (32, 128, 512, 1024, 2048)
     batches: Sequence[int] = (1, 2, 4, 8, 16)
@@ -49,21 +66,32 @@ class Amount:
             values = getattr(self, name)
             if len(set(values)) < least or min(values) < 1:
                 raise ConfigError(
-                    f"{name} must be {least} different numbers or more, all of them above 0, not {values}.",
+                    (
+                        f"{name} must be {least} different numbers or more, all of them above 0, "
+                        "not "
+                        f"{values}."
+                    ),
                     remedy=f"Name them as in --{name} 32,128,512.",
                 )
         if self.new_tokens < 8 or self.rounds < 1:
-            raise ConfigError("A profile takes 8 new tokens or more and a round or more.", remedy="Raise them.")
+            raise ConfigError(
+                "A profile takes 8 new tokens or more and a round or more.", remedy="Raise them."
+            )
 
     def within(self, context_length: int, limits: PairCosts) -> "Amount":
         """What of it fits the model and its engines. Raises ConfigError where too little does."""
         capacity = min(context_length, limits.prefill.cache_tokens, limits.decode.cache_tokens)
-        batches = tuple(sorted({one for one in self.batches if one <= limits.decode.max_batch_size}))
+        batches = tuple(
+            sorted({one for one in self.batches if one <= limits.decode.max_batch_size})
+        )
         written = self.new_tokens + max(batches, default=0)
         lengths = tuple(sorted({one for one in self.lengths if one + written < capacity}))
         if len(lengths) < 3 or not batches:
             raise ConfigError(
-                f"{capacity} tokens of context and batches of {limits.decode.max_batch_size} leave too little to time.",
+                (
+                    f"{capacity} tokens of context and batches of {limits.decode.max_batch_size} "
+                    "leave too little to time."
+                ),
                 remedy="Name shorter --lengths or smaller --batches.",
             )
         return Amount(lengths, batches, self.new_tokens, self.rounds)
@@ -76,18 +104,23 @@ def prefill_timing(cached: int, new: int, seconds: float, limits: PrefillCosts) 
 
 
 def first_token_timing(tokens: int, prefill_s: float, seconds: float) -> Timing:
-    """A prompt of `tokens` had its first token after `seconds`, of which its prefill takes `prefill_s`."""
+    """A prompt of `tokens` had its first token after `seconds`, of which its prefill takes
+    `prefill_s`.
+    """
     return Timing(tokens, (1, tokens), seconds, prefill_s)
 
 
 def decode_timing(sequences: int, context: int, steps: int, seconds: float) -> Timing:
-    """`steps` steps of a batch of `sequences`, whose lengths summed up to `context` at their beginning."""
+    """`steps` steps of a batch of `sequences`, whose lengths summed up to `context` at their
+    beginning.
+    """
     grown = sequences * steps * (steps - 1) / 2
     return Timing(sequences, (steps, steps * sequences, steps * context + grown), seconds)
 
 
 def fitted(what: str, timings: Sequence[Timing], least: int, option: str) -> list[float]:
-    """The costs of the timings' terms. Raises ConfigError for fewer than `least` different timings."""
+    """The costs of the timings' terms. Raises ConfigError for fewer than `least` different
+    timings."""
     if (found := len({one.terms for one in timings})) < least:
         raise ConfigError(
             f"{what} cannot be fitted to {found} different timings; it takes {least}.",
@@ -98,16 +131,23 @@ def fitted(what: str, timings: Sequence[Timing], least: int, option: str) -> lis
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCosts:
-    """What a pair costs, and by work the mean relative error on timings that the costs were not fitted to, if known."""
+    """What a pair costs, and by work the mean relative error on timings that the costs were not
+    fitted to, if known.
+    """
 
     costs: PairCosts
     errors: Mapping[str, float]
 
 
 def fitted_pair(
-    prefills: Sequence[Timing], firsts: Sequence[Timing], decodes: Sequence[Timing], limits: PairCosts
+    prefills: Sequence[Timing],
+    firsts: Sequence[Timing],
+    decodes: Sequence[Timing],
+    limits: PairCosts,
 ) -> ProfiledCosts:
-    """The costs; `limits` are kept but for their times. Raises ConfigError where the timings are too few."""
+    """The costs; `limits` are kept but for their times. Raises ConfigError where the timings are
+    too few.
+    """
     forward_s, token_s, attention_s = fitted("Prefill", prefills, 3, "--lengths")
     transfer = TransferCosts(*fitted("The transfer", firsts, 2, "--lengths"))
     step_s, sequence_s, context_s = fitted("Decoding", decodes, 3, "--batches and --lengths")
@@ -127,11 +167,18 @@ def fitted_pair(
 
 
 async def profiled(
-    engine: Engine, amount: Amount, limits: PairCosts, *, vocabulary: int, draws: random.Random, clock: Clock
+    engine: Engine,
+    amount: Amount,
+    limits: PairCosts,
+    *,
+    vocabulary: int,
+    draws: random.Random,
+    clock: Clock,
 ) -> ProfiledCosts:
     """The costs of an engine that is left alone meanwhile; `limits` are kept but for their times.
 
-    Prompts are drawn from ids below `vocabulary`. Raises ConfigError where the timings are too few, and EngineError.
+    Prompts are drawn from ids below `vocabulary`. Raises ConfigError where the timings are too few,
+    and EngineError.
     """
     timings = Timings(engine, amount, limits, vocabulary, draws, clock)
     for _ in range(1 + amount.rounds):
@@ -141,7 +188,9 @@ async def profiled(
 
 @dataclass(slots=True)
 class Timings:
-    """Rounds of timed requests to one engine, by kind: tokens before and new ones, or sequences and their length."""
+    """Rounds of timed requests to one engine, by kind: tokens before and new ones, or sequences and
+    their length.
+    """
 
     engine: Engine
     amount: Amount
@@ -151,7 +200,9 @@ class Timings:
     clock: Clock
     _requests: int = 0
     _warm: bool = False
-    _prefills: dict[tuple[int, int], list[Timing]] = field(default_factory=lambda: defaultdict(list))
+    _prefills: dict[tuple[int, int], list[Timing]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _firsts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _decodes: dict[tuple[int, int], list[Timing]] = field(default_factory=lambda: defaultdict(list))
     _kept: dict[Hashable, list[list[int]]] = field(default_factory=dict)
@@ -160,10 +211,14 @@ class Timings:
         """The costs as far as they are known. Raises ConfigError where the timings are too few."""
         prefills = {place: _middle(timed) for place, timed in self._prefills.items()}
         firsts = [
-            first_token_timing(length, prefills[0, length].seconds, sorted(timed)[(len(timed) - 1) // 2])
+            first_token_timing(
+                length, prefills[0, length].seconds, sorted(timed)[(len(timed) - 1) // 2]
+            )
             for length, timed in self._firsts.items()
         ]
-        return fitted_pair([*prefills.values()], firsts, [*map(_middle, self._decodes.values())], self.limits)
+        return fitted_pair(
+            [*prefills.values()], firsts, [*map(_middle, self._decodes.values())], self.limits
+        )
 
     async def round(self) -> None:
         """Time all kinds once; the first round warms up and is forgotten."""
@@ -193,19 +248,28 @@ class Timings:
         begun_s = self.clock()
         done = await self.engine.prefill(request)
         seconds = self.clock() - begun_s
-        # what the engine found, which need not be what was there: a cache has pages, or does not keep what is prefilled
+        # what the engine found, which need not be what was there: a cache has pages, or does not
+        # keep what is prefilled
         new_tokens = done.prompt_tokens - done.cached_tokens
         timing = prefill_timing(done.cached_tokens, new_tokens, seconds, self.limits.prefill)
         self._prefills[len(prefix), new].append(timing)
 
     async def _decode(self, sequences: int, length: int) -> None:
-        """The prompts of a batch are prefilled beforehand, so that its sequences begin at nearly the same time."""
-        prompts = self._kept.setdefault((sequences, length), [self._prompt(length) for _ in range(sequences)])
+        """The prompts of a batch are prefilled beforehand, so that its sequences begin at nearly
+        the same time.
+        """
+        prompts = self._kept.setdefault(
+            (sequences, length), [self._prompt(length) for _ in range(sequences)]
+        )
         for prompt in prompts:
             await self.engine.prefill(self._request(prompt))
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._arrivals(self._request(prompt, new_tokens=self.amount.new_tokens + sequences)))
+                group.create_task(
+                    self._arrivals(
+                        self._request(prompt, new_tokens=self.amount.new_tokens + sequences)
+                    )
+                )
                 for prompt in prompts
             ]
         timing = together([task.result() for task in tasks], length)
@@ -213,13 +277,18 @@ class Timings:
             self._decodes[sequences, length].append(timing)
 
     def _decoded_lengths(self, sequences: int) -> Sequence[int]:
-        """The shortest, the middle and the longest of the prompts that fit into the KV cache together."""
+        """The shortest, the middle and the longest of the prompts that fit into the KV cache
+        together.
+        """
         each = self.limits.decode.cache_tokens // sequences - self.amount.new_tokens - sequences
         fitting = [length for length in self.amount.lengths if length <= each]
-        return sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]}) if fitting else ()
+        if fitting:
+            return sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]})
+        return ()
 
     async def _arrivals(self, request: Generation) -> Arrivals:
-        arrivals, come = [], 0
+        arrivals = []
+        come = 0
         async with aclosing(self.engine.generate(request)) as stream:
             async for event in stream:
                 if isinstance(event, Tokens):
@@ -235,14 +304,16 @@ class Timings:
     def _prompt(self, tokens: int) -> list[int]:
         """Fresh ids from the middle of the vocabulary: special tokens stand at either end."""
         return self.draws.choices(
-            range(self.vocabulary // 4, max(1 + self.vocabulary // 4, 3 * self.vocabulary // 4)), k=tokens
+            range(self.vocabulary // 4, max(1 + self.vocabulary // 4, 3 * self.vocabulary // 4)),
+            k=tokens,
         )
 
 
 def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
     """The steps that a batch made while all its sequences decoded; None where it made none.
 
-    They are counted on the sequence that ended first, from its first tokens after all others had begun.
+    They are counted on the sequence that ended first, from its first tokens after all others had
+    begun.
     """
     if not all(outputs):
         return None
@@ -258,13 +329,17 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
 
 
 def _middle(timings: Sequence[Timing]) -> Timing:
-    """That of the median seconds per first term, which are passes or steps; of two in the middle the lower."""
+    """That of the median seconds per first term, which are passes or steps; of two in the middle
+    the lower.
+    """
     return sorted(timings, key=lambda one: one.seconds / one.terms[0])[(len(timings) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledModel:
-    """A model on one pair, what serves it in words, and the pair's limits as costs that take no time."""
+    """A model on one pair, what serves it in words, and the pair's limits as costs that take no
+    time.
+    """
 
     served: ServedModel
     engine: str
@@ -274,35 +349,47 @@ class ProfiledModel:
 
 @asynccontextmanager
 async def profiled_models(
-    config: Config, aliases: Collection[str], name: str, machine: str | None, on_progress: Callable[[str], None]
+    config: Config,
+    aliases: Collection[str],
+    name: str,
+    machine: str | None,
+    on_progress: Callable[[str], None],
 ) -> AsyncIterator[Mapping[str, ProfiledModel]]:
-    """The models `aliases`, or all where it is empty, each on its first pair; `on_progress` gets a line per step.
+    """The models `aliases`, or all where it is empty, each on its first pair; `on_progress` gets a
+    line per step.
 
-    Embedded pairs are started, and pairs with `launch`, on `machine`, as `shell-router launch` does under `name`;
-    others are expected to run. Raises ConfigError and EngineError.
+    Embedded pairs are started, and pairs with `launch`, on `machine`, as `shell-router launch` does
+    under `name`; others are expected to run. Raises ConfigError and EngineError.
     """
     wanted = with_one_pair_each(config, aliases)
     async with AsyncExitStack() as stack:
         if any(pair.launch for model in wanted.models.values() for pair in model.pairs):
             planned = plan_launch(wanted, name, machine, os.environ)
-            on_progress(f"starting {len(planned.engines)} engines; their logs are in {planned.folder}")
+            on_progress(
+                f"starting {len(planned.engines)} engines; their logs are in {planned.folder}"
+            )
             await stack.enter_async_context(launched_engines(planned))
             wanted = planned.config
         running = await stack.enter_async_context(running_models(wanted, on_progress))
         yield {
-            alias: ProfiledModel(model.served, model.engine.name, model.vocabulary, limits_of(wanted.models[alias]))
+            alias: ProfiledModel(
+                model.served, model.engine.name, model.vocabulary, limits_of(wanted.models[alias])
+            )
             for alias, model in running.items()
         }
 
 
 def with_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
-    """The deployment with these models, or all where `aliases` is empty, none of them on several pairs.
+    """The deployment with these models, or all where `aliases` is empty, none of them on several
+    pairs.
 
-    An engine that ends stays down: what it did not live through was not measured. Raises ConfigError.
+    An engine that ends stays down: what it did not live through was not measured. Raises
+    ConfigError.
     """
     if unknown := sorted(set(aliases) - config.models.keys()):
         raise ConfigError(
-            f"The deployment has no model {', '.join(unknown)}.", remedy=f"Choose from: {', '.join(config.models)}."
+            f"The deployment has no model {', '.join(unknown)}.",
+            remedy=f"Choose from: {', '.join(config.models)}.",
         )
     models = {
         alias: replace(model, pairs=model.pairs[:1])
@@ -319,8 +406,12 @@ def limits_of(model: ModelSettings) -> PairCosts:
     section = model.engine.get("embedded") or EmbeddedSection()
     chunk_tokens = EmbeddedSettings(model_path="").chunked_prefill_size
     return PairCosts(
-        PrefillCosts(0.0, 0.0, chunk_tokens=chunk_tokens, prompts=1, cache_tokens=section.max_total_tokens),
-        DecodeCosts(0.0, cache_tokens=section.max_total_tokens, max_batch_size=section.max_running_requests),
+        PrefillCosts(
+            0.0, 0.0, chunk_tokens=chunk_tokens, prompts=1, cache_tokens=section.max_total_tokens
+        ),
+        DecodeCosts(
+            0.0, cache_tokens=section.max_total_tokens, max_batch_size=section.max_running_requests
+        ),
     )
 
 
@@ -328,33 +419,48 @@ HEAD = "# What engines cost, in seconds: docs/how-to/simulate.md explains the te
 
 
 def require_extensible(file: Path) -> None:
-    """Raise ConfigError where `file` is there and holds no profiles, or where it cannot be written."""
+    """Raise ConfigError where `file` is there and holds no profiles, or where it cannot be
+    written."""
     if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(f"{file} cannot be written.", remedy="Name a file in a folder that is there.")
+        raise ConfigError(
+            f"{file} cannot be written.", remedy="Name a file in a folder that is there."
+        )
     if file.exists():
         load_profiles(file)
 
 
 def write_profile(file: Path, model: str, found: ProfiledCosts, amount: Amount, on: str) -> None:
-    """Put a model's profile in `file`, in the place of one it has there; `on` says when and on what it was measured.
+    """Put a model's profile in `file`, in the place of one it has there; `on` says when and on what
+    it was measured.
 
     Raises ConfigError.
     """
     lengths, batches = (", ".join(map(str, some)) for some in (amount.lengths, amount.batches))
     how = f"medians of {amount.rounds} rounds, prompts of {lengths} tokens, batches of {batches}"
     known = ", ".join(f"{what} {error:.1%}" for what, error in found.errors.items())
-    off = f"mean relative error on what the costs were not fitted to: {known or 'not known, too little was timed'}"
+    off = (
+        "mean relative error on what the costs were not fitted to: "
+        f"{known or 'not known, too little was timed'}"
+    )
     said = {"measured": f"{on}: {how}; {off}"}
     write_measured(file, "models", {model: {**said, **asdict(found.costs)}}, HEAD)
 
 
 def limited(known: PairCosts, given: Mapping[str, int | None]) -> PairCosts:
-    """`known` with the limits that are given in their place. Raises ConfigError for a number below 1."""
+    """`known` with the limits that are given in their place. Raises ConfigError for a number below
+    1.
+    """
     prefill, decode = (
-        {name: most for name, most in given.items() if most is not None and name in costs.__dataclass_fields__}
+        {
+            name: most
+            for name, most in given.items()
+            if most is not None and name in costs.__dataclass_fields__
+        }
         for costs in (known.prefill, known.decode)
     )
-    return replace(known, prefill=replace(known.prefill, **prefill), decode=replace(known.decode, **decode))
+    return replace(
+        known, prefill=replace(known.prefill, **prefill), decode=replace(known.decode, **decode)
+    )
 
 
 async def run_profile(
@@ -367,11 +473,12 @@ async def run_profile(
     date: str,
     on_progress: Callable[[str], None],
 ) -> None:
-    """Start the deployment of `file`, and measure its `models`, all where none is named; each profile goes to `out`.
+    """Start the deployment of `file`, and measure its `models`, all where none is named; each
+    profile goes to `out`.
 
-    `limits` of engines that the file does not have stand in the place of known ones. Prompts are drawn by the system:
-    engines may remember those of an earlier run. Raises ConfigError, if possible before anything starts, and
-    EngineError.
+    `limits` of engines that the file does not have stand in the place of known ones. Prompts are
+    drawn by the system: engines may remember those of an earlier run. Raises ConfigError, if
+    possible before anything starts, and EngineError.
     """
     require_extensible(out)
     config = load_config(file, os.environ, with_keys=False)
@@ -380,19 +487,43 @@ async def run_profile(
             known = limited(model.limits, limits)
             timed = amount.within(model.served.context_length, known)
             on_progress(f"measuring {alias}: 1 round to warm up, {timed.rounds} that count")
-            vocabulary, draws, clock = model.vocabulary, random.Random(), time.perf_counter
-            found = await profiled(model.served.engine, timed, known, vocabulary=vocabulary, draws=draws, clock=clock)
+            vocabulary = model.vocabulary
+            draws = random.Random()
+            clock = time.perf_counter
+            found = await profiled(
+                model.served.engine, timed, known, vocabulary=vocabulary, draws=draws, clock=clock
+            )
             write_profile(out, alias, found, timed, f"{date} on {model.engine}")
             for line in _lines(alias, found):
                 on_progress(line)
 
 
 def _lines(alias: str, found: ProfiledCosts) -> Iterator[str]:
-    prefill, decode, transfer = found.costs.prefill, found.costs.decode, found.costs.transfer
+    prefill = found.costs.prefill
+    decode = found.costs.decode
+    transfer = found.costs.transfer
     for words, first_s, rest, work in (
-        ("prefill {} a pass", prefill.forward_s, f"{1e6 * prefill.token_s:.3g} us a token", "prefill"),
-        ("first token {} later", transfer.request_s, f"{1e6 * transfer.token_s:.3g} us a token", "first token"),
-        ("decode {} a step", decode.step_s, f"{1e6 * decode.sequence_s:.3g} us a sequence", "decode"),
+        (
+            "prefill {} a pass",
+            prefill.forward_s,
+            f"{1e6 * prefill.token_s:.3g} us a token",
+            "prefill",
+        ),
+        (
+            "first token {} later",
+            transfer.request_s,
+            f"{1e6 * transfer.token_s:.3g} us a token",
+            "first token",
+        ),
+        (
+            "decode {} a step",
+            decode.step_s,
+            f"{1e6 * decode.sequence_s:.3g} us a sequence",
+            "decode",
+        ),
     ):
-        off = f" (held out: off by {found.errors[work]:.1%})" if work in found.errors else ""
+        if work in found.errors:
+            off = f" (held out: off by {found.errors[work]:.1%})"
+        else:
+            off = ""
         yield f"{alias}: {words.format(f'{1e3 * first_s:.3g} ms')}, {rest}{off}"

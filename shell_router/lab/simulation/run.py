@@ -34,15 +34,25 @@ from shell_router.routing.placement import EngineReport, PlacementRequest
 from shell_router.standins.simulated.costs import PairCosts, PrefillCosts, attended_pairs
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor
-from shell_router.standins.simulated.text import SimulatedEmbedder, SimulatedTokenizer, Written, closing, filler
+from shell_router.standins.simulated.text import (
+    SimulatedEmbedder,
+    SimulatedTokenizer,
+    Written,
+    closing,
+    filler,
+)
 from shell_router.telemetry.trace import Trace
 from shell_router.topology import Topology
 
 
 class Fleet:
-    """See `Engine`. The router's own dispatcher chooses the pair, under the loop's clock; no pair ever fails."""
+    """See `Engine`. The router's own dispatcher chooses the pair, under the loop's clock; no pair
+    ever fails.
+    """
 
-    def __init__(self, alias: str, pairs: Sequence[SimulatedPair], scheduling: SchedulingSettings) -> None:
+    def __init__(
+        self, alias: str, pairs: Sequence[SimulatedPair], scheduling: SchedulingSettings
+    ) -> None:
         self.alias = alias
         self.pairs = pairs
         named = [(pair, f"pair-{index}", Breaker()) for index, pair in enumerate(pairs)]
@@ -50,7 +60,8 @@ class Fleet:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """While the context is open, the dispatcher polls the pairs; a single pair needs no choice."""
+        """While the context is open, the dispatcher polls the pairs; a single pair needs no
+        choice."""
         if len(self.pairs) == 1:
             yield
             return
@@ -90,7 +101,9 @@ RIGHT = "1"
 
 
 class Outputs:
-    """Equal seeds, questions and agents give equal outputs, so that two settings are asked the same."""
+    """Equal seeds, questions and agents give equal outputs, so that two settings are asked the
+    same.
+    """
 
     def __init__(self, workload: Workload, topology: Topology, seed: int) -> None:
         self._workload = workload
@@ -103,7 +116,9 @@ class Outputs:
     def question(self, question: str) -> str:
         """The text that the client asks."""
         draws = self._draws(question)
-        return filler(self._workload.question.at(draws.random(), draws.gauss()), f"{self._seed}/{question}")
+        return filler(
+            self._workload.question.at(draws.random(), draws.gauss()), f"{self._seed}/{question}"
+        )
 
     def by(self, model: str) -> Callable[[Generation], Written]:
         """What the agents of a model write. The router calls requests `question.number.agent`."""
@@ -114,13 +129,18 @@ class Outputs:
             length = outputs.get(agent) or outputs[model]
             draws = self._draws(f"{question}/{agent}")
             tokens = length.at(draws.random(), draws.gauss())
-            answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
+            if draws.random() < self._workload.right:
+                answer = RIGHT
+            else:
+                answer = f"{agent}'s own"
             end = closing(question, answer)
             written = Written.after_filler(
                 tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
             )
             drafted = self._drafts[agent]
-            return replace(written, per_pass=drafted.at(draws.gauss()), width=drafted.width) if drafted else written
+            if drafted:
+                return replace(written, per_pass=drafted.at(draws.gauss()), width=drafted.width)
+            return written
 
         return write
 
@@ -140,8 +160,8 @@ class Run:
 class EngineUse:
     """One engine pair over a whole simulation of `elapsed_s`.
 
-    Busy shares count the time that its work takes undivided; `batch` is the mean number of sequences while it decoded,
-    `preemptions` how often one of them was preempted.
+    Busy shares count the time that its work takes undivided; `batch` is the mean number of
+    sequences while it decoded, `preemptions` how often one of them was preempted.
     """
 
     model: str
@@ -155,7 +175,9 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a simulation: a run per request, in the order of asking, and what the engines did meanwhile."""
+    """What came of a simulation: a run per request, in the order of asking, and what the engines
+    did meanwhile.
+    """
 
     topology: Topology
     elapsed_s: float
@@ -168,16 +190,24 @@ class Simulated:
         return any(not run.error for run in self.runs)
 
 
-def simulate(simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int = 0) -> Simulated:
-    """Simulate it from the first request to the last answer. `costs` are those of the models' pairs.
+def simulate(
+    simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int = 0
+) -> Simulated:
+    """Simulate it from the first request to the last answer. `costs` are those of the models'
+    pairs.
 
-    Equal arguments give equal results, to the last bit. Meanwhile Python's garbage collector rests. Raises ConfigError
-    where the topology or the workload names a model that the simulation lacks.
+    Equal arguments give equal results, to the last bit. Meanwhile Python's garbage collector rests.
+    Raises ConfigError where the topology or the workload names a model that the simulation lacks.
     """
     wanted = topology.models
-    for name, known in (("models", simulation.models), ("workload.outputs", simulation.workload.outputs)):
+    for name, known in (
+        ("models", simulation.models),
+        ("workload.outputs", simulation.workload.outputs),
+    ):
         if missing := sorted(wanted - known.keys()):
-            raise ConfigError(f"{topology.name!r} needs {', '.join(missing)}.", remedy=f"Add them to {name}.")
+            raise ConfigError(
+                f"{topology.name!r} needs {', '.join(missing)}.", remedy=f"Add them to {name}."
+            )
     gc.disable()  # thousands of requests at a time live long, and leave no cycles
     try:
         return run_virtual(_simulated(simulation, topology, costs, seed))
@@ -196,13 +226,19 @@ async def _simulated(
 ) -> Simulated:
     loop = asyncio.get_running_loop()
     outputs = Outputs(simulation.workload, topology, seed)
-    shared = None if simulation.cores is None else Processor(simulation.cores)
+    if simulation.cores is None:
+        shared = None
+    else:
+        shared = Processor(simulation.cores)
     fleets = {
-        alias: Fleet(alias, _pairs(model, costs[alias], outputs.by(alias), shared), simulation.scheduling)
+        alias: Fleet(
+            alias, _pairs(model, costs[alias], outputs.by(alias), shared), simulation.scheduling
+        )
         for alias, model in simulation.models.items()
         if alias in simulation.workload.outputs
     }
-    tokenizer, length = SimulatedTokenizer(), simulation.context_length
+    tokenizer = SimulatedTokenizer()
+    length = simulation.context_length
     models = {
         alias: ServedModel(
             alias,
@@ -215,9 +251,13 @@ async def _simulated(
         for alias, fleet in fleets.items()
     }
     settings = simulation.embedder
-    embedder = SimulatedEmbedder(settings.same, settings.different, settings.request_s, settings.token_s, shared)
+    embedder = SimulatedEmbedder(
+        settings.same, settings.different, settings.request_s, settings.token_s, shared
+    )
     async with AsyncExitStack() as stack:
-        cache = await stack.enter_async_context(MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf))
+        cache = await stack.enter_async_context(
+            MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf)
+        )
         for fleet in fleets.values():
             await stack.enter_async_context(fleet.followed())
         executor = Executor(models, cache, embedder, clock=loop.time)
@@ -240,12 +280,17 @@ async def _simulated(
 
 
 def _pairs(
-    model: SimulatedModel, costs: PairCosts, write: Callable[[Generation], Written], shared: Processor | None
+    model: SimulatedModel,
+    costs: PairCosts,
+    write: Callable[[Generation], Written],
+    shared: Processor | None,
 ) -> list[SimulatedPair]:
     """The pairs of a model, or an engine of both kinds for each of their GPUs."""
     if model.engines == "disaggregated":
         return [
-            SimulatedPair(costs, write, prefill_processor=shared, decode_processor=shared, host=shared)
+            SimulatedPair(
+                costs, write, prefill_processor=shared, decode_processor=shared, host=shared
+            )
             for _ in range(model.pairs)
         ]
     stays = replace(costs, transfer=replace(costs.transfer, token_s=0.0))
@@ -267,8 +312,11 @@ def _pairs(
 async def _ask_all(
     simulation: Simulation, topology: Topology, outputs: Outputs, executor: Executor, seed: int
 ) -> tuple[Run, ...]:
-    """Ask one after the other, by several clients, or at random times; return when all are answered."""
-    workload, clock = simulation.workload, asyncio.get_running_loop().time
+    """Ask one after the other, by several clients, or at random times; return when all are
+    answered.
+    """
+    workload = simulation.workload
+    clock = asyncio.get_running_loop().time
     runs: dict[int, Run] = {}
     pieces = {"stream_interval": topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)}
 
@@ -285,7 +333,9 @@ async def _ask_all(
         )
         asked = ({"role": "user", "content": outputs.question(name)},)
         limit_s = simulation.timeout_s
-        request = MoaRequest(name, "simulation", asked, sampling=pieces, seed=number, timeout_s=limit_s)
+        request = MoaRequest(
+            name, "simulation", asked, sampling=pieces, seed=number, timeout_s=limit_s
+        )
         error = ""
         try:
             await executor.run(topology, request, trace.add)

@@ -1,4 +1,6 @@
-"""A simulation's YAML file: topologies, engines and what they cost, a workload. docs/how-to/simulate.md explains it."""
+"""A simulation's YAML file: topologies, engines and what they cost, a workload.
+docs/how-to/simulate.md explains it.
+"""
 
 import math
 from collections.abc import Mapping
@@ -34,7 +36,9 @@ Share = Annotated[float, Number("", at_least=0, at_most=1)]
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """One model on one kind of engine: its costs as measured, or the roofline that they follow from."""
+    """One model on one kind of engine: its costs as measured, or the roofline that they follow
+    from.
+    """
 
     prefill: PrefillCosts | None = None
     decode: DecodeCosts | None = None
@@ -53,7 +57,10 @@ class EngineProfile:
     def costs(self, gpus: Mapping[str, Gpu]) -> PairCosts:
         """Of a pair of such engines. Raises ConfigError for a GPU that is none of `gpus`."""
         if self.roofline is not None:
-            require(self.roofline.gpu in gpus, f"gpu {self.roofline.gpu!r} is none of: {', '.join(gpus) or 'none'}")
+            require(
+                self.roofline.gpu in gpus,
+                f"gpu {self.roofline.gpu!r} is none of: {', '.join(gpus) or 'none'}",
+            )
             return costs_of(self.roofline, gpus[self.roofline.gpu])
         assert self.prefill is not None and self.decode is not None
         return PairCosts(self.prefill, self.decode, self.transfer)
@@ -69,7 +76,8 @@ class Profiles:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Tokens: always `tokens`, or from `low` to `high` alike, or log-normal with `mean` and deviation `mean` * `cv`.
+    """Tokens: always `tokens`, or from `low` to `high` alike, or log-normal with `mean` and
+    deviation `mean` * `cv`.
 
     With `mean`, a share of `runaways` never ends: they write until their limit.
     """
@@ -85,12 +93,20 @@ class Length:
         between = (self.low, self.high) != (None, None)
         kinds = (self.tokens is not None, between, self.mean is not None)
         require(sum(kinds) == 1, "a length is tokens, low and high, or mean (and cv)")
-        low, high = self.low or 0, self.high or 0
-        require(not between or 1 <= low <= high, f"low and high must satisfy 1 <= low <= high, not {low}, {high}")
-        require(not (self.cv or self.runaways) or self.mean is not None, "cv and runaways go with mean")
+        low = self.low or 0
+        high = self.high or 0
+        require(
+            not between or 1 <= low <= high,
+            f"low and high must satisfy 1 <= low <= high, not {low}, {high}",
+        )
+        require(
+            not (self.cv or self.runaways) or self.mean is not None, "cv and runaways go with mean"
+        )
 
     def at(self, uniform: float, normal: float) -> int:
-        """The length that a uniform draw from [0, 1) and one from the standard normal distribution stand for."""
+        """The length that a uniform draw from [0, 1) and one from the standard normal distribution
+        stand for.
+        """
         if self.tokens is not None:
             return self.tokens
         if self.low is not None and self.high is not None:
@@ -103,18 +119,22 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What drafts give outputs: tokens a pass, log-normal with mean `per_pass` and deviation `per_pass` * `cv`, between
-    1 and `width`, which is what a pass computes."""
+    """What drafts give outputs: tokens a pass, log-normal with mean `per_pass` and deviation
+    `per_pass` * `cv`, between 1 and `width`, which is what a pass computes."""
 
     per_pass: Annotated[float, Number("", at_least=1)]
     cv: Annotated[float, Number("", at_least=0, at_most=100)] = 0.0
     width: Annotated[int, Number("", at_least=1, at_most=1024, whole=True)] = 16
 
     def __post_init__(self) -> None:
-        require(self.per_pass <= self.width, f"per_pass is {self.per_pass:g}, more than the width {self.width}")
+        require(
+            self.per_pass <= self.width,
+            f"per_pass is {self.per_pass:g}, more than the width {self.width}",
+        )
 
     def at(self, normal: float) -> float:
-        """Tokens a pass of the output that a draw from the standard normal distribution stands for."""
+        """Tokens a pass of the output that a draw from the standard normal distribution stands
+        for."""
         return min(float(self.width), max(1.0, self.per_pass * _lognormal(self.cv, normal)))
 
 
@@ -128,10 +148,11 @@ def _lognormal(cv: float, normal: float) -> float:
 class Workload:
     """What is asked, how often, and what comes back.
 
-    `one_by_one` asks the next question when the one before is answered, `closed` does so for `clients` at a time,
-    `poisson` asks `per_s` a second. An agent writes `outputs` tokens by its model, is right with probability `right`,
-    and sure of every token with `confidence`; wrong answers all differ. `drafts` are what agents that ask for drafts
-    gain, by role (aggregator, root) or by agent.
+    `one_by_one` asks the next question when the one before is answered, `closed` does so for
+    `clients` at a time, `poisson` asks `per_s` a second. An agent writes `outputs` tokens by its
+    model, is right with probability `right`, and sure of every token with `confidence`; wrong
+    answers all differ. `drafts` are what agents that ask for drafts gain, by role (aggregator,
+    root) or by agent.
     """
 
     requests: Count
@@ -147,10 +168,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """An alias: the profile of its engines, and how many pairs of a prefill and a decode engine there are.
+    """An alias: the profile of its engines, and how many pairs of a prefill and a decode engine
+    there are.
 
-    For comparison, every pair may be replaced by engines of both kinds, one for each of its two GPUs: `data_parallel`
-    prefills first, `data_parallel_chunked` shares itself between prefill and decode.
+    For comparison, every pair may be replaced by engines of both kinds, one for each of its two
+    GPUs: `data_parallel` prefills first, `data_parallel_chunked` shares itself between prefill and
+    decode.
     """
 
     profile: str
@@ -160,7 +183,9 @@ class SimulatedModel:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEmbedding:
-    """The early-exit gate's embedding model: what a text costs, and how alike outputs are that say the same or not."""
+    """The early-exit gate's embedding model: what a text costs, and how alike outputs are that say
+    the same or not.
+    """
 
     request_s: Seconds = 0.0
     token_s: Seconds = 0.0
@@ -169,15 +194,18 @@ class SimulatedEmbedding:
 
     def __post_init__(self) -> None:
         alike = 0 < self.different <= self.same <= 1
-        require(alike, f"0 < different <= same <= 1 does not hold for {self.different:g} and {self.same:g}")
+        require(
+            alike,
+            f"0 < different <= same <= 1 does not hold for {self.different:g} and {self.same:g}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """One workload, asked of one topology after another on the same engines.
 
-    `cores` is the CPU that all engines share; without it each engine has a GPU of its own. `max_new_tokens` replaces
-    the topologies' own, by which outputs are cut.
+    `cores` is the CPU that all engines share; without it each engine has a GPU of its own.
+    `max_new_tokens` replaces the topologies' own, by which outputs are cut.
     """
 
     topologies: tuple[Path, ...]
@@ -194,7 +222,11 @@ class Simulation:
     def __post_init__(self) -> None:
         require(bool(self.topologies), "topologies is empty", remedy="Name at least one file.")
         apart = all(model.engines == "disaggregated" for model in self.models.values())
-        require(self.cores is None or apart, "engines that share a CPU are disaggregated here", "Leave `cores` out.")
+        require(
+            self.cores is None or apart,
+            "engines that share a CPU are disaggregated here",
+            "Leave `cores` out.",
+        )
 
 
 def load_profiles(file: Path) -> Profiles:
@@ -219,7 +251,10 @@ def load(file: Path) -> Loaded:
     for alias, model in simulation.models.items():
         if model.profile not in profiles.models:
             raise ConfigError(
-                f"{file}: models.{alias} has the profile {model.profile!r}, which {simulation.profiles} lacks.",
+                (
+                    f"{file}: models.{alias} has the profile {model.profile!r}, which "
+                    f"{simulation.profiles} lacks."
+                ),
                 remedy=f"Choose one of: {', '.join(profiles.models)}.",
             )
         profile = profiles.models[model.profile]

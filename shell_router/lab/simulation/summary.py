@@ -17,9 +17,11 @@ Agents = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run's measurements, in seconds but for the shares and counts. Readers are the aggregators and the root.
+    """One run's measurements, in seconds but for the shares and counts. Readers are the aggregators
+    and the root.
 
-    Figures of the second layer are None where none of it wrote anything; where no reader did, nothing was late.
+    Figures of the second layer are None where none of it wrote anything; where no reader did,
+    nothing was late.
     """
 
     end_to_end_s: float
@@ -39,7 +41,10 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     finished = {name: agent for name, agent in agents.items() if agent["state"] == "finished"}
     readers = {name: agent for name, agent in finished.items() if topology.agents[name].precursors}
     aggregators = [name for name in topology.layers[1] if name in readers]
-    inputs_end_s = {name: max(agents[p]["ended_s"] for p in topology.agents[name].precursors) for name in readers}
+    inputs_end_s = {
+        name: max(agents[p]["ended_s"] for p in topology.agents[name].precursors)
+        for name in readers
+    }
     prompts = sum(agent["prompt_tokens"] for agent in readers.values()) or 1
     in_time = sum(
         # an update may have held a slot that an early exit then left out
@@ -48,7 +53,9 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     )
     return Figures(
         end_to_end_s=trace["duration_s"],
-        second_layer_s=_mean([agents[name]["ended_s"] - inputs_end_s[name] for name in aggregators]),
+        second_layer_s=_mean(
+            [agents[name]["ended_s"] - inputs_end_s[name] for name in aggregators]
+        ),
         exposed_s=_mean([agents[name]["exposed_prefill_s"] for name in aggregators]),
         reader_exposed_s=_mean([agent["exposed_prefill_s"] for agent in readers.values()]) or 0.0,
         late_share=1 - in_time / prompts if readers else 0.0,
@@ -60,21 +67,27 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
 
 
 def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
-    """Tokens of the agent's prompt that were in the prefix cache at `at_s`, by its updates and its request.
+    """Tokens of the agent's prompt that were in the prefix cache at `at_s`, by its updates and its
+    request.
 
-    Without an update by then, what its first request found there: the question, which others have asked before.
+    Without an update by then, what its first request found there: the question, which others have
+    asked before.
     """
     updates = [span for span in agent["spans"] if span["name"] == "prefill_increment"]
     done = [span["prompt_tokens"] for span in updates if span["end_s"] <= at_s]
-    first = updates[0]["cached_tokens"] if updates else agent["cached_tokens"]
+    if updates:
+        first = updates[0]["cached_tokens"]
+    else:
+        first = agent["cached_tokens"]
     return int(max(done, default=first))
 
 
 def critical_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = False) -> float:
-    """Seconds to the root's end if each agent decoded from the moment its last needed precursor ended.
+    """Seconds to the root's end if each agent decoded from the moment its last needed precursor
+    ended.
 
-    With `pass_per_token` no draft had been accepted, and the passes had taken as long each. An agent whose aggregation
-    was skipped ends as long after its last needed precursor as it did.
+    With `pass_per_token` no draft had been accepted, and the passes had taken as long each. An
+    agent whose aggregation was skipped ends as long after its last needed precursor as it did.
     """
     end_s: dict[str, float] = {}
     for name, agent in topology.agents.items():
@@ -87,23 +100,30 @@ def critical_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool 
             decode = next(span for span in agents[name]["spans"] if span["name"] == "decode")
             tokens = agents[name]["completion_tokens"] - 1
             passes = tokens - agents[name]["accepted_tokens"]
-            factor = tokens / passes if pass_per_token and passes > 0 else 1.0
-            begin_s = decode["start_s"] if begin_s is None else begin_s
+            if pass_per_token and passes > 0:
+                factor = tokens / passes
+            else:
+                factor = 1.0
+            if begin_s is None:
+                begin_s = decode["start_s"]
             end_s[name] = begin_s + factor * (decode["end_s"] - decode["start_s"])
     return end_s[topology.root.id]
 
 
-PREFILL, WAITING = "exposed prefill", "waiting"
+PREFILL = "exposed prefill"
+WAITING = "waiting"
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A simulation in figures. Seconds are means over the answered requests but for the percentiles.
+    """A simulation in figures. Seconds are means over the answered requests but for the
+    percentiles.
 
-    `path` is where an answer's time goes along its critical path: decoding by model, exposed prefill, and waiting.
-    `bound_s` is that path's length without exposed prefill, `token_bound_s` the same if every token had taken a pass;
-    `late` the share of the readers' prompts still to be
-    prefilled when their last input ended; `completed` counts, per model, the agents that were not cut off, of `agents`.
+    `path` is where an answer's time goes along its critical path: decoding by model, exposed
+    prefill, and waiting. `bound_s` is that path's length without exposed prefill, `token_bound_s`
+    the same if every token had taken a pass; `late` the share of the readers' prompts still to be
+    prefilled when their last input ended; `completed` counts, per model, the agents that were not
+    cut off, of `agents`.
     """
 
     requests: int
@@ -127,12 +147,16 @@ class Summary:
     @property
     def per_s(self) -> float:
         """Answers a second."""
-        return (self.requests - self.failed) / self.elapsed_s if self.elapsed_s else 0.0
+        if self.elapsed_s:
+            return (self.requests - self.failed) / self.elapsed_s
+        return 0.0
 
     @property
     def over_bound(self) -> float:
         """By what share answers take longer than their bound."""
-        return self.mean_s / self.bound_s - 1 if self.bound_s else 0.0
+        if self.bound_s:
+            return self.mean_s / self.bound_s - 1
+        return 0.0
 
 
 def summary_of(simulated: Simulated) -> Summary:
@@ -141,11 +165,15 @@ def summary_of(simulated: Simulated) -> Summary:
     traces = [run.trace for run in simulated.runs if not run.error]
     if not traces:
         raise DataError(
-            f"{topology.name!r} answered no request: {simulated.runs[0].error}", remedy="Ask less, or allow more time."
+            f"{topology.name!r} answered no request: {simulated.runs[0].error}",
+            remedy="Ask less, or allow more time.",
         )
     latencies = [trace["duration_s"] for trace in traces]
     p50_s, p95_s, p99_s = (float(one) for one in np.percentile(latencies, (50, 95, 99)))
-    figures = [figures_of(topology, trace) for trace in traces] if len(topology.agents) > 1 else []
+    if len(topology.agents) > 1:
+        figures = [figures_of(topology, trace) for trace in traces]
+    else:
+        figures = []
     paths = [path_s(trace) for trace in traces]
     agents = Counter(agent.model for agent in topology.agents.values() if not agent.votes)
     each = [one for trace in traces for one in trace["agents"].values()]
@@ -205,20 +233,32 @@ def tables(summaries: Mapping[str, Summary]) -> list[tuple[str, list[Row]]]:
     named = summaries.items()
     return [
         ("Simulated", [{"simulation": name, **_latency(one, first)} for name, one in named]),
-        ("What an answer takes, in the mean", [{"simulation": name, **_overlap(one)} for name, one in named]),
+        (
+            "What an answer takes, in the mean",
+            [{"simulation": name, **_overlap(one)} for name, one in named],
+        ),
         (
             "Agents that were not cut off, in the mean",
             [
                 {"simulation": name}
-                | {m: f"{one.completed[m]:.2f} of {one.agents[m]}" if m in one.agents else "-" for m in models}
+                | {
+                    m: f"{one.completed[m]:.2f} of {one.agents[m]}" if m in one.agents else "-"
+                    for m in models
+                }
                 for name, one in named
             ],
         ),
         (
             "Where the time of an answer goes: along its critical path",
-            [{"simulation": name} | {kind: _spent(one, kind) for kind in kinds} for name, one in named],
+            [
+                {"simulation": name} | {kind: _spent(one, kind) for kind in kinds}
+                for name, one in named
+            ],
         ),
-        ("Engine pairs", [{"simulation": name, **_use(pair)} for name, one in named for pair in one.engines]),
+        (
+            "Engine pairs",
+            [{"simulation": name, **_use(pair)} for name, one in named for pair in one.engines],
+        ),
     ]
 
 
@@ -252,7 +292,10 @@ def _overlap(one: Summary) -> Row:
 
 
 def _spent(one: Summary, kind: str) -> str:
-    return f"{one.path.get(kind, 0.0):.3g} s, {one.path.get(kind, 0.0) / (sum(one.path.values()) or 1.0):.0%}"
+    return (
+        f"{one.path.get(kind, 0.0):.3g} s, "
+        f"{one.path.get(kind, 0.0) / (sum(one.path.values()) or 1.0):.0%}"
+    )
 
 
 def _use(pair: EngineUse) -> Row:
@@ -277,10 +320,16 @@ def bound(name: str, one: Summary) -> str:
         for role, busy in (("prefill", pair.prefill_busy), ("decode", pair.decode_busy))
         if busy >= BUSY
     ]
-    engines = f" Always busy: {', '.join(full)}." if full else " No engine is always busy."
+    if full:
+        engines = f" Always busy: {', '.join(full)}."
+    else:
+        engines = " No engine is always busy."
     return f"{name} is bound by {kind}, {share:.0%} of an answer's time.{engines}"
 
 
 def as_json(summaries: Mapping[str, Summary]) -> dict[str, Any]:
     """All figures by simulation."""
-    return {name: asdict(one) | {"per_s": one.per_s, "over_bound": one.over_bound} for name, one in summaries.items()}
+    return {
+        name: asdict(one) | {"per_s": one.per_s, "over_bound": one.over_bound}
+        for name, one in summaries.items()
+    }

@@ -1,7 +1,8 @@
-"""An event loop whose clock jumps: asyncio code runs unchanged, sleeping costs nothing, runs repeat exactly.
+"""An event loop whose clock jumps: asyncio code runs unchanged, sleeping costs nothing, runs repeat
+exactly.
 
-`looptime` does the same for tests, but allows real input and output, which make a run depend on the machine again.
-Here there is none: the selector never waits, and executors run in place.
+`looptime` does the same for tests, but allows real input and output, which make a run depend on the
+machine again. Here there is none: the selector never waits, and executors run in place.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ class Stuck(RuntimeError):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its time is 0 at first, and moves only when all tasks wait, to the next moment at which one is due."""
+    """Its time is 0 at first, and moves only when all tasks wait, to the next moment at which one
+    is due.
+    """
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -30,8 +33,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Virtual seconds."""
         return self._now_s
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Run it here and now: threads would end in an order of their own, and computing takes no virtual time."""
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Run it here and now: threads would end in an order of their own, and computing takes no
+        virtual time.
+        """
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -46,7 +53,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _Waits(selectors.SelectSelector):
-    """Instead of waiting for files it lets time pass. The loop registers its own wake-up socket, which stays silent."""
+    """Instead of waiting for files it lets time pass. The loop registers its own wake-up socket,
+    which stays silent.
+    """
 
     def __init__(self, passing: Callable[[float | None], None]) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The HTTP routes of an embedded server, the same on both sides, and what the server says about itself."""
+"""The HTTP routes of an embedded server, the same on both sides, and what the server says about
+itself.
+"""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -16,7 +18,12 @@ from shell_router.standins.embedded.output import Answer
 from shell_router.standins.embedded.sampling import Grammars
 from shell_router.standins.embedded.service import Inflight, Service, output_of
 from shell_router.standins.embedded.settings import ServerSettings
-from shell_router.standins.embedded.wire import FAKE_BOOTSTRAP_HOST, RequestLimits, parse_body, read_request
+from shell_router.standins.embedded.wire import (
+    FAKE_BOOTSTRAP_HOST,
+    RequestLimits,
+    parse_body,
+    read_request,
+)
 
 VERSION = "embedded"
 BODY_LIMIT_BYTES = 64 * 2**20
@@ -66,7 +73,9 @@ class EngineApp:
         return await (self._stream(request, body) if body.get("stream") else self._whole(body))
 
     async def _prefill_only(self, request: web.Request) -> web.StreamResponse:
-        """A `/generate` whose output is nothing: the prompt's KV stays in the prefix cache, none is transferred."""
+        """A `/generate` whose output is nothing: the prompt's KV stays in the prefix cache, none is
+        transferred.
+        """
         return await self._whole({**parse_body(await request.read()), **PREFILL_ONLY})
 
     @asynccontextmanager
@@ -92,22 +101,43 @@ class EngineApp:
         async with self._in_work(body) as inflight, aclosing(self._answers(inflight)) as answers:
             *_, answer = [answer async for answer in answers]
             reason = answer.finish_reason or {}
-            if (code := reason.get("status_code")) is not None:  # SGLang's OpenAI-like envelope for its own failures
-                error = {"object": "error", "message": reason["message"], "type": str(code), "param": None}
+            if (
+                code := reason.get("status_code")
+            ) is not None:  # SGLang's OpenAI-like envelope for its own failures
+                error = {
+                    "object": "error",
+                    "message": reason["message"],
+                    "type": str(code),
+                    "param": None,
+                }
                 return json_response({**error, "code": code}, code)
             return json_response(answer.render(inflight.cached_tokens))
 
     async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
-        """As SGLang: the head is sent before the request is checked, so a refusal is an event of the stream."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        with suppress(ClientConnectionResetError):  # the client has left, and what it asked for has ended
+        """As SGLang: the head is sent before the request is checked, so a refusal is an event of
+        the stream.
+        """
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        with suppress(
+            ClientConnectionResetError
+        ):  # the client has left, and what it asked for has ended
             try:
-                async with self._in_work(body) as inflight, aclosing(self._answers(inflight)) as answers:
+                async with (
+                    self._in_work(body) as inflight,
+                    aclosing(self._answers(inflight)) as answers,
+                ):
                     await response.prepare(request)
                     async for answer in answers:
                         await response.write(_event(answer.render(inflight.cached_tokens)))
             except InvalidRequest as error:
-                refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
+                refusal = {
+                    "message": str(error),
+                    "type": "invalid_request_error",
+                    "code": 400,
+                    "retryable": False,
+                }
                 await response.prepare(request)
                 await response.write(_event({"error": refusal}))
             await response.write(b"data: [DONE]\n\n")
@@ -118,7 +148,9 @@ class EngineApp:
         body = parse_body(await request.read())
         if body.get("abort_all"):
             self.service.abort_all()
-        elif inflight := self.service.inflight.get(body.get("rid", "")):  # else it has ended already
+        elif inflight := self.service.inflight.get(
+            body.get("rid", "")
+        ):  # else it has ended already
             inflight.abort()
         return web.Response()
 
@@ -141,16 +173,24 @@ class EngineApp:
         return json_response(info)
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        path, mode = self.settings.pair.model_path, self.settings.mode
-        info = {"model_path": path, "served_model_name": path, "is_generation": True, "disaggregation_mode": mode}
+        path = self.settings.pair.model_path
+        mode = self.settings.mode
+        info = {
+            "model_path": path,
+            "served_model_name": path,
+            "is_generation": True,
+            "disaggregation_mode": mode,
+        }
         return json_response(info)
 
     async def _loads(self, _: web.Request) -> web.Response:
-        """One data-parallel rank. Waiting counts the queue before the batch and, on decode, before the transfer.
+        """One data-parallel rank. Waiting counts the queue before the batch and, on decode, before
+        the transfer.
 
         The hit rate is of all prompt tokens since start; SGLang reports its last logging interval.
         """
-        loads, capacity = self.service.loads(), self.settings.pair.max_total_tokens
+        loads = self.service.loads()
+        capacity = self.settings.pair.max_total_tokens
         rank = {
             "dp_rank": 0,
             "num_running_reqs": loads.running,
@@ -160,7 +200,9 @@ class EngineApp:
             "max_total_num_tokens": capacity,
             "max_running_requests": self.settings.pair.max_running_requests,
             "token_usage": round(loads.used_tokens / capacity, 4),
-            "cache_hit_rate": round(loads.cached_tokens_total / (loads.prompt_tokens_total or 1), 4),
+            "cache_hit_rate": round(
+                loads.cached_tokens_total / (loads.prompt_tokens_total or 1), 4
+            ),
             "disaggregation": {
                 "mode": self.settings.mode,
                 "prefill_inflight_queue_reqs": loads.prefill_inflight,
@@ -168,7 +210,9 @@ class EngineApp:
                 "decode_transfer_queue_reqs": loads.decode_transfer,
             },
         }
-        return json_response({"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "loads": [rank]})
+        return json_response(
+            {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "loads": [rank]}
+        )
 
 
 def _event(content: Any) -> bytes:

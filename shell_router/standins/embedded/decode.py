@@ -1,4 +1,6 @@
-"""The decode side: take a prompt's KV from its prefill server and decode it with continuous batching."""
+"""The decode side: take a prompt's KV from its prefill server and decode it with continuous
+batching.
+"""
 
 import asyncio
 import logging
@@ -42,7 +44,9 @@ class DecodeJob:
         return len(self.inflight.request.input_ids) + self.output.draw.position - 1
 
     def draft(self) -> Sequence[int]:
-        """What it may write next, short enough for the pass that verifies it to end within its length."""
+        """What it may write next, short enough for the pass that verifies it to end within its
+        length.
+        """
         if self.drafter is None:
             return ()
         left = self.inflight.request.max_new_tokens - self.output.draw.position
@@ -76,18 +80,28 @@ class DecodeWorker:
         return sum(job.stored_tokens for job in tuple(self._active))
 
     def admit(self, job: DecodeJob) -> None:
-        """Take the first token, and a row if there is more to come. Where there is no memory for it, it fails alone."""
-        prefilled, job.prefilled = job.prefilled, None
+        """Take the first token, and a row if there is more to come. Where there is no memory for
+        it, it fails alone.
+        """
+        prefilled = job.prefilled
+        job.prefilled = None
         assert prefilled is not None
         if self._accept(job, prefilled.token_id, prefilled.logprob).finish_reason is not None:
             return
-        request, row = job.inflight.request, len(self._active)
+        request = job.inflight.request
+        row = len(self._active)
         try:
             self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens)
             self.slots.fill(row, prefilled.kv)
-        except (RuntimeError, MemoryError) as error:  # torch says RuntimeError where there is no memory left
+        except (
+            RuntimeError,
+            MemoryError,
+        ) as error:  # torch says RuntimeError where there is no memory left
             logger.exception("There is no memory to decode a request in; it is given up")
-            self._news[-1] = job, Piece(finish_reason=abort_reason(f"{type(error).__name__}: {error}", 500))
+            self._news[-1] = (
+                job,
+                Piece(finish_reason=abort_reason(f"{type(error).__name__}: {error}", 500)),
+            )
             return
         # a grammar reads what has been written, not what might have been
         if request.sampling.drafts is not None and request.sampling.grammar is None:
@@ -101,25 +115,30 @@ class DecodeWorker:
             self._vacate(self._active.index(job))
 
     def step(self) -> Sequence[tuple[DecodeJob, Piece]]:
-        """A token, or several that were drafted, for every running request; first tokens that came with their KV go out
-        before that."""
+        """A token, or several that were drafted, for every running request; first tokens that came
+        with their KV go out before that."""
         if self._active and not self._news:
             self._decode()
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return news
 
     def fail(self, message: str) -> Sequence[tuple[DecodeJob, Piece]]:
         """Give up the whole batch: its state after an error is unknown."""
         failed = [(job, Piece(finish_reason=abort_reason(message, 500))) for job in self._active]
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         self._active.clear()
         self._sampler = None
         return [*news, *failed]
 
     def _decode(self) -> None:
-        rows, drafts = len(self._active), [job.draft() for job in self._active]
+        rows = len(self._active)
+        drafts = [job.draft() for job in self._active]
         jobs = zip(self._active, drafts, strict=True)
-        width = self.gate.width(rows, [(len(draft), job.drafter.acceptance) for job, draft in jobs if job.drafter])
+        width = self.gate.width(
+            rows, [(len(draft), job.drafter.acceptance) for job, draft in jobs if job.drafter]
+        )
         drafts = [draft[: width - 1] for draft in drafts]
         began_s = self.clock()
         logits = self._forward(drafts, width)
@@ -129,7 +148,9 @@ class DecodeWorker:
             if self._sampler is None:  # the same until the batch changes
                 self._sampler = self._sampler_of([job.output.draw for job in self._active])
             written = [[one] for one in self._sampler(logits[:, 0])]
-        ended = [row for row in range(rows) if self._write(self._active[row], drafts[row], written[row])]
+        ended = [
+            row for row in range(rows) if self._write(self._active[row], drafts[row], written[row])
+        ]
         for row in reversed(ended):
             self._vacate(row)
         self.gate.note(rows, width, self.clock() - began_s)
@@ -151,10 +172,13 @@ class DecodeWorker:
     def _verify(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[Drawn]]:
         """For each row the tokens up to, and with, the first that is not the drafted one.
 
-        Each place is drawn from as if the draft before it had been written: what is kept is what plain decoding draws,
-        token for token where the request has a seed, and by the same distribution where it has none.
+        Each place is drawn from as if the draft before it had been written: what is kept is what
+        plain decoding draws, token for token where the request has a seed, and by the same
+        distribution where it has none.
         """
-        places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
+        places = [
+            (row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)
+        ]
         draws = [self._active[row].output.draw.after(drafts[row][:place]) for row, place in places]
         rows, columns = zip(*places, strict=True)
         drawn = iter(self._sampler_of(draws)(logits[list(rows), list(columns)]))
@@ -166,13 +190,15 @@ class DecodeWorker:
 
     def _write(self, job: DecodeJob, draft: Sequence[int], written: Sequence[Drawn]) -> bool:
         """Add what a pass wrote to the request's output; whether that ended it."""
-        first, ended = len(self._news), False
+        first = len(self._news)
+        ended = False
         for token, logprob in written:
             ended = self._accept(job, token, logprob).finish_reason is not None
             if ended:
                 break
         if draft:
-            piece, accepted = self._news[first][1], min(len(self._news) - first, len(written) - 1)
+            piece = self._news[first][1]
+            accepted = min(len(self._news) - first, len(written) - 1)
             self._news[first] = job, replace(piece, drafted=len(draft), accepted=accepted)
         if job.drafter is not None and not ended:
             job.drafter.extend([token for token, _ in written])
@@ -197,11 +223,15 @@ class DecodeWorker:
 class DecodeService(Service[DecodeJob, Piece]):
     """Serves the decode side."""
 
-    def __init__(self, settings: EmbeddedSettings, lm: CausalLm, kv: KvClient, rng: random.Random) -> None:
+    def __init__(
+        self, settings: EmbeddedSettings, lm: CausalLm, kv: KvClient, rng: random.Random
+    ) -> None:
         self._lm = lm
         self._kv = kv
         self._capacity = KvCapacity(settings.max_total_tokens, settings.max_running_requests)
-        self._worker = DecodeWorker(lm, SlotKv(lm.kv_shape), rng, gate=DraftGate(settings.draft_width))
+        self._worker = DecodeWorker(
+            lm, SlotKv(lm.kv_shape), rng, gate=DraftGate(settings.draft_width)
+        )
         super().__init__(self._worker, lambda job, piece: job.inflight.put(piece))
 
     def check(self, request: GenerateRequest) -> None:
@@ -215,7 +245,9 @@ class DecodeService(Service[DecodeJob, Piece]):
     async def work(self, inflight: Inflight) -> None:
         """Pieces as they are decoded. KV capacity is claimed before the transfer, as in SGLang."""
         request = inflight.request
-        assert request.bootstrap_host and request.bootstrap_port and request.bootstrap_room is not None
+        assert (
+            request.bootstrap_host and request.bootstrap_port and request.bootstrap_room is not None
+        )
         room = request.bootstrap_host, request.bootstrap_port, request.bootstrap_room
         taken = False
         try:
@@ -225,7 +257,9 @@ class DecodeService(Service[DecodeJob, Piece]):
                 prefilled = await self._kv.fetch(*room)
                 inflight.transferring = False
                 if (tokens := prefilled.kv.shape[3]) != len(request.input_ids):
-                    raise KvTransferError(f"the room holds {tokens} tokens, not {len(request.input_ids)}")
+                    raise KvTransferError(
+                        f"the room holds {tokens} tokens, not {len(request.input_ids)}"
+                    )
                 inflight.cached_tokens = prefilled.cached_tokens
                 taken = True
                 job = DecodeJob(inflight, output, prefilled)
@@ -236,7 +270,10 @@ class DecodeService(Service[DecodeJob, Piece]):
                     self.thread.drop(job)
         except KvTransferError as error:
             taken = True
-            inflight.fail(f"Decode transfer failed for request {request.rid} room_id={room[2]} with exception {error}")
+            inflight.fail(
+                f"Decode transfer failed for request {request.rid} room_id={room[2]} with "
+                f"exception {error}"
+            )
         finally:
             if not taken:
                 await self._kv.give_up(*room)

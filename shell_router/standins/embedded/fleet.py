@@ -1,4 +1,5 @@
-"""Start, keep running and stop embedded pairs from the router's process, which loads no torch itself.
+"""Start, keep running and stop embedded pairs from the router's process, which loads no torch
+itself.
 
 async with EmbeddedFleet({"small": EmbeddedSettings(model_path="…")}) as fleet:
     pair = fleet["small"]
@@ -26,7 +27,9 @@ START_LIMIT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedPair:
-    """A running pair. `servers` are the fleet's latest processes by "alias/mode": restarts are seen here."""
+    """A running pair. `servers` are the fleet's latest processes by "alias/mode": restarts are seen
+    here.
+    """
 
     alias: str
     settings: EmbeddedSettings
@@ -44,7 +47,9 @@ class EmbeddedPair:
     def address(self) -> PairAddress:
         """Where the router finds it, now and after restarts."""
         prefill = self.prefill
-        return PairAddress(prefill.url, self.decode.url, self.settings.host, prefill.settings.bootstrap_port)
+        return PairAddress(
+            prefill.url, self.decode.url, self.settings.host, prefill.settings.bootstrap_port
+        )
 
     @property
     def alive(self) -> bool:
@@ -52,12 +57,14 @@ class EmbeddedPair:
 
 
 class EmbeddedFleet:
-    """Several pairs by alias, started together: one process imports torch, the servers are forks of it.
+    """Several pairs by alias, started together: one process imports torch, the servers are forks of
+    it.
 
-    `start` returns when all answer, and raises `EngineUnreachable` when one cannot start or `start_limit_s` passes;
-    nothing is left running then. From then on a server that ends is started again on its ports, as `policy` says.
-    `on_progress` gets a line of text per step. `spawner` is one that other fleets use, too; without it the fleet has
-    one of its own. `sleep` waits before restarts, and for those that take too long.
+    `start` returns when all answer, and raises `EngineUnreachable` when one cannot start or
+    `start_limit_s` passes; nothing is left running then. From then on a server that ends is started
+    again on its ports, as `policy` says. `on_progress` gets a line of text per step. `spawner` is
+    one that other fleets use, too; without it the fleet has one of its own. `sleep` waits before
+    restarts, and for those that take too long.
     """
 
     def __init__(
@@ -80,7 +87,9 @@ class EmbeddedFleet:
         """The latest process of each server, ready or not."""
         self._servers: dict[str, EmbeddedServer] = {}
         """The latest that was ready."""
-        self._pairs = {alias: EmbeddedPair(alias, settings, self._servers) for alias, settings in pairs.items()}
+        self._pairs = {
+            alias: EmbeddedPair(alias, settings, self._servers) for alias, settings in pairs.items()
+        }
         self._restarted_s: dict[str, list[float]] = {
             f"{alias}/{mode}": [] for alias in pairs for mode in ("prefill", "decode")
         }
@@ -91,7 +100,10 @@ class EmbeddedFleet:
 
     def restarts_of(self, alias: str) -> Mapping[str, int]:
         """How often each of a pair's servers was started again, by "alias/mode"."""
-        return {f"{alias}/{mode}": len(self._restarted_s[f"{alias}/{mode}"]) for mode in ("prefill", "decode")}
+        return {
+            f"{alias}/{mode}": len(self._restarted_s[f"{alias}/{mode}"])
+            for mode in ("prefill", "decode")
+        }
 
     async def __aenter__(self) -> "EmbeddedFleet":
         await self.start()
@@ -115,7 +127,8 @@ class EmbeddedFleet:
 
     async def stop(self) -> None:
         """End all servers: SIGTERM, then SIGKILL. Calling it twice is no error."""
-        keeping, self._keeping = self._keeping, []
+        keeping = self._keeping
+        self._keeping = []
         for task in keeping:
             task.cancel()
         try:
@@ -143,8 +156,11 @@ class EmbeddedFleet:
                 self._start_server(f"{alias}/{mode}", ServerSettings(pair.settings, mode))
         await asyncio.gather(*(self._serves(server) for server in self._started.values()))
         for name, restarted_s in self._restarted_s.items():
-            ended, start = partial(self._ended, name), partial(self._start_again, name)
-            kept = keep_running(ended, start, restarted_s=restarted_s, policy=self._policy, sleep=self._sleep)
+            ended = partial(self._ended, name)
+            start = partial(self._start_again, name)
+            kept = keep_running(
+                ended, start, restarted_s=restarted_s, policy=self._policy, sleep=self._sleep
+            )
             self._keeping.append(asyncio.create_task(kept))
         self._keeping.append(asyncio.create_task(self._watch_spawner()))
 
@@ -178,7 +194,8 @@ class EmbeddedFleet:
         if not server.ready.done():
             server.signal(signal.SIGKILL)
             raise EngineUnreachable(
-                f"Embedded engine {name} was not ready {self._start_limit_s:g} s after its restart; it is killed."
+                f"Embedded engine {name} was not ready {self._start_limit_s:g} s after its "
+                "restart; it is killed."
             )
         server.ready.result()
         self._servers[name] = server
@@ -190,7 +207,8 @@ class EmbeddedFleet:
         for task in self._keeping[:-1]:
             task.cancel()
         log.error(
-            "The process of all embedded engines (pid %s) ended. Restart the router; until then requests that need "
+            "The process of all embedded engines (pid %s) ended. Restart the router; until then "
+            "requests that need "
             "them fail.",
             pid,
         )

@@ -1,4 +1,6 @@
-"""The engine kind `embedded`: a prefill and a decode process per model, which the router starts and ends itself."""
+"""The engine kind `embedded`: a prefill and a decode process per model, which the router starts and
+ends itself.
+"""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -21,7 +23,9 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 class Embedded:
-    """See `EngineKind`. Servers listen on `host`, an address of this machine; fleets may share a `spawner`."""
+    """See `EngineKind`. Servers listen on `host`, an address of this machine; fleets may share a
+    `spawner`.
+    """
 
     settings: ClassVar[type] = EmbeddedSection
 

@@ -1,7 +1,7 @@
 """A prompt's KV between the two servers: raw bytes over HTTP, described by headers.
 
-`GET /kv/{room}` on the prefill server's bootstrap port answers when the room's prompt is computed; `DELETE` gives the
-room up. Bytes cross in machine order: both servers run on one kind of machine.
+`GET /kv/{room}` on the prefill server's bootstrap port answers when the room's prompt is computed;
+`DELETE` gives the room up. Bytes cross in machine order: both servers run on one kind of machine.
 """
 
 import asyncio
@@ -27,10 +27,11 @@ class KvTransferError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output token.
+    """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output
+    token.
 
-    `input_logprobs` are those of the prompt's tokens from where they were asked for; the first of them has none, and
-    they do not travel.
+    `input_logprobs` are those of the prompt's tokens from where they were asked for; the first of
+    them has none, and they do not travel.
     """
 
     kv: Tensor
@@ -40,8 +41,14 @@ class Prefilled:
     input_logprobs: tuple[float | None, ...] = ()
 
     def response(self) -> web.Response:
-        """The KV's memory itself, without a copy where it already lies in main memory, with what describes it."""
-        about = {"shape": list(self.kv.shape), "dtype": str(self.kv.dtype), "cached_tokens": self.cached_tokens}
+        """The KV's memory itself, without a copy where it already lies in main memory, with what
+        describes it.
+        """
+        about = {
+            "shape": list(self.kv.shape),
+            "dtype": str(self.kv.dtype),
+            "cached_tokens": self.cached_tokens,
+        }
         first = {"token_id": self.token_id, "logprob": self.logprob}
         body = self.kv.to("cpu").contiguous().view(torch.uint8).numpy().reshape(-1).data
         headers = {HEADER: json.dumps({**about, **first})}
@@ -49,9 +56,12 @@ class Prefilled:
 
     @classmethod
     def read(cls, headers: Mapping[str, str], flat: Tensor, shape: KvShape) -> Self:
-        """The prompt whose KV came as the bytes `flat`. Raises `KvTransferError` where another model computed it."""
+        """The prompt whose KV came as the bytes `flat`. Raises `KvTransferError` where another
+        model computed it.
+        """
         about = json.loads(headers[HEADER])
-        found, dtype = about.pop("shape"), about.pop("dtype")
+        found = about.pop("shape")
+        dtype = about.pop("dtype")
         if dtype != str(shape.dtype):
             raise KvTransferError(f"prefill computes in {dtype}, decode in {shape.dtype}")
         wanted = [shape.layers, 2, shape.kv_heads, found[3], shape.head_dim]
@@ -61,7 +71,9 @@ class Prefilled:
 
 
 class KvClient:
-    """The decode server's side. A room's address is its prefill server's host and bootstrap port, and its number."""
+    """The decode server's side. A room's address is its prefill server's host and bootstrap port,
+    and its number.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, shape: KvShape, *, wait_s: float) -> None:
         self._session = session
@@ -71,12 +83,16 @@ class KvClient:
     async def fetch(self, host: str, port: int, room: int) -> Prefilled:
         """Wait for the room's KV and take it. Raises `KvTransferError`."""
         try:
-            async with asyncio.timeout(self._wait_s), self._session.get(_address(host, port, room)) as response:
+            async with (
+                asyncio.timeout(self._wait_s),
+                self._session.get(_address(host, port, room)) as response,
+            ):
                 if response.status != 200:
                     raise KvTransferError(await response.text())
                 # straight into a tensor: KV is large
                 flat = torch.empty(response.content_length or 0, dtype=torch.uint8)
-                memory, at = flat.numpy().data, 0
+                memory = flat.numpy().data
+                at = 0
                 async for chunk in response.content.iter_any():
                     memory[at : at + len(chunk)] = chunk
                     at += len(chunk)
@@ -101,7 +117,8 @@ def _address(host: str, port: int, room: int) -> str:
 class BootstrapRoom:
     """One hand-over. Either side may come first; the limit counts anew when the KV is there.
 
-    A room that failed is remembered for the limit, so that a partner who comes late learns of it at once.
+    A room that failed is remembered for the limit, so that a partner who comes late learns of it at
+    once.
     """
 
     def __init__(self, room_id: int, wait_s: float, forget: Callable[[int], None]) -> None:
@@ -129,7 +146,9 @@ class BootstrapRoom:
             self.taken.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """The KV will not be taken; both sides learn why. After the end of the room this changes nothing."""
+        """The KV will not be taken; both sides learn why. After the end of the room this changes
+        nothing.
+        """
         if self.taken.done():
             return
         self._timer.cancel()
@@ -137,11 +156,15 @@ class BootstrapRoom:
         if self.offered.done():
             self.offered = self._loop.create_future()  # lets go of the KV
         for future in (self.offered, self.taken):
-            future.set_exception(KvTransferError(f"KVTransferError(bootstrap_room={self._room_id}): {reason}"))
+            future.set_exception(
+                KvTransferError(f"KVTransferError(bootstrap_room={self._room_id}): {reason}")
+            )
             future.exception()  # seen: there may be no waiter
 
     def _arm(self) -> asyncio.TimerHandle:
-        return self._loop.call_later(self._wait_s, self.fail, f"not handed over within {self._wait_s:g} s")
+        return self._loop.call_later(
+            self._wait_s, self.fail, f"not handed over within {self._wait_s:g} s"
+        )
 
 
 class BootstrapRooms:

@@ -1,4 +1,6 @@
-"""A Hugging Face causal LM folder, loaded: its KV storage, the two forward passes that serving needs, the tokenizer."""
+"""A Hugging Face causal LM folder, loaded: its KV storage, the two forward passes that serving
+needs, the tokenizer.
+"""
 
 import json
 from dataclasses import dataclass
@@ -33,12 +35,16 @@ class KvShape:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
-    """One layer of `store`, whose memory exists before the first token; masks are given, not derived."""
+    """One layer of `store`, whose memory exists before the first token; masks are given, not
+    derived.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor, store: "PromptKv | SlotKv") -> None:
         super().__init__()
         self.is_initialized = True
-        self.keys, self.values, self._store = keys, values, store
+        self.keys = keys
+        self.values = values
+        self._store = store
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep what is new, and give all that attention reads."""
@@ -69,7 +75,9 @@ class PromptKv:
 
     @property
     def cache(self) -> Cache:
-        """For one forward pass. It is not kept: in a cycle of references the KV would outlive its prompt."""
+        """For one forward pass. It is not kept: in a cycle of references the KV would outlive its
+        prompt.
+        """
         return Cache(layers=[_Layer(layer[0][None], layer[1][None], self) for layer in self.kv])
 
     def write(self, stored: Tensor, new: Tensor) -> Tensor:
@@ -83,9 +91,9 @@ class SlotKv:
 
     Behind each row there is room for drafts that turn out wrong.
 
-    Storage is `[layers, 2, rows, kv_heads, tokens, head_dim]`. It starts as zeros, not as whatever memory holds:
-    masked positions still enter the arithmetic, and a NaN there would spread. The next step writes at `positions` of
-    the rows in `index`, and attention reads `longest` tokens.
+    Storage is `[layers, 2, rows, kv_heads, tokens, head_dim]`. It starts as zeros, not as whatever
+    memory holds: masked positions still enter the arithmetic, and a NaN there would spread. The
+    next step writes at `positions` of the rows in `index`, and attention reads `longest` tokens.
     """
 
     def __init__(self, shape: KvShape, *, rows: int = 4, tokens: int = 512) -> None:
@@ -97,7 +105,8 @@ class SlotKv:
 
     def ensure(self, rows: int, tokens: int) -> None:
         """Grow to `rows` rows of `tokens` tokens, keeping what is stored."""
-        have_rows, have_tokens = self._storage.shape[2], self._storage.shape[4] - MOST_DRAFTED
+        have_rows = self._storage.shape[2]
+        have_tokens = self._storage.shape[4] - MOST_DRAFTED
         if rows <= have_rows and tokens <= have_tokens:
             return
         old = self._storage
@@ -151,15 +160,21 @@ class CausalLm:
     eos_ids: frozenset[int]
 
     def prefill(self, prompt: PromptKv, input_ids: Tensor, start: int, kept: int = 1) -> Tensor:
-        """Compute `input_ids` `[n]` at positions from `start`; returns the last tokens' logits `[kept, vocab]`."""
+        """Compute `input_ids` `[n]` at positions from `start`; returns the last tokens' logits
+        `[kept, vocab]`.
+        """
         stop = start + input_ids.shape[0]
-        prompt.start, prompt.stop = start, stop
+        prompt.start = start
+        prompt.stop = stop
         positions = torch.arange(start, stop, device=input_ids.device)
         mask = torch.arange(stop, device=input_ids.device) <= positions[:, None]
-        return self._forward(input_ids[None], positions[None], mask[None, None], prompt.cache, kept)[0]
+        return self._forward(
+            input_ids[None], positions[None], mask[None, None], prompt.cache, kept
+        )[0]
 
     def decode(self, slots: SlotKv, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """One step for rows 0 to n-1: `input_ids` `[n, tokens]`, the first of each row at `positions` `[n]`.
+        """One step for rows 0 to n-1: `input_ids` `[n, tokens]`, the first of each row at
+        `positions` `[n]`.
 
         Returns logits `[n, tokens, vocab]`.
         """
@@ -169,7 +184,9 @@ class CausalLm:
         mask = torch.arange(slots.longest, device=input_ids.device) <= places[:, :, None]
         return self._forward(input_ids, places, mask[:, None], slots.cache, tokens)
 
-    def _forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int) -> Tensor:
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int
+    ) -> Tensor:
         output = self.network(
             input_ids=input_ids,
             position_ids=positions,
@@ -186,9 +203,14 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
     """Load model and tokenizer; raises `ConfigError` on a folder that cannot be served."""
     folder = Path(settings.model_path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json.", remedy="Name a Hugging Face model folder.")
+        raise ConfigError(
+            f"{folder} has no config.json.", remedy="Name a Hugging Face model folder."
+        )
     network = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa", local_files_only=True
+        folder,
+        dtype=getattr(torch, settings.dtype),
+        attn_implementation="sdpa",
+        local_files_only=True,
     )
     network = network.to(settings.device).eval()
     config = network.config
@@ -198,15 +220,20 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
             f"{config.model_type} has layers of {', '.join(sorted(kinds))}.",
             remedy="The embedded engine serves models with full attention only; use SGLang.",
         )
-    own, wanted = int(config.max_position_embeddings), settings.context_length
+    own = int(config.max_position_embeddings)
+    wanted = settings.context_length
     if wanted is not None and wanted > own:
-        raise ConfigError(f"context_length {wanted} is more than the model's own {own}.", remedy="Lower it.")
+        raise ConfigError(
+            f"context_length {wanted} is more than the model's own {own}.", remedy="Lower it."
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     device = torch.device(network.device)
     return CausalLm(
         network=network,
         tokenizer=load_tokenizer(folder),
-        kv_shape=KvShape(config.num_hidden_layers, config.num_key_value_heads, head_dim, network.dtype, device),
+        kv_shape=KvShape(
+            config.num_hidden_layers, config.num_key_value_heads, head_dim, network.dtype, device
+        ),
         vocab_size=config.vocab_size,
         context_length=wanted or own,
         eos_ids=_eos_ids(folder, config),
@@ -217,7 +244,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json, without the truncation or padding that it may ask for."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} has no tokenizer.json.", remedy="Save its fast tokenizer there.")
+        raise ConfigError(
+            f"{folder} has no tokenizer.json.", remedy="Save its fast tokenizer there."
+        )
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -231,5 +260,8 @@ def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
     if generation.is_file():
         found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
     return frozenset(
-        token for each in found for token in (each if isinstance(each, list) else [each]) if token is not None
+        token
+        for each in found
+        for token in (each if isinstance(each, list) else [each])
+        if token is not None
     )

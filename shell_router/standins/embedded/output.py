@@ -1,4 +1,6 @@
-"""One request's output: the text of its tokens, when it ends, what each token adds, and the answer they make."""
+"""One request's output: the text of its tokens, when it ends, what each token adds, and the answer
+they make.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,8 @@ from shell_router.standins.embedded.sampling import Draw, Grammar
 from shell_router.standins.embedded.wire import GenerateRequest
 
 REPLACEMENT = "\ufffd"
-# No character has more bytes than four; more pending tokens than this are not an incomplete one but broken bytes.
+# No character has more bytes than four; more pending tokens than this are not an incomplete one but
+# broken bytes.
 MOST_PENDING = 8
 CONTEXT_TOKENS = 5
 
@@ -19,11 +22,13 @@ CONTEXT_TOKENS = 5
 class Detokenizer:
     """The text that each further token of one output adds.
 
-    Decodes a short tail twice, without and with the new token, and gives the difference: the tail carries what
-    earlier tokens mean for spacing. While a character is incomplete nothing is given.
+    Decodes a short tail twice, without and with the new token, and gives the difference: the tail
+    carries what earlier tokens mean for spacing. While a character is incomplete nothing is given.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
@@ -46,7 +51,9 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids, self._skip)[len(self._known_text) :]
 
     def _advance(self) -> None:
-        """Forget tokens whose text was given, but for the last group, which the next one may lean on."""
+        """Forget tokens whose text was given, but for the last group, which the next one may lean
+        on.
+        """
         del self._ids[: self._read]
         self._read = len(self._ids)
         self._known_text = self._tokenizer.decode(self._ids, self._skip)
@@ -56,9 +63,10 @@ class Detokenizer:
 class Piece:
     """What one step adds: at most one token, its text, and the reason if it is the last.
 
-    `finish_reason` is SGLang's dict; `input_logprobs` are those of the prompt's last tokens, from a prefill. Ids run
-    through the stop token; text does not (SGLang's `output_ids_through_stop` and `trim_matched_stop`). The first piece
-    of a pass that verified drafts says how many tokens were `drafted` in it, and how many `accepted`.
+    `finish_reason` is SGLang's dict; `input_logprobs` are those of the prompt's last tokens, from a
+    prefill. Ids run through the stop token; text does not (SGLang's `output_ids_through_stop` and
+    `trim_matched_stop`). The first piece of a pass that verified drafts says how many tokens were
+    `drafted` in it, and how many `accepted`.
     """
 
     token_id: int | None = None
@@ -81,14 +89,22 @@ class Output:
     def __init__(self, draw: Draw, tokenizer: Tokenizer, *, max_new_tokens: int) -> None:
         self.draw = draw
         self._max_new_tokens = max_new_tokens
-        self._detokenizer = Detokenizer(tokenizer, draw.prompt_ids, skip_special_tokens=draw.params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, draw.prompt_ids, skip_special_tokens=draw.params.skip_special_tokens
+        )
         self._held = ""
 
     @classmethod
     def of(cls, request: GenerateRequest, lm: CausalLm, grammar: Grammar | None = None) -> Self:
-        """The request's output before its first token. One that follows a grammar ends where that does."""
+        """The request's output before its first token. One that follows a grammar ends where that
+        does.
+        """
         params = request.sampling
-        stop_ids = frozenset() if params.ignore_eos and grammar is None else params.stop_token_ids | lm.eos_ids
+        stop_ids = (
+            (frozenset())
+            if (params.ignore_eos and grammar is None)
+            else (params.stop_token_ids | lm.eos_ids)
+        )
         draw = Draw(params, request.input_ids, stop_ids, grammar=grammar)
         return cls(draw, lm.tokenizer, max_new_tokens=request.max_new_tokens)
 
@@ -97,7 +113,11 @@ class Output:
         if self._max_new_tokens == 0:
             return Piece(finish_reason={"type": "length", "length": 0})
         if self.draw.grammar is not None and self.draw.grammar.error:
-            return Piece(finish_reason=abort_reason(f"The grammar cannot be followed: {self.draw.grammar.error}", 400))
+            return Piece(
+                finish_reason=abort_reason(
+                    f"The grammar cannot be followed: {self.draw.grammar.error}", 400
+                )
+            )
         self.draw.output_ids.append(token_id)
         is_stop = token_id in self.draw.stop_ids
         text = self._held
@@ -106,13 +126,18 @@ class Output:
         full = len(self.draw.output_ids) >= self._max_new_tokens
         if is_stop or full:
             text += self._detokenizer.finish()
-        cut = self._stop_string(text) if self.draw.params.stop else None
+        if self.draw.params.stop:
+            cut = self._stop_string(text)
+        else:
+            cut = None
         if cut is not None:
             return Piece(token_id, logprob, cut[0], {"type": "stop", "matched": cut[1]})
         if is_stop:
             return Piece(token_id, logprob, text, {"type": "stop", "matched": token_id})
         if full:
-            return Piece(token_id, logprob, text, {"type": "length", "length": self._max_new_tokens})
+            return Piece(
+                token_id, logprob, text, {"type": "length", "length": self._max_new_tokens}
+            )
         return Piece(token_id, logprob, self._hold_back(text) if self.draw.params.stop else text)
 
     def _stop_string(self, text: str) -> tuple[str, str] | None:
@@ -126,7 +151,10 @@ class Output:
     def _hold_back(self, text: str) -> str:
         """Give all but a tail that may be the beginning of a stop string."""
         stops = self.draw.params.stop
-        given = next((at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)), len(text))
+        given = next(
+            (at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)),
+            len(text),
+        )
         self._held = text[given:]
         return text[:given]
 
@@ -134,10 +162,13 @@ class Output:
 class Answer:
     """Grows with the pieces of one output and renders SGLang's dict.
 
-    Cumulative: every rendering repeats all so far. Incremental: text, ids and log-probabilities since the last.
+    Cumulative: every rendering repeats all so far. Incremental: text, ids and log-probabilities
+    since the last.
     """
 
-    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, *, incremental: bool) -> None:
+    def __init__(
+        self, request: GenerateRequest, tokenizer: Tokenizer, *, incremental: bool
+    ) -> None:
         self._request = request
         self._tokenizer = tokenizer
         self._incremental = incremental and request.stream
@@ -162,7 +193,9 @@ class Answer:
                 self._accepted += piece.accepted
             if piece.input_logprobs:
                 scored = self._request.input_ids[-len(piece.input_logprobs) :]
-                self._input_logprobs = [self._row(*each) for each in zip(piece.input_logprobs, scored, strict=True)]
+                self._input_logprobs = [
+                    self._row(*each) for each in zip(piece.input_logprobs, scored, strict=True)
+                ]
             if piece.token_id is not None:
                 self._ids.append(piece.token_id)
                 self._completion_tokens += 1
@@ -183,12 +216,18 @@ class Answer:
             meta["output_token_logprobs"] = self._logprobs
         if self._verified:
             meta["spec_verify_ct"] = self._verified
-            meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"] = self._drafted, self._accepted
+            meta["spec_num_proposed_drafts"] = self._drafted
+            meta["spec_num_correct_drafts"] = self._accepted
         answer = {"text": "".join(self._text), "output_ids": self._ids, "meta_info": meta}
         if self._incremental:
-            self._text, self._ids, self._logprobs = [], [], []
+            self._text = []
+            self._ids = []
+            self._logprobs = []
         return answer
 
     def _row(self, logprob: float | None, token_id: int) -> list[Any]:
-        text = self._tokenizer.decode([token_id], False) if self._request.return_text_in_logprobs else None
+        if self._request.return_text_in_logprobs:
+            text = self._tokenizer.decode([token_id], False)
+        else:
+            text = None
         return [logprob, token_id, text]

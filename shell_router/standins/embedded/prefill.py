@@ -1,4 +1,6 @@
-"""The prefill side: compute a prompt chunk by chunk over the prefix cache, hand its KV to the decode partner."""
+"""The prefill side: compute a prompt chunk by chunk over the prefix cache, hand its KV to the
+decode partner.
+"""
 
 import asyncio
 import random
@@ -10,7 +12,12 @@ import torch
 from torch import Tensor
 
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.kv_transfer import BootstrapRoom, BootstrapRooms, KvTransferError, Prefilled
+from shell_router.standins.embedded.kv_transfer import (
+    BootstrapRoom,
+    BootstrapRooms,
+    KvTransferError,
+    Prefilled,
+)
 from shell_router.standins.embedded.model import CausalLm, PromptKv
 from shell_router.standins.embedded.output import Output, Piece
 from shell_router.standins.embedded.sampling import BatchSampler, token_logprobs
@@ -39,11 +46,13 @@ class Match:
 
 
 class KvCache(PrefixCache):
-    """KV (`[layers, 2, kv_heads, tokens, head_dim]`) of prompts, which are tuples of ids, in the nodes themselves.
+    """KV (`[layers, 2, kv_heads, tokens, head_dim]`) of prompts, which are tuples of ids, in the
+    nodes themselves.
 
-    SGLang keeps indices into a paged pool instead; on a CPU gathering a prefix is one cheap concatenation, and no
-    attention kernel reads pages. A leaf shorter than `short_leaf_tokens` is extended in place: a prompt that grows by
-    a few tokens at a time would otherwise become a chain of that many nodes, and every match would walk it.
+    SGLang keeps indices into a paged pool instead; on a CPU gathering a prefix is one cheap
+    concatenation, and no attention kernel reads pages. A leaf shorter than `short_leaf_tokens` is
+    extended in place: a prompt that grows by a few tokens at a time would otherwise become a chain
+    of that many nodes, and every match would walk it.
     """
 
     def __init__(self, capacity: int, *, short_leaf_tokens: int = SHORT_LEAF_TOKENS) -> None:
@@ -67,12 +76,16 @@ class KvCache(PrefixCache):
             each.pins -= 1
 
     def keep(self, ids: tuple[int, ...], kv: Tensor, owner: Hashable = None) -> None:
-        """Copy the part of `owner`'s KV that is not cached yet; where pins leave too little, a leading part of it."""
+        """Copy the part of `owner`'s KV that is not cached yet; where pins leave too little, a
+        leading part of it.
+        """
         node, start, stop = self._make_room(ids, owner)
         if start < stop:
             new = kv[:, :, :, start:stop]
             if node.parent is None or node.children or len(node.ids) >= self._short_leaf_tokens:
-                kept = new.clone()  # before it has a node: where there is no memory for it, nothing has changed
+                kept = (
+                    new.clone()
+                )  # before it has a node: where there is no memory for it, nothing has changed
                 node = self._grow(node, ids[start:stop])
                 node.kv = kept
             else:
@@ -81,7 +94,8 @@ class KvCache(PrefixCache):
         self._touch(node)
 
     def _split(self, node: Node, at: int) -> Node:
-        # copies, not views: a view would keep the whole storage alive after the other half is evicted
+        # copies, not views: a view would keep the whole storage alive after the other half is
+        # evicted
         halves = node.kv[:, :, :, :at].clone(), node.kv[:, :, :, at:].clone()
         before = super()._split(node, at)
         before.kv, node.kv = halves
@@ -127,7 +141,8 @@ class _Running:
 
 @dataclass(slots=True)
 class PrefillWorker:
-    """Computes one prompt at a time and keeps every chunk in the prefix cache as soon as it is computed.
+    """Computes one prompt at a time and keeps every chunk in the prefix cache as soon as it is
+    computed.
 
     `prompt_tokens` and `cached_tokens`, which are part of them, count since the start.
     """
@@ -166,18 +181,25 @@ class PrefillWorker:
             self._waiting.popleft()
         if self._running is None:
             return ()
-        running, job = self._running, self._running.job
+        running = self._running
+        job = self._running.job
         logits = self._compute_chunk(running)
         if running.done < len(job.ids):
             return ()
-        sample = BatchSampler([job.output.draw], with_logprobs=job.inflight.request.return_logprob, rng=self.rng)
+        sample = BatchSampler(
+            [job.output.draw], with_logprobs=job.inflight.request.return_logprob, rng=self.rng
+        )
         ((token_id, logprob),) = sample(logits)
         self._leave(running)
         scored = tuple(running.input_logprobs)
-        return ((job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, scored)),)
+        return (
+            (job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, scored)),
+        )
 
     def fail(self, message: str) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
-        """Give up the running prompt, or the one that could not be begun; others that wait have met no error."""
+        """Give up the running prompt, or the one that could not be begun; others that wait have met
+        no error.
+        """
         if self._running is not None:
             job = self._running.job
             self._leave(self._running)
@@ -188,23 +210,34 @@ class PrefillWorker:
         return ((job, KvTransferError(message)),)
 
     def _begin(self, job: PrefillJob) -> _Running:
-        last, scored_from = len(job.ids) - 1, job.inflight.request.scored_from
+        last = len(job.ids) - 1
+        scored_from = job.inflight.request.scored_from
         # the last logits are computed anew, and all that are asked for
-        match = self.cache.find(job.ids[: last if scored_from is None else min(last, scored_from)], job.owner)
+        match = self.cache.find(
+            job.ids[: last if scored_from is None else min(last, scored_from)], job.owner
+        )
         prompt = PromptKv(self.lm.kv_shape.empty(len(job.ids)))
         match.copy_into(prompt.kv)
         ids = torch.tensor(job.ids, device=self.lm.kv_shape.device)
-        self.cache.pin(match.node)  # nothing fails after it, so that every pin belongs to a running prompt
+        self.cache.pin(
+            match.node
+        )  # nothing fails after it, so that every pin belongs to a running prompt
         self.prompt_tokens += len(job.ids)
         self.cached_tokens += match.length
-        return _Running(job, ids, prompt, match, match.length, [] if scored_from is None else [None])
+        return _Running(
+            job, ids, prompt, match, match.length, [] if scored_from is None else [None]
+        )
 
     def _compute_chunk(self, running: _Running) -> Tensor:
         """The logits of the chunk's last token `[1, vocab]`."""
-        job, start = running.job, running.done
+        job = running.job
+        start = running.done
         stop = min(start + self.chunk_tokens, len(job.ids))
         scored_from = job.inflight.request.scored_from
-        first = stop if scored_from is None else max(start, scored_from)
+        if scored_from is None:
+            first = stop
+        else:
+            first = max(start, scored_from)
         kept = max(1, stop - first)
         logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, kept)
         self.cache.keep(job.ids[:stop], running.prompt.kv, job.owner)
@@ -227,11 +260,15 @@ NO_LIMIT = 1 << 31
 class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
     """Serves the prefill side."""
 
-    def __init__(self, settings: EmbeddedSettings, lm: CausalLm, rooms: BootstrapRooms, rng: random.Random) -> None:
+    def __init__(
+        self, settings: EmbeddedSettings, lm: CausalLm, rooms: BootstrapRooms, rng: random.Random
+    ) -> None:
         self._lm = lm
         self._rooms = rooms
         self._capacity = KvCapacity(settings.max_total_tokens, NO_LIMIT)
-        self._worker = PrefillWorker(lm, KvCache(settings.max_total_tokens), settings.chunked_prefill_size, rng)
+        self._worker = PrefillWorker(
+            lm, KvCache(settings.max_total_tokens), settings.chunked_prefill_size, rng
+        )
         super().__init__(self._worker, PrefillJob.settle)
 
     async def stop(self) -> None:
@@ -244,11 +281,14 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         super().check(request)
         if self._room(request).claimed:
             raise InvalidRequest(
-                f"bootstrap_room {request.bootstrap_room} is in use.", remedy="Draw a new room for every attempt."
+                f"bootstrap_room {request.bootstrap_room} is in use.",
+                remedy="Draw a new room for every attempt.",
             )
 
     async def work(self, inflight: Inflight) -> None:
-        """One piece: the first token, once the decode partner has the KV (at once with the fake host)."""
+        """One piece: the first token, once the decode partner has the KV (at once with the fake
+        host).
+        """
         if inflight.request.prefill_only:
             inflight.put(await self._compute(inflight, None))
             return
@@ -258,7 +298,10 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
             inflight.put(await self._compute(inflight, room))
         except KvTransferError as error:
             room_id = inflight.request.bootstrap_room
-            inflight.fail(f"Prefill transfer failed for request {inflight.request.rid} {room_id=} with {error}")
+            inflight.fail(
+                f"Prefill transfer failed for request {inflight.request.rid} {room_id=} with "
+                f"{error}"
+            )
         finally:
             room.fail("Aborted by AbortReq.")
 
@@ -278,7 +321,9 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         return self._rooms.open(request.bootstrap_room)
 
     async def _compute(self, inflight: Inflight, room: BootstrapRoom | None) -> Piece:
-        """Compute the prompt, unless the room fails, and wait until its KV was taken. Raises `KvTransferError`."""
+        """Compute the prompt, unless the room fails, and wait until its KV was taken. Raises
+        `KvTransferError`.
+        """
         async with self._capacity.hold(len(inflight.request.input_ids)):
             output = Output.of(inflight.request, self._lm, inflight.grammar)
             job = PrefillJob(inflight, output, asyncio.get_running_loop().create_future())
@@ -297,4 +342,6 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
                 room.offer(prefilled)
                 await asyncio.shield(room.taken)
         piece = output.accept(prefilled.token_id, prefilled.logprob)
-        return Piece(piece.token_id, piece.logprob, piece.text, HANDED_OVER, prefilled.input_logprobs)
+        return Piece(
+            piece.token_id, piece.logprob, piece.text, HANDED_OVER, prefilled.input_logprobs
+        )

@@ -1,4 +1,5 @@
-"""Tokens drawn for a batch by each request's sampling parameters, and the grammars that outputs must follow.
+"""Tokens drawn for a batch by each request's sampling parameters, and the grammars that outputs
+must follow.
 
 Grammars are llguidance's: compiled in a thread, kept, and read token by token.
 """
@@ -34,7 +35,9 @@ class Grammar:
         self.error = ""
 
     def mask(self, logits: Tensor, output_ids: Sequence[int]) -> None:
-        """Exclude from `logits` `[vocab]`, in place, what cannot follow `output_ids`, which only ever grow."""
+        """Exclude from `logits` `[vocab]`, in place, what cannot follow `output_ids`, which only
+        ever grow.
+        """
         self._matcher.consume_tokens(list(output_ids[self._read :]))
         self._read = len(output_ids)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -55,11 +58,15 @@ class Grammars:
         self._turn = asyncio.Lock()
 
     async def of(self, wanted: tuple[str, str] | None) -> Grammar | None:
-        """A fresh one of the kind and text that `wanted` names. Raises InvalidRequest where it cannot be compiled."""
+        """A fresh one of the kind and text that `wanted` names. Raises InvalidRequest where it
+        cannot be compiled.
+        """
         if wanted is None:
             return None
         async with self._turn:  # one at a time: each may take a core for a second
-            matcher = self._compiled.pop(wanted, None) or await asyncio.to_thread(self._compile, *wanted)
+            matcher = self._compiled.pop(wanted, None) or await asyncio.to_thread(
+                self._compile, *wanted
+            )
             self._compiled[wanted] = matcher
             if len(self._compiled) > KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
@@ -70,26 +77,35 @@ class Grammars:
             library = import_module("llguidance")
         except ImportError as error:
             raise InvalidRequest(
-                f"The embedded engine has no {kind} without llguidance.", remedy="pip install 'shell-router[embedded]'."
+                f"The embedded engine has no {kind} without llguidance.",
+                remedy="pip install 'shell-router[embedded]'.",
             ) from error
         if len(text) > MOST_CHARACTERS:
-            raise InvalidRequest(f"{kind} has over {MOST_CHARACTERS} characters.", remedy="Send a smaller one.")
+            raise InvalidRequest(
+                f"{kind} has over {MOST_CHARACTERS} characters.", remedy="Send a smaller one."
+            )
         if not self._lm.eos_ids:
             raise InvalidRequest(
                 f"{kind} needs a model that names a token to end with.",
                 remedy="Set eos_token_id in the model's generation_config.json.",
             )
         if self._tokenizer is None:
-            definition, ends = self._lm.tokenizer.to_str(), sorted(self._lm.eos_ids)
-            self._tokenizer = library.LLTokenizer(definition, n_vocab=self._lm.vocab_size, eos_token=ends)
-        matcher, problem = None, ""
+            definition = self._lm.tokenizer.to_str()
+            ends = sorted(self._lm.eos_ids)
+            self._tokenizer = library.LLTokenizer(
+                definition, n_vocab=self._lm.vocab_size, eos_token=ends
+            )
+        matcher = None
+        problem = ""
         try:
             matcher = library.LLMatcher(self._tokenizer, _lark(library, kind, text), log_level=0)
             problem = matcher.get_error()
         except Exception as error:  # the library raises plain Exception
             problem = str(error)
         if problem:
-            raise InvalidRequest(f"{kind} cannot be used: {problem.strip()}.", remedy="Correct or simplify it.")
+            raise InvalidRequest(
+                f"{kind} cannot be used: {problem.strip()}.", remedy="Correct or simplify it."
+            )
         return matcher
 
 
@@ -98,12 +114,16 @@ def _lark(library: Any, kind: str, text: str) -> Any:
         return library.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
     if kind == "regex":
         return library.LLMatcher.grammar_from_regex(text)
-    return library.LLMatcher.grammar_from_lark(import_module("llguidance.gbnf_to_lark").any_to_lark(text))
+    return library.LLMatcher.grammar_from_lark(
+        import_module("llguidance.gbnf_to_lark").any_to_lark(text)
+    )
 
 
 @dataclass(slots=True)
 class Draw:
-    """What sampling one request needs: its parameters and what it has said; `position` counts output tokens."""
+    """What sampling one request needs: its parameters and what it has said; `position` counts
+    output tokens.
+    """
 
     params: SamplingParams
     prompt_ids: Sequence[int]
@@ -117,7 +137,9 @@ class Draw:
 
     def after(self, tokens: Sequence[int]) -> Self:
         """The same request once it has said these `tokens`, too."""
-        return replace(self, output_ids=[*self.output_ids, *tokens]) if tokens else self
+        if tokens:
+            return replace(self, output_ids=[*self.output_ids, *tokens])
+        return self
 
     def uniform(self, rng: random.Random) -> float:
         """A number in [0, 1): from `rng`, or fixed by seed and position."""
@@ -133,8 +155,8 @@ Drawn = tuple[int, float | None]
 class BatchSampler:
     """Samples for one fixed batch of requests; build another when the batch changes.
 
-    Calling it takes logits `[batch, vocab]` and gives a token for each row, with its log-probability if
-    `with_logprobs`.
+    Calling it takes logits `[batch, vocab]` and gives a token for each row, with its
+    log-probability if `with_logprobs`.
     """
 
     def __init__(self, draws: Sequence[Draw], *, with_logprobs: bool, rng: random.Random) -> None:
@@ -145,7 +167,9 @@ class BatchSampler:
         self._random = [row for row, draw in enumerate(draws) if not draw.params.greedy]
         self._temperature = _column([draw.params.temperature for draw in draws])
         params = [draws[row].params for row in self._random]
-        self._truncated = any(one.top_k < WHOLE_VOCABULARY or one.top_p < 1.0 or one.min_p > 0.0 for one in params)
+        self._truncated = any(
+            one.top_k < WHOLE_VOCABULARY or one.top_p < 1.0 or one.min_p > 0.0 for one in params
+        )
         self._top_k = torch.tensor([[one.top_k] for one in params])
         self._top_p = _column([one.top_p for one in params])
         self._min_p = _column([one.min_p for one in params])
@@ -168,18 +192,25 @@ class BatchSampler:
     def _sample(self, logits: Tensor) -> Tensor:
         uniforms = _column([self._draws[row].uniform(self._rng) for row in self._random]).to(logits)
         probabilities = torch.softmax(logits, -1)
-        weights = self._truncate(probabilities) if self._truncated else probabilities
+        if self._truncated:
+            weights = self._truncate(probabilities)
+        else:
+            weights = probabilities
         return _invert(weights, uniforms).squeeze(-1)
 
     def _truncate(self, probabilities: Tensor) -> Tensor:
-        """Zero what top-k, top-p and min-p exclude. The order stays, so that a row's draw does not depend on others."""
+        """Zero what top-k, top-p and min-p exclude. The order stays, so that a row's draw does not
+        depend on others.
+        """
         ordered, order = probabilities.sort(dim=-1, descending=True)
         rank = torch.arange(ordered.shape[-1], device=ordered.device)
         before = ordered.cumsum(-1) - ordered
         excluded = rank >= self._top_k.to(rank)
         excluded |= (before > self._top_p.to(ordered)) & (self._top_p.to(ordered) < 1)
         excluded |= ordered < ordered[:, :1] * self._min_p.to(ordered)
-        return probabilities.masked_fill(torch.empty_like(excluded).scatter_(-1, order, excluded), 0.0)
+        return probabilities.masked_fill(
+            torch.empty_like(excluded).scatter_(-1, order, excluded), 0.0
+        )
 
 
 def shape_logits(logits: Tensor, draw: Draw) -> None:
@@ -194,7 +225,9 @@ def shape_logits(logits: Tensor, draw: Draw) -> None:
         penalty = params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if draw.output_ids and (params.frequency_penalty or params.presence_penalty):
-        counts = torch.bincount(torch.tensor(draw.output_ids, device=logits.device), minlength=logits.shape[-1])
+        counts = torch.bincount(
+            torch.tensor(draw.output_ids, device=logits.device), minlength=logits.shape[-1]
+        )
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
     for token, bias in params.logit_bias.items():
         logits[token] += bias
@@ -205,7 +238,9 @@ def shape_logits(logits: Tensor, draw: Draw) -> None:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Indices `[batch, 1]` drawn in proportion to `weights` `[batch, n]`, which need not sum to one."""
+    """Indices `[batch, 1]` drawn in proportion to `weights` `[batch, n]`, which need not sum to
+    one.
+    """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # below the total even where the product rounds up to it, so that what is picked has a weight
@@ -227,4 +262,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
 
 
 def _widened(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype == torch.bfloat16 else logits
+    if logits.dtype == torch.bfloat16:
+        return logits.float()
+    return logits

@@ -1,4 +1,5 @@
-"""Embedded servers as the router's process sees them, and the process that forks them (`spawner`)."""
+"""Embedded servers as the router's process sees them, and the process that forks them
+(`spawner`)."""
 
 import asyncio
 import json
@@ -21,13 +22,16 @@ ENDED = "The process that starts embedded servers ended."
 
 
 class EmbeddedServer:
-    """One process of a server, from its start to its end; a server that is started again is another one of these.
+    """One process of a server, from its start to its end; a server that is started again is another
+    one of these.
 
-    `ready` is done when it serves, and fails with `EngineUnreachable` where it cannot. `dead` is set when it has ended,
-    `exit_code` with it where it is known.
+    `ready` is done when it serves, and fails with `EngineUnreachable` where it cannot. `dead` is
+    set when it has ended, `exit_code` with it where it is known.
     """
 
-    def __init__(self, name: str, number: int, settings: ServerSettings, spawner: "Spawner") -> None:
+    def __init__(
+        self, name: str, number: int, settings: ServerSettings, spawner: "Spawner"
+    ) -> None:
         self.name = name
         self.number = number
         self.settings = settings
@@ -63,15 +67,18 @@ class EmbeddedServer:
     def fail(self, reason: str) -> None:
         """It will not serve, unless it does already."""
         if not self.ready.done():
-            self.ready.set_exception(EngineUnreachable(reason, remedy="Its own log lines say more."))
+            self.ready.set_exception(
+                EngineUnreachable(reason, remedy="Its own log lines say more.")
+            )
             self.ready.exception()  # seen: there may be no waiter
 
 
 class Spawner:
-    """A process that imports torch once, and then forks the servers of any number of fleets within milliseconds.
+    """A process that imports torch once, and then forks the servers of any number of fleets within
+    milliseconds.
 
-    It starts with `launch`, and ends with this context or with this process, however that ends. `dead` is set when it
-    has ended, and all its servers with it.
+    It starts with `launch`, and ends with this context or with this process, however that ends.
+    `dead` is set when it has ended, and all its servers with it.
     """
 
     def __init__(self) -> None:
@@ -92,10 +99,14 @@ class Spawner:
     @property
     def pid(self) -> int | None:
         """None before `launch`, and from `stop` on."""
-        return None if self._process is None else self._process.pid
+        if self._process is None:
+            return None
+        return self._process.pid
 
     async def launch(self) -> None:
-        """Start the process, once, and return when it has imported all that servers need, or has ended."""
+        """Start the process, once, and return when it has imported all that servers need, or has
+        ended.
+        """
         async with self._starting:
             if self._process is None:
                 await self._start()
@@ -108,12 +119,21 @@ class Spawner:
             server.end(ENDED)
             return server
         self._servers[server.number] = server
-        self.send({"start": server.number, "name": name, "server": b64encode(pickle.dumps(settings)).decode()})
+        self.send(
+            {
+                "start": server.number,
+                "name": name,
+                "server": b64encode(pickle.dumps(settings)).decode(),
+            }
+        )
         return server
 
     async def stop(self, *, at_once: bool = False) -> None:
-        """End the process and all its servers: SIGTERM, unless it is `at_once`, then SIGKILL. Twice is no error."""
-        process, self._process = self._process, None
+        """End the process and all its servers: SIGTERM, unless it is `at_once`, then SIGKILL. Twice
+        is no error.
+        """
+        process = self._process
+        self._process = None
         if process is None or self._reader is None:
             return
         assert process.stdin is not None
@@ -122,7 +142,9 @@ class Spawner:
             async with asyncio.timeout(0 if at_once else STOP_LIMIT_S):
                 await process.wait()
         except TimeoutError:
-            with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
+            with suppress(
+                ProcessLookupError, PermissionError
+            ):  # macOS: a group of zombies is EPERM
                 os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         await self._reader
@@ -131,16 +153,24 @@ class Spawner:
         """See `spawner`."""
         if self._process is not None:
             assert self._process.stdin is not None
-            if not self._process.stdin.is_closing():  # else it has died, and `_read_events` is about to end
+            if (
+                not self._process.stdin.is_closing()
+            ):  # else it has died, and `_read_events` is about to end
                 self._process.stdin.write(json.dumps(command).encode() + b"\n")
 
     async def _start(self) -> None:
-        # A session of its own: Ctrl-C in the terminal is for the router, which then stops its engines in order.
+        # A session of its own: Ctrl-C in the terminal is for the router, which then stops its
+        # engines in order.
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "shell_router.standins.embedded.spawner"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "TQDM_DISABLE": "1",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
             start_new_session=True,
         )
         self._reader = asyncio.create_task(self._read_events(self._process))
@@ -166,4 +196,7 @@ class Spawner:
                 server.fail(f"Embedded server {server.name} cannot start: {message}.")
             case {"exited": number, "code": code}:
                 server = self._servers.pop(number)
-                server.end(f"Embedded server {server.name} ended with code {code} before it was ready.", code)
+                server.end(
+                    f"Embedded server {server.name} ended with code {code} before it was ready.",
+                    code,
+                )

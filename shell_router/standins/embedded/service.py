@@ -25,10 +25,12 @@ STOP_LIMIT_S = 10.0
 
 
 class Inflight:
-    """One request in work, with its output's pieces in order, which one reader takes in batches. One event loop only.
+    """One request in work, with its output's pieces in order, which one reader takes in batches.
+    One event loop only.
 
-    The reader is woken by the first piece, then by every `stream_interval` more, and by the last, as in SGLang.
-    `cached_tokens` is set before the first piece, `transferring` while its KV is on its way.
+    The reader is woken by the first piece, then by every `stream_interval` more, and by the last,
+    as in SGLang. `cached_tokens` is set before the first piece, `transferring` while its KV is on
+    its way.
     """
 
     def __init__(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
@@ -51,7 +53,8 @@ class Inflight:
         await self._filled.wait()
         self._filled.clear()
         self._due = self.request.stream_interval
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         return pieces
 
     def abort(self) -> None:
@@ -86,7 +89,9 @@ class Service(ABC, Generic[Job, Result]):
     `inflight` are the requests in work, by `rid`. One event loop only.
     """
 
-    def __init__(self, worker: "Worker[Job, Result]", deliver: Callable[[Job, Result], None]) -> None:
+    def __init__(
+        self, worker: "Worker[Job, Result]", deliver: Callable[[Job, Result], None]
+    ) -> None:
         """See `ModelThread`."""
         self.inflight: dict[str, Inflight] = {}
         self.thread = ModelThread(worker, deliver)
@@ -98,16 +103,20 @@ class Service(ABC, Generic[Job, Result]):
         """Raise `InvalidRequest` on a request that this side cannot take."""
         if request.bootstrap_room is None:
             raise InvalidRequest(
-                f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={request.rid!r}"
+                "Invalid request: Disaggregated request received without bootstrap room id. "
+                f"req.rid={request.rid!r}"
             )
 
     @contextmanager
     def in_work(self, request: GenerateRequest, grammar: Grammar | None) -> Iterator[Inflight]:
-        """Register a request for the length of the block. Raises `InvalidRequest`, as on an id in use."""
+        """Register a request for the length of the block. Raises `InvalidRequest`, as on an id in
+        use.
+        """
         self.check(request)
         if request.rid in self.inflight:
             raise InvalidRequest(
-                f"Duplicate request ID detected: {request.rid}", remedy="Use a new id for every attempt."
+                f"Duplicate request ID detected: {request.rid}",
+                remedy="Use a new id for every attempt.",
             )
         self.inflight[request.rid] = inflight = Inflight(request, grammar)
         try:
@@ -121,14 +130,17 @@ class Service(ABC, Generic[Job, Result]):
 
     @abstractmethod
     async def work(self, inflight: Inflight) -> None:
-        """Put the request's output, piece by piece. Cancelling it frees everything within one step."""
+        """Put the request's output, piece by piece. Cancelling it frees everything within one
+        step."""
 
     @abstractmethod
     def loads(self) -> Loads:
         """How much work there is."""
 
 
-async def output_of(service: Service[Any, Any], inflight: Inflight) -> AsyncGenerator[Sequence[Piece], None]:
+async def output_of(
+    service: Service[Any, Any], inflight: Inflight
+) -> AsyncGenerator[Sequence[Piece], None]:
     """The request's pieces as they come, to the last; its work never outlives this generator."""
     task = asyncio.create_task(_guarded(service, inflight))
     try:
@@ -170,7 +182,9 @@ class Worker(Protocol[Job, Result]):
 
 
 class ModelThread(Generic[Job, Result]):
-    """Runs a worker step by step; between steps it obeys commands, so that each takes effect within one step."""
+    """Runs a worker step by step; between steps it obeys commands, so that each takes effect within
+    one step.
+    """
 
     def __init__(self, worker: Worker[Job, Result], deliver: Callable[[Job, Result], None]) -> None:
         """`deliver` is called in the event loop's thread."""

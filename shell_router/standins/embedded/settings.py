@@ -12,10 +12,14 @@ Mode = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedSection:
-    """A prefill and a decode process that the router starts and ends itself; used where there are no `pairs`."""
+    """A prefill and a decode process that the router starts and ends itself; used where there are
+    no `pairs`.
+    """
 
     device: Annotated[str, "Where the model runs: `cpu`, `cuda`, `cuda:1`, ..."] = "cpu"
-    dtype: Annotated[Dtype, "`float32`, `bfloat16`, or `float64`, whose outputs do not depend on batching."] = "float32"
+    dtype: Annotated[
+        Dtype, "`float32`, `bfloat16`, or `float64`, whose outputs do not depend on batching."
+    ] = "float32"
     threads: Annotated[int, count("CPU threads of each of the two processes.")] = 1
     cores: Annotated[
         tuple[int, ...],
@@ -25,12 +29,21 @@ class EmbeddedSection:
         ),
     ] = ()
     max_total_tokens: Annotated[
-        int, count("KV capacity in tokens: of running requests, and on the prefill side again of its prefix cache.")
+        int,
+        count(
+            "KV capacity in tokens: of running requests, and on the prefill side again of its "
+            "prefix cache."
+        ),
     ] = 65_536
     max_running_requests: Annotated[int, count("Requests that each process runs at a time.")] = 32
     draft_width: Annotated[
         int,
-        Number("Most tokens per request of a pass with drafts; 1 drafts nothing.", at_least=1, at_most=16, whole=True),
+        Number(
+            "Most tokens per request of a pass with drafts; 1 drafts nothing.",
+            at_least=1,
+            at_most=16,
+            whole=True,
+        ),
     ] = 16
 
 
@@ -38,9 +51,9 @@ class EmbeddedSection:
 class EmbeddedSettings(EmbeddedSection):
     """One pair: a model folder and its limits.
 
-    `model_path` is a Hugging Face folder of a causal LM with full attention (Qwen3, Llama). `context_length` counts
-    prompt and output; None takes the model's own. `kv_wait_s` is how long a finished prefill waits for its decode
-    partner, and a decode for its KV.
+    `model_path` is a Hugging Face folder of a causal LM with full attention (Qwen3, Llama).
+    `context_length` counts prompt and output; None takes the model's own. `kv_wait_s` is how long a
+    finished prefill waits for its decode partner, and a decode for its KV.
     """
 
     model_path: str
@@ -53,7 +66,9 @@ class EmbeddedSettings(EmbeddedSection):
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """One server of a pair. Port 0 takes a free one; `bootstrap_port` is where a prefill server hands out KV."""
+    """One server of a pair. Port 0 takes a free one; `bootstrap_port` is where a prefill server
+    hands out KV.
+    """
 
     pair: EmbeddedSettings
     mode: Mode

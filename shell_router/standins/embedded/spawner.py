@@ -1,10 +1,12 @@
 """One server of a pair as a process, and a small process that forks one for each line it reads.
 
-Importing torch and transformers takes seconds per process; a fork takes milliseconds. The router's own process cannot
-be the one that forks: it has threads and sockets. Commands and events are JSON lines on standard input and output:
+Importing torch and transformers takes seconds per process; a fork takes milliseconds. The router's
+own process cannot be the one that forks: it has threads and sockets. Commands and events are JSON
+lines on standard input and output:
 
     {"start": 7, "name": "small/prefill", "server": its settings, pickled, in base 64}
-        ->  {"ready": 7, "pid": ..., "port": ..., "bootstrap_port": ...}  or  {"failed": 7, "message": ...}
+        ->  {"ready": 7, "pid": ..., "port": ..., "bootstrap_port": ...}  or  {"failed": 7,
+        "message": ...}
     {"signal": 15, "server": 7}  ->  that signal to the server, if it still runs
     when a server's process ends:  {"exited": 7, "code": ...}
 
@@ -34,7 +36,9 @@ from typing import Any
 
 import aiohttp
 import torch
-import transformers.models.llama.modeling_llama  # transformers imports them when a model loads: 2 s in each fork
+
+# transformers imports them when a model loads: 2 s in each fork
+import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 import uvloop
 from aiohttp import web
@@ -55,7 +59,9 @@ PR_SET_NAME = 15
 
 
 def run_server(
-    settings: ServerSettings, on_listening: Callable[[ServerSettings], None], app: type[EngineApp] = EngineApp
+    settings: ServerSettings,
+    on_listening: Callable[[ServerSettings], None],
+    app: type[EngineApp] = EngineApp,
 ) -> None:
     """Load the model and serve `app` until SIGTERM or SIGINT. Blocks; call in a process of its own.
 
@@ -76,14 +82,20 @@ def _stay_on(cores: Collection[int]) -> None:
     known = os.sched_getaffinity(0)
     if unknown := set(cores) - known:
         raise ConfigError(
-            f"there is no core {min(unknown)} for it; there are {', '.join(map(str, sorted(known)))}.",
+            (
+                f"there is no core {min(unknown)} for it; there are "
+                f"{', '.join(map(str, sorted(known)))}."
+            ),
             remedy="Correct embedded.cores.",
         )
     os.sched_setaffinity(0, cores)
 
 
 async def _serve(
-    settings: ServerSettings, lm: CausalLm, on_listening: Callable[[ServerSettings], None], app: type[EngineApp]
+    settings: ServerSettings,
+    lm: CausalLm,
+    on_listening: Callable[[ServerSettings], None],
+    app: type[EngineApp],
 ) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -94,18 +106,27 @@ async def _serve(
         service: Service[Any, Any]
         if settings.mode == "prefill":
             rooms = BootstrapRooms(wait_s=pair.kv_wait_s)
-            listener = stack.enter_context(socket.create_server((pair.host, settings.bootstrap_port)))
+            listener = stack.enter_context(
+                socket.create_server((pair.host, settings.bootstrap_port))
+            )
             bootstrap_port = listener.getsockname()[1]
             await stack.enter_async_context(_site(rooms.application(), listener))
             service = PrefillService(pair, lm, rooms, random.Random())
         else:
-            # KV may take long to come and is large: no total limit but the client's own, and no limit on connections
+            # KV may take long to come and is large: no total limit but the client's own, and no
+            # limit on connections
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-            session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-            kv = KvClient(await stack.enter_async_context(session), lm.kv_shape, wait_s=pair.kv_wait_s)
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+            )
+            kv = KvClient(
+                await stack.enter_async_context(session), lm.kv_shape, wait_s=pair.kv_wait_s
+            )
             service = DecodeService(pair, lm, kv, random.Random())
         stack.push_async_callback(service.stop)
-        listener = stack.enter_context(socket.create_server((pair.host, settings.port), backlog=512))
+        listener = stack.enter_context(
+            socket.create_server((pair.host, settings.port), backlog=512)
+        )
         taken = replace(settings, port=listener.getsockname()[1], bootstrap_port=bootstrap_port)
         async with _site(app(taken, lm, service, Grammars(lm)).application(), listener):
             on_listening(taken)
@@ -116,7 +137,9 @@ async def _serve(
 @asynccontextmanager
 async def _site(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
     # A client that goes away cancels its request's task: that is how a disconnect aborts.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_LIMIT_S)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_LIMIT_S
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
@@ -126,7 +149,9 @@ async def _site(app: web.Application, listener: socket.socket) -> AsyncIterator[
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"
+    )
     spawner = Spawner()
     try:
         spawner.run()
@@ -145,7 +170,8 @@ class Spawner:
     def run(self) -> None:
         """Obey commands until standard input ends."""
         report(imported=True)
-        commands, woken = sys.stdin.fileno(), _wakeups()
+        commands = sys.stdin.fileno()
+        woken = _wakeups()
         selector = selectors.DefaultSelector()
         for ready in (commands, woken):
             selector.register(ready, selectors.EVENT_READ)
@@ -163,14 +189,17 @@ class Spawner:
 
     def _obey(self, command: dict[str, Any]) -> None:
         if "start" in command:
-            self._start(command["start"], command["name"], pickle.loads(b64decode(command["server"])))
+            self._start(
+                command["start"], command["name"], pickle.loads(b64decode(command["server"]))
+            )
             return
         for pid, number in self._running.items():
             if number == command["server"]:
                 _signal(pid, command["signal"])
 
     def _start(self, number: int, name: str, settings: ServerSettings) -> None:
-        # held back: Python's after-fork hooks swallow the exit that a SIGTERM asks for, and the server would live on
+        # held back: Python's after-fork hooks swallow the exit that a SIGTERM asks for, and the
+        # server would live on
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
@@ -215,7 +244,9 @@ class Spawner:
             _end_with(self._lifeline[0])
             os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
             ready = partial(report, ready=number, pid=os.getpid())
-            run_server(settings, lambda taken: ready(port=taken.port, bootstrap_port=taken.bootstrap_port))
+            run_server(
+                settings, lambda taken: ready(port=taken.port, bootstrap_port=taken.bootstrap_port)
+            )
             code = 0
         except Exception as error:
             logging.getLogger(__name__).exception("Server %s failed", name)
@@ -238,13 +269,17 @@ def _wakeups() -> int:
 
 
 def report(**event: Any) -> None:
-    """One event line, unless the router has gone. Short lines are written whole: children share the pipe."""
+    """One event line, unless the router has gone. Short lines are written whole: children share the
+    pipe.
+    """
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), json.dumps(event).encode() + b"\n")
 
 
 def _end_with(lifeline: int) -> None:
-    """End this process when the spawner's end of the pipe closes, which it does however the spawner dies."""
+    """End this process when the spawner's end of the pipe closes, which it does however the spawner
+    dies.
+    """
 
     def watch() -> None:
         os.read(lifeline, 1)

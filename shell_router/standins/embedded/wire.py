@@ -1,4 +1,6 @@
-"""SGLang's `/generate` body, read and checked: names, defaults, limits, and the wording of refusals."""
+"""SGLang's `/generate` body, read and checked: names, defaults, limits, and the wording of
+refusals.
+"""
 
 import uuid
 from collections.abc import Mapping
@@ -19,10 +21,25 @@ WHOLE_VOCABULARY = 1 << 30
 GREEDY_BELOW = 1e-6
 GRAMMARS = ("json_schema", "regex", "ebnf")
 UNSUPPORTED = (
-    *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
-    *("return_hidden_states", "return_sampling_mask", "session_params", "custom_logit_processor", "lora_path"),
+    *(
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "top_logprobs_num",
+        "token_ids_logprob",
+    ),
+    *(
+        "return_hidden_states",
+        "return_sampling_mask",
+        "session_params",
+        "custom_logit_processor",
+        "lora_path",
+    ),
 )
-"""Known to SGLang, absent here; refused when set, because ignoring them would change what the caller gets."""
+"""Known to SGLang, absent here; refused when set, because ignoring them would change what the
+caller gets.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +65,12 @@ class _TokenIds(Form):
         return isinstance(value, list) and all(type(each) is int for each in value)
 
 
-_TEXT, _FLAG, _IDS, _ANY = Text(""), _Flag(""), _TokenIds(""), Form("")
-_COUNT, _PENALTY = Number("", at_least=0, whole=True), Number("", at_least=-2, at_most=2)
+_TEXT = Text("")
+_FLAG = _Flag("")
+_IDS = _TokenIds("")
+_ANY = Form("")
+_COUNT = Number("", at_least=0, whole=True)
+_PENALTY = Number("", at_least=-2, at_most=2)
 _INTEGER = Number("", whole=True, limit=2**64)
 _BODY = Block(
     "",
@@ -69,8 +90,8 @@ _BODY = Block(
 class SamplingParams:
     """One request's sampling. `max_new_tokens` None means: up to the context length.
 
-    `drafts` are texts that its output may repeat, besides its prompt; None asks for no drafts. `grammar` is what its
-    output must follow: the kind, and the text.
+    `drafts` are texts that its output may repeat, besides its prompt; None asks for no drafts.
+    `grammar` is what its output must follow: the kind, and the text.
     """
 
     max_new_tokens: Annotated[int | None, _COUNT] = DEFAULT_MAX_NEW_TOKENS
@@ -87,9 +108,9 @@ class SamplingParams:
     ignore_eos: Annotated[bool, _FLAG] = False
     skip_special_tokens: Annotated[bool, _FLAG] = True
     no_stop_trim: Annotated[bool, _FLAG] = False
-    logit_bias: Annotated[Mapping[int, float], MappingOf("", Text("", r"-?\d+", "a token id"), Number(""), 0)] = field(
-        default_factory=dict
-    )
+    logit_bias: Annotated[
+        Mapping[int, float], MappingOf("", Text("", r"-?\d+", "a token id"), Number(""), 0)
+    ] = field(default_factory=dict)
     sampling_seed: Annotated[int | None, _INTEGER] = None
     stream_interval: Annotated[int, Number("", at_least=1, whole=True)] = 1
     drafts: tuple[tuple[int, ...], ...] | None = field(default=None, metadata={"file": False})
@@ -102,7 +123,9 @@ class SamplingParams:
     @property
     def shapes_logits(self) -> bool:
         """Whether the logits must be changed before temperature and truncation."""
-        penalised = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        penalised = (
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        )
         return bool(penalised or self.logit_bias or self.min_new_tokens or self.grammar)
 
 
@@ -110,8 +133,8 @@ class SamplingParams:
 class GenerateRequest:
     """One request, checked; `input_ids` are given or tokenized from `text`.
 
-    `scored_from` is the first prompt token whose log probability is asked for. Only requests of one `extra_key` share
-    a prefix cache, as in SGLang.
+    `scored_from` is the first prompt token whose log probability is asked for. Only requests of one
+    `extra_key` share a prefix cache, as in SGLang.
     """
 
     rid: str
@@ -134,8 +157,12 @@ class GenerateRequest:
 
     @property
     def stream_interval(self) -> int:
-        """How many tokens after its first one are worth an event; all of them where nothing is streamed."""
-        return self.sampling.stream_interval if self.stream else max(1, self.max_new_tokens)
+        """How many tokens after its first one are worth an event; all of them where nothing is
+        streamed.
+        """
+        if self.stream:
+            return self.sampling.stream_interval
+        return max(1, self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +175,12 @@ class RequestLimits:
 
 
 _ONE = Number("", at_least=1, at_most=1, whole=True)
-_ELSE = {"n": _ONE, "spaces_between_special_tokens": _FLAG, "custom_params": _ANY, **dict.fromkeys(GRAMMARS, _TEXT)}
+_ELSE = {
+    "n": _ONE,
+    "spaces_between_special_tokens": _FLAG,
+    "custom_params": _ANY,
+    **dict.fromkeys(GRAMMARS, _TEXT),
+}
 _SAMPLING = Block("", {**form_of(SamplingParams).fields, **_ELSE})  # type: ignore[attr-defined]
 
 
@@ -161,20 +193,28 @@ def _checked(form: Block, given: Mapping[str, Any], *at: str) -> dict[str, Any]:
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object of a request, without nulls. Raises `InvalidRequest` on a field of a wrong type."""
+    """The JSON object of a request, without nulls. Raises `InvalidRequest` on a field of a wrong
+    type.
+    """
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from error
+        raise InvalidRequest(
+            f"The body is not JSON: {error}.", remedy="Send one JSON object."
+        ) from error
     if not isinstance(body, dict):
         raise InvalidRequest("The body is not a JSON object.", remedy="Send one JSON object.")
     return _checked(_BODY, body)
 
 
-def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestLimits) -> GenerateRequest:
+def read_request(
+    body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestLimits
+) -> GenerateRequest:
     """Check a parsed body in full. Raises `InvalidRequest` where SGLang answers 400."""
     if unsupported := next((name for name in UNSUPPORTED if body.get(name)), None):
-        raise InvalidRequest(f"The embedded engine has no {unsupported}.", remedy="Leave it out, or use SGLang.")
+        raise InvalidRequest(
+            f"The embedded engine has no {unsupported}.", remedy="Leave it out, or use SGLang."
+        )
     given = body.get("sampling_params") or {}
     sampling = parse_sampling_params(given, limits.vocab_size)
     input_ids = _input_ids(body, tokenizer, limits.vocab_size)
@@ -185,7 +225,9 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
         rid=body.get("rid") or uuid.uuid4().hex,
         input_ids=input_ids,
         sampling=sampling,
-        max_new_tokens=left if sampling.max_new_tokens is None else min(sampling.max_new_tokens, left),
+        max_new_tokens=left
+        if sampling.max_new_tokens is None
+        else min(sampling.max_new_tokens, left),
         stream=bool(body.get("stream")),
         return_logprob=bool(body.get("return_logprob")),
         return_text_in_logprobs=bool(body.get("return_text_in_logprobs")),
@@ -198,16 +240,21 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
 
 
 def _input_ids(body: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    text, given = body.get("text"), body.get("input_ids")
+    text = body.get("text")
+    given = body.get("input_ids")
     if text is None and given is None:
         raise InvalidRequest("Either text, input_ids or input_embeds should be provided.")
-    ids = tuple(given) if given is not None else tuple(tokenizer.encode(text, add_special_tokens=True).ids)
+    if given is not None:
+        ids = tuple(given)
+    else:
+        ids = tuple(tokenizer.encode(text, add_special_tokens=True).ids)
     if not ids:
         raise InvalidRequest("input_ids cannot be empty.")
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise InvalidRequest(
-            f"The input_ids contain {outside}, which is outside the vocabulary; valid range is [0, {vocab_size})."
+            f"The input_ids contain {outside}, which is outside the vocabulary; valid range is "
+            f"[0, {vocab_size})."
         )
     return ids
 
@@ -217,18 +264,23 @@ def _check_lengths(prompt: int, wanted: int | None, limits: RequestLimits) -> No
     context = limits.context_length
     if prompt >= context:
         raise InvalidRequest(
-            f"The input ({prompt} tokens) is longer than the model's context length ({context} tokens)."
+            f"The input ({prompt} tokens) is longer than the model's context length ({context} "
+            "tokens)."
         )
     if wanted is not None and prompt + wanted > context:
         raise InvalidRequest(
-            f"Requested token count exceeds the model's maximum context length of {context} tokens. "
-            f"You requested a total of {prompt + wanted} tokens: {prompt} tokens from the input messages and "
-            f"{wanted} tokens for the completion. Please reduce the number of tokens in the input messages or the "
+            f"Requested token count exceeds the model's maximum context length of {context} "
+            "tokens. "
+            f"You requested a total of {prompt + wanted} tokens: {prompt} tokens from the input "
+            "messages and "
+            f"{wanted} tokens for the completion. Please reduce the number of tokens in the "
+            "input messages or the "
             "completion to fit within the limit."
         )
     if prompt >= limits.max_total_tokens:
         raise InvalidRequest(
-            f"Input length ({prompt} tokens) exceeds the maximum allowed length ({limits.max_total_tokens} tokens). "
+            f"Input length ({prompt} tokens) exceeds the maximum allowed length "
+            f"({limits.max_total_tokens} tokens). "
             "Use a shorter input or start the engine with more --max-total-tokens."
         )
 
@@ -248,26 +300,38 @@ def _scored_from(body: Mapping[str, Any], prompt: int) -> int | None:
 
 
 def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """Read a request's `sampling_params`; nulls mean defaults. Raises `InvalidRequest` as SGLang refuses."""
+    """Read a request's `sampling_params`; nulls mean defaults. Raises `InvalidRequest` as SGLang
+    refuses.
+    """
     given = _checked(_SAMPLING, raw, "sampling_params")
     for without_effect in ("n", "spaces_between_special_tokens"):
         given.pop(without_effect, None)
-    stop, bias = given.get("stop", ()), given.get("logit_bias", {})
-    most_new = given.get("max_new_tokens", None if "max_new_tokens" in raw else DEFAULT_MAX_NEW_TOKENS)
+    stop = given.get("stop", ())
+    bias = given.get("logit_bias", {})
+    most_new = given.get(
+        "max_new_tokens", None if "max_new_tokens" in raw else DEFAULT_MAX_NEW_TOKENS
+    )
     top_k = given.get("top_k", -1)
     temperature = given.get("temperature", 1.0)
     greedy = temperature < GREEDY_BELOW
     grammars = [(kind, given.pop(kind)) for kind in GRAMMARS if kind in given]
     least_new = given.get("min_new_tokens", 0)
     if len(grammars) > 1 or (grammars and least_new):
-        other = grammars[1][0] if len(grammars) > 1 else "min_new_tokens"
-        raise InvalidRequest(f"{grammars[0][0]} cannot go with {other} here.", remedy="Send only one of them.")
+        if len(grammars) > 1:
+            other = grammars[1][0]
+        else:
+            other = "min_new_tokens"
+        raise InvalidRequest(
+            f"{grammars[0][0]} cannot go with {other} here.", remedy="Send only one of them."
+        )
     if most_new is not None and least_new > most_new:
         raise InvalidRequest(f"min_new_tokens must be in [0, max_new_tokens], got {least_new}.")
     if top_k == 0:
         raise InvalidRequest("top_k must be -1 (disable) or at least 1, got 0.")
     if outside := [token for token in bias if not 0 <= int(token) < vocab_size]:
-        raise InvalidRequest(f"logit_bias must be keyed in [0, {vocab_size - 1}], got {outside[0]}.")
+        raise InvalidRequest(
+            f"logit_bias must be keyed in [0, {vocab_size - 1}], got {outside[0]}."
+        )
     normal = {
         "temperature": 1.0 if greedy else temperature,
         "top_k": 1 if greedy else WHOLE_VOCABULARY if top_k == -1 else top_k,
@@ -277,20 +341,30 @@ def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingPa
         "logit_bias": {int(token): float(each) for token, each in bias.items()},
         "drafts": _drafts(given.pop("custom_params", None), vocab_size),
     }
-    unlimited = {"max_new_tokens": None} if "max_new_tokens" in raw and most_new is None else {}
+    if "max_new_tokens" in raw and most_new is None:
+        unlimited = {"max_new_tokens": None}
+    else:
+        unlimited = {}
     return SamplingParams(**{**given, **normal, **unlimited})
 
 
 def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | None:
     """What `custom_params` say of drafts, the field that the SGLang plugin reads."""
-    found = custom.get("drafts") if isinstance(custom, dict) else None
+    if isinstance(custom, dict):
+        found = custom.get("drafts")
+    else:
+        found = None
     if found is None:
         return None
     if not isinstance(found, list) or not all(map(_IDS.fits, found[: MOST_SOURCES + 1])):
-        raise InvalidRequest("sampling_params.custom_params.drafts: expected a list of lists of integers.")
+        raise InvalidRequest(
+            "sampling_params.custom_params.drafts: expected a list of lists of integers."
+        )
     if len(found) > MOST_SOURCES or sum(map(len, found)) > MOST_SOURCE_TOKENS:
         raise InvalidRequest(
-            f"custom_params.drafts: at most {MOST_SOURCES} lists of {MOST_SOURCE_TOKENS} tokens in all."
+            f"custom_params.drafts: at most {MOST_SOURCES} lists of {MOST_SOURCE_TOKENS} "
+            "tokens "
+            "in all."
         )
     if any(not 0 <= token < vocab_size for one in found for token in one):
         raise InvalidRequest(f"custom_params.drafts: tokens must be in [0, {vocab_size - 1}].")

@@ -1,4 +1,6 @@
-"""What a pair's work costs, in seconds: formulas that measurements fill in, or a roofline of GPU and model."""
+"""What a pair's work costs, in seconds: formulas that measurements fill in, or a roofline of GPU
+and model.
+"""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ class PrefillCosts:
 
         forward_s + n * token_s + p * attention_s
 
-    and holds at most `chunk_tokens` new ones of at most `prompts` prompts; a longer prompt takes several passes.
-    `cache_tokens` is the capacity for prefixes.
+    and holds at most `chunk_tokens` new ones of at most `prompts` prompts; a longer prompt takes
+    several passes. `cache_tokens` is the capacity for prefixes.
     """
 
     forward_s: Seconds
@@ -42,13 +44,17 @@ class PrefillCosts:
 
 
 def attended_pairs(new_tokens: int, before: int) -> int:
-    """Pairs of a new token and one it attends, itself included, where `before` tokens precede the new ones."""
+    """Pairs of a new token and one it attends, itself included, where `before` tokens precede the
+    new ones.
+    """
     return new_tokens * before + new_tokens * (new_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCosts:
-    """From the end of prefill to the first token on the decode side: `request_s` + tokens * `token_s`."""
+    """From the end of prefill to the first token on the decode side: `request_s` + tokens *
+    `token_s`.
+    """
 
     request_s: Seconds = 0.0
     token_s: Seconds = 0.0
@@ -64,15 +70,15 @@ class DecodeCosts:
 
         step_s + n * sequence_s + c * context_s
 
-    where n is one per sequence and more where drafts are verified, and c the sum of the sequences' lengths.
-    `cache_tokens` is the KV capacity for all of them, `max_batch_size` the most sequences of a step. `host_s_per_token`
-    is what each token costs the event loops of the server and the router: it delays other work only where all share the
-    cores of one machine.
+    where n is one per sequence and more where drafts are verified, and c the sum of the sequences'
+    lengths. `cache_tokens` is the KV capacity for all of them, `max_batch_size` the most sequences
+    of a step. `host_s_per_token` is what each token costs the event loops of the server and the
+    router: it delays other work only where all share the cores of one machine.
 
-    Without `reserved_tokens` a sequence claims KV for all that it will write, which an engine would have to know. With
-    it a sequence is admitted where KV is free for what it has and that many tokens more of every sequence: 512 on
-    SGLang's decode servers (`--num-reserved-decode-tokens`), 0 in vLLM. Where KV runs out, those that have written
-    least are preempted.
+    Without `reserved_tokens` a sequence claims KV for all that it will write, which an engine would
+    have to know. With it a sequence is admitted where KV is free for what it has and that many
+    tokens more of every sequence: 512 on SGLang's decode servers (`--num-reserved-decode-tokens`),
+    0 in vLLM. Where KV runs out, those that have written least are preempted.
     """
 
     step_s: Seconds
@@ -84,13 +90,23 @@ class DecodeCosts:
     reserved_tokens: Reserved = None
 
     def steps_s(self, steps: int, tokens: int, context: int, grows: float | None = None) -> float:
-        """Seconds of `steps` steps over `tokens` each; with each the context `grows` by that, or by `tokens`."""
+        """Seconds of `steps` steps over `tokens` each; with each the context `grows` by that, or by
+        `tokens`.
+        """
         grown = (tokens if grows is None else grows) * (steps * (steps - 1) // 2)
-        return steps * (self.step_s + tokens * self.sequence_s + context * self.context_s) + grown * self.context_s
+        return (
+            steps * (self.step_s + tokens * self.sequence_s + context * self.context_s)
+            + grown * self.context_s
+        )
 
-    def steps_begun(self, seconds: float, at_most: int, tokens: int, context: int, grows: float | None = None) -> int:
-        """How many steps have begun after `seconds`, except for rounding; at the very start none has."""
-        until, seconds = range(1, at_most), seconds - ROUNDING_S
+    def steps_begun(
+        self, seconds: float, at_most: int, tokens: int, context: int, grows: float | None = None
+    ) -> int:
+        """How many steps have begun after `seconds`, except for rounding; at the very start none
+        has.
+        """
+        until = range(1, at_most)
+        seconds = seconds - ROUNDING_S
         return (seconds > 0) + bisect_left(
             until, seconds, key=lambda steps: self.steps_s(steps, tokens, context, grows)
         )
@@ -107,11 +123,12 @@ class PairCosts:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: dense FLOP/s in the model's number format, bytes/s of memory, bytes of it, bytes/s to the next GPU.
+    """A GPU: dense FLOP/s in the model's number format, bytes/s of memory, bytes of it, bytes/s to
+    the next GPU.
 
-    `compute_share` and `memory_share` say how much of both rates an engine reaches, `usable_share` how much of the
-    memory it may fill, `pass_s` what a pass costs before any work, and `request_s` what a request costs on its way
-    through the engines' processes.
+    `compute_share` and `memory_share` say how much of both rates an engine reaches, `usable_share`
+    how much of the memory it may fill, `pass_s` what a pass costs before any work, and `request_s`
+    what a request costs on its way through the engines' processes.
     """
 
     flops: Positive
@@ -145,10 +162,12 @@ class Roofline:
 
 
 def costs_of(model: Roofline, gpu: Gpu) -> PairCosts:
-    """The costs of a pair, each engine on GPUs of its own. Raises ConfigError where the weights do not fit.
+    """The costs of a pair, each engine on GPUs of its own. Raises ConfigError where the weights do
+    not fit.
 
-    A pass reads all weights once; a token takes 2 FLOPs per parameter; a pair of tokens that attend takes
-    4 * heads * head_dim FLOPs per layer; a token's KV takes 2 * layers * kv_heads * head_dim numbers.
+    A pass reads all weights once; a token takes 2 FLOPs per parameter; a pair of tokens that attend
+    takes 4 * heads * head_dim FLOPs per layer; a token's KV takes 2 * layers * kv_heads * head_dim
+    numbers.
     """
     flops = gpu.flops * gpu.compute_share * model.gpus
     bandwidth = gpu.bandwidth * gpu.memory_share * model.gpus
@@ -164,6 +183,8 @@ def costs_of(model: Roofline, gpu: Gpu) -> PairCosts:
     attention_s = 4 * model.heads * model.head_dim * model.layers / flops
     return PairCosts(
         PrefillCosts(pass_s, token_s, attention_s, model.chunk_tokens, cache_tokens=capacity),
-        DecodeCosts(pass_s, token_s, kv_bytes / bandwidth, capacity, reserved_tokens=model.reserved_tokens),
+        DecodeCosts(
+            pass_s, token_s, kv_bytes / bandwidth, capacity, reserved_tokens=model.reserved_tokens
+        ),
         TransferCosts(gpu.request_s, kv_bytes / (gpu.link * model.gpus)),
     )

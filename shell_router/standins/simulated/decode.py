@@ -1,7 +1,7 @@
 """The decode engine: continuous batching, in which sequences join and leave between two steps.
 
-Steps in which no sequence joins, leaves or reports are taken together: what a run costs the simulator depends on the
-chunks its output is sent in, not on its tokens.
+Steps in which no sequence joins, leaves or reports are taken together: what a run costs the
+simulator depends on the chunks its output is sent in, not on its tokens.
 """
 
 import asyncio
@@ -17,24 +17,29 @@ from shell_router.standins.simulated.processor import Job, Processor
 class DecodeEngine:
     """Sequences hold KV from `admit` to `leave`; between them they `join` the batch.
 
-    Where sequences do not claim all their KV at the start (`reserved_tokens`), the engine preempts some when a step
-    does not fit: first those that have written least, as SGLang does. It admits none before that step is done, if
-    sequences are left for it.
+    Where sequences do not claim all their KV at the start (`reserved_tokens`), the engine preempts
+    some when a step does not fit: first those that have written least, as SGLang does. It admits
+    none before that step is done, if sequences are left for it.
 
-    `host` does the work that each token costs the server's and the router's event loops; without it that is free.
+    `host` does the work that each token costs the server's and the router's event loops; without it
+    that is free.
 
-    `busy_s` is the time of its steps, had it the processor alone, `batch_s` that time times the sequences in them,
-    `written` counts tokens, `preemptions` the times that a sequence lost its KV.
+    `busy_s` is the time of its steps, had it the processor alone, `batch_s` that time times the
+    sequences in them, `written` counts tokens, `preemptions` the times that a sequence lost its KV.
     """
 
-    def __init__(self, costs: DecodeCosts, processor: Processor, host: Processor | None = None) -> None:
+    def __init__(
+        self, costs: DecodeCosts, processor: Processor, host: Processor | None = None
+    ) -> None:
         self._costs = costs
         self._processor = processor
         self._host = host
         self._kv = KvCapacity(costs.cache_tokens, costs.max_batch_size, costs.reserved_tokens)
         self._joining: list[tuple[Sequence, int]] = []
         self._running: dict[Sequence, None] = {}
-        self._due: dict[int, list[Sequence]] = {}  # by step, who reports then, unless they left or stopped
+        self._due: dict[
+            int, list[Sequence]
+        ] = {}  # by step, who reports then, unless they left or stopped
         self._due_steps: list[int] = []  # those steps, as a heap
         self._steps = 0
         self._preempted_at = -1  # the step at which a sequence was last preempted
@@ -47,7 +52,11 @@ class DecodeEngine:
         self._job_steps = 0
         self._job_sequences = 0
         self._left: list[Sequence] = []  # that have left since it began
-        self._job_size: tuple[int, int, float] = (0, 0, 0)  # tokens of a step, of all contexts, and by which these grow
+        self._job_size: tuple[int, int, float] = (
+            0,
+            0,
+            0,
+        )  # tokens of a step, of all contexts, and by which these grow
         self._worked_s = 0.0  # on it, before it was last interrupted
         self.busy_s = 0.0
         self.batch_s = 0.0
@@ -57,7 +66,10 @@ class DecodeEngine:
     @property
     def used_tokens(self) -> int:
         """KV tokens that are there or, where sequences claim them at the start, will be written."""
-        meanwhile = int(self._steps_done() * self._grows) if self._kv.grows else 0
+        if self._kv.grows:
+            meanwhile = int(self._steps_done() * self._grows)
+        else:
+            meanwhile = 0
         return self._costs.cache_tokens - max(0, self._kv.free_tokens - meanwhile)
 
     @property
@@ -103,7 +115,10 @@ class DecodeEngine:
         """Preempt until the next step fits or one sequence is left; whether any was preempted."""
         before = self.preemptions
         while self._kv.grows and len(self._running) > 1 and self._kv.free_tokens < self._most:
-            sequence = max(reversed(self._running), key=lambda one: (-one.written_by(self._steps), one.prompt_tokens))
+            sequence = max(
+                reversed(self._running),
+                key=lambda one: (-one.written_by(self._steps), one.prompt_tokens),
+            )
             self._stop(sequence)
             self._kv.preempt(sequence)
             sequence.on_preempt()
@@ -134,7 +149,9 @@ class DecodeEngine:
         self._joining.clear()
         if not self._preempt_youngest() and (self._steps > self._preempted_at or not self._running):
             self._kv.admit(self._most if self._kv.grows else 0)
-        while self._due_steps and all(sequence.due != self._due_steps[0] for sequence in self._due[self._due_steps[0]]):
+        while self._due_steps and all(
+            sequence.due != self._due_steps[0] for sequence in self._due[self._due_steps[0]]
+        ):
             del self._due[heapq.heappop(self._due_steps)]
         if not self._running:
             self._job = None
@@ -143,13 +160,17 @@ class DecodeEngine:
         self._job_sequences = len(self._running)
         self._job_size = self._computed, self._context, self._grows
         self._worked_s = 0.0
-        self._job = self._processor.start(self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps)
+        self._job = self._processor.start(
+            self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps
+        )
 
     def _next_steps(self) -> int:
         if self._host is not None or self._steps == self._preempted_at:
             return 1
         due = self._due_steps[0] - self._steps
-        return max(1, min(due, self._kv.free_tokens // self._most)) if self._kv.grows else due
+        if self._kv.grows:
+            return max(1, min(due, self._kv.free_tokens // self._most))
+        return due
 
     def _steps_done(self) -> int:
         """Of those taken together at present."""
@@ -184,7 +205,10 @@ class DecodeEngine:
     def _count(self, sequence: Sequence, sign: int) -> None:
         """It joins the batch, or leaves it."""
         self._computed += sign * sequence.width
-        self._grows = self._grows + sign * sequence.per_pass if self._running else 0
+        if self._running:
+            self._grows = self._grows + sign * sequence.per_pass
+        else:
+            self._grows = 0
         self._most += sign * math.ceil(sequence.per_pass)
 
     def _report(self, sequence: Sequence) -> None:
@@ -205,7 +229,9 @@ class DecodeEngine:
             heapq.heappush(self._due_steps, sequence.due)
 
     def _end_steps(self) -> None:
-        sequences = self._job_sequences  # those that left meanwhile were in every step that had begun
+        sequences = (
+            self._job_sequences
+        )  # those that left meanwhile were in every step that had begun
         took_s = self._costs.steps_s(self._job_steps, *self._job_size)
         self.busy_s += took_s
         self.batch_s += took_s * sequences

@@ -1,4 +1,5 @@
-"""A simulated prefill-decode pair, behind the same contract as a real one, and its prefill engine."""
+"""A simulated prefill-decode pair, behind the same contract as a real one, and its prefill
+engine."""
 
 import asyncio
 import math
@@ -31,10 +32,13 @@ class PrefillEngine:
 
     One pass at a time, during which what runs on `holds` stands still.
 
-    `busy_s` is the time of its passes, had it the processor alone, `computed` counts the tokens prefilled.
+    `busy_s` is the time of its passes, had it the processor alone, `computed` counts the tokens
+    prefilled.
     """
 
-    def __init__(self, costs: PrefillCosts, processor: Processor, holds: Processor | None = None) -> None:
+    def __init__(
+        self, costs: PrefillCosts, processor: Processor, holds: Processor | None = None
+    ) -> None:
         self._costs = costs
         self._processor = processor
         self._holds = holds
@@ -48,8 +52,9 @@ class PrefillEngine:
     async def prefill(self, ids: Collection[int]) -> int:
         """Prefill a prompt; how many of its tokens were cached. The last one is always computed.
 
-        A list is kept, and must stay as it is. All else is made one: the cache compares parts, and no list is a tuple.
-        A prompt that is abandoned leaves the queue; the pass that it is in is not cut short.
+        A list is kept, and must stay as it is. All else is made one: the cache compares parts, and
+        no list is a tuple. A prompt that is abandoned leaves the queue; the pass that it is in is
+        not cut short.
         """
         prompt = _Prompt(ids if isinstance(ids, list) else list(ids), self._loop.create_future())
         self._waiting.append(prompt)
@@ -59,16 +64,21 @@ class PrefillEngine:
 
     def _next_pass(self) -> None:
         passed: list[tuple[_Prompt, int]] = []
-        left, new, attended = self._costs.chunk_tokens, 0, 0
+        left = self._costs.chunk_tokens
+        new = 0
+        attended = 0
         while self._waiting and left > 0 and len(passed) < self._costs.prompts:
             prompt = self._waiting[0]
             if prompt.ended.cancelled():
                 self._waiting.popleft()
                 continue
             if prompt.cached is None:
-                prompt.cached = prompt.done = min(self._cache.match(prompt.ids), max(0, len(prompt.ids) - 1))
+                prompt.cached = prompt.done = min(
+                    self._cache.match(prompt.ids), max(0, len(prompt.ids) - 1)
+                )
             taken = min(left, len(prompt.ids) - prompt.done)
-            new, attended = new + taken, attended + attended_pairs(taken, prompt.done)
+            new = new + taken
+            attended = attended + attended_pairs(taken, prompt.done)
             passed.append((prompt, taken))
             left -= taken
             if prompt.done + taken < len(prompt.ids):
@@ -97,15 +107,18 @@ class PrefillEngine:
 
 
 class SimulatedPair:
-    """See `Engine`. `write` says what a request will answer; it is cut at the request's `max_new_tokens`.
+    """See `Engine`. `write` says what a request will answer; it is cut at the request's
+    `max_new_tokens`.
 
-    As in SGLang's disaggregation, a request first claims KV on the decode side, then is prefilled, then its KV is
-    transferred, and the first token comes with it. Where no processors are given, each engine has its own. With
-    `prefill_first` decode stands still while there is something to prefill, as in one engine that does both. `host`
-    does the event loops' work per token and the transfers, where these are not free: on one machine's CPU.
+    As in SGLang's disaggregation, a request first claims KV on the decode side, then is prefilled,
+    then its KV is transferred, and the first token comes with it. Where no processors are given,
+    each engine has its own. With `prefill_first` decode stands still while there is something to
+    prefill, as in one engine that does both. `host` does the event loops' work per token and the
+    transfers, where these are not free: on one machine's CPU.
 
-    A preempted sequence comes back from host memory at the speed of transfers, as on SGLang's decode servers
-    (`--disaggregation-decode-retraction-backup`). In `one_engine` it is prefilled again, with what it had written.
+    A preempted sequence comes back from host memory at the speed of transfers, as on SGLang's
+    decode servers (`--disaggregation-decode-retraction-backup`). In `one_engine` it is prefilled
+    again, with what it had written.
     """
 
     def __init__(
@@ -132,7 +145,9 @@ class SimulatedPair:
     def reported(self) -> EngineReport:
         """What the pair says of itself, as an engine's `/v1/loads`."""
         used, (running, waiting) = self.decoding.used_tokens, self.decoding.requests
-        return EngineReport(used / self._capacity, used + self.decoding.waiting_tokens, running, waiting)
+        return EngineReport(
+            used / self._capacity, used + self.decoding.waiting_tokens, running, waiting
+        )
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""
@@ -140,15 +155,21 @@ class SimulatedPair:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""
-        output, prompt = self._write(request), len(request.input_ids)
+        output = self._write(request)
+        prompt = len(request.input_ids)
         limit = request.sampling.get("max_new_tokens")
         wanted = min(len(output), DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit))
         progress = _Progress()
         sequence = Sequence(
-            prompt, wanted, request.sampling.get("stream_interval") or 1, progress.report, progress.preempt
+            prompt,
+            wanted,
+            request.sampling.get("stream_interval") or 1,
+            progress.report,
+            progress.preempt,
         )
         if "drafts" in (request.sampling.get("custom_params") or {}):
-            sequence.per_pass, sequence.width = output.per_pass, output.width
+            sequence.per_pass = output.per_pass
+            sequence.width = output.width
         await self.decoding.admit(sequence)
         try:
             cached = await self.prefilling.prefill(request.input_ids)
@@ -157,14 +178,27 @@ class SimulatedPair:
             sent = 0
             while sent < wanted:
                 if (now := await progress.more_than(sent)) == sent:
-                    await self._resume(sequence, (*request.input_ids, *output.part(0, sequence.written)[0]))
+                    await self._resume(
+                        sequence, (*request.input_ids, *output.part(0, sequence.written)[0])
+                    )
                     continue
-                logprobs = (output.logprob,) * (now - sent) if request.logprobs else ()
+                if request.logprobs:
+                    logprobs = (output.logprob,) * (now - sent)
+                else:
+                    logprobs = ()
                 yield Tokens(*output.part(sent, now), logprobs)
                 sent = now
             passes = math.ceil((wanted - 1) / sequence.per_pass)
-            drafted, accepted = passes * (sequence.width - 1), wanted - 1 - passes
-            yield Finish("stop" if wanted == len(output) else "length", prompt, wanted, cached, drafted, accepted)
+            drafted = passes * (sequence.width - 1)
+            accepted = wanted - 1 - passes
+            yield Finish(
+                "stop" if wanted == len(output) else "length",
+                prompt,
+                wanted,
+                cached,
+                drafted,
+                accepted,
+            )
         finally:
             self.decoding.leave(sequence)
 

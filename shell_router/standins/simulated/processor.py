@@ -9,7 +9,9 @@ from itertools import count
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Work that was begun: `begin` and `end` on the processor's own axis of seconds of undivided work."""
+    """Work that was begun: `begin` and `end` on the processor's own axis of seconds of undivided
+    work.
+    """
 
     begin: float
     end: float
@@ -17,10 +19,11 @@ class Job:
 
 
 class Processor:
-    """Up to `cores` jobs run at full speed; more of them share the cores evenly (processor sharing).
+    """Up to `cores` jobs run at full speed; more of them share the cores evenly (processor
+    sharing).
 
-    An engine alone on its GPU is a processor of one core that gets one job at a time. Engines on one machine's CPU
-    share a processor, and slow each other down.
+    An engine alone on its GPU is a processor of one core that gets one job at a time. Engines on
+    one machine's CPU share a processor, and slow each other down.
     """
 
     def __init__(self, cores: float = 1.0) -> None:
@@ -84,7 +87,9 @@ class Processor:
         """Of every running job."""
         if self._holds:
             return 0.0
-        return min(1.0, self._cores / self._running) if self._running else 1.0
+        if self._running:
+            return min(1.0, self._cores / self._running)
+        return 1.0
 
     def _catch_up(self) -> None:
         now_s = self._loop.time()
@@ -107,7 +112,8 @@ class Processor:
         end, _, job = heapq.heappop(self._jobs)
         self._worked = max(self._worked, end)  # the clock may be a rounding short of it
         self._running -= 1
-        done, job.done = job.done, None
+        done = job.done
+        job.done = None
         self._set_timer()
         if done is not None:
             done()

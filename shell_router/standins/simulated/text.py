@@ -1,4 +1,6 @@
-"""Texts whose tokens can be counted: what simulated agents read and write, and an embedder that says how alike."""
+"""Texts whose tokens can be counted: what simulated agents read and write, and an embedder that
+says how alike.
+"""
 
 import asyncio
 import re
@@ -18,8 +20,11 @@ from shell_router.standins.simulated.processor import Processor
 
 T = TypeVar("T", str, tuple[int, ...])
 
-FIRST, LAST = 0x4E00, 0x51FF
-"""Each of these characters is one token, whose id is its code point. So few that a processor keeps them at hand."""
+FIRST = 0x4E00
+LAST = 0x51FF
+"""Each of these characters is one token, whose id is its code point. So few that a processor keeps
+them at hand.
+"""
 _PIECE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]|[^{chr(FIRST)}-{chr(LAST)}]{{1,4}}", re.DOTALL)
 
 
@@ -75,7 +80,10 @@ class SimulatedTokenizer:
         return list(map(_IDS.__getitem__, pieces))
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
         """The layout of ChatML."""
         turns = (f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
@@ -84,10 +92,12 @@ class SimulatedTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An output before it is written: a piece of text per token, their ids, and the log-probability of each.
+    """An output before it is written: a piece of text per token, their ids, and the log-probability
+    of each.
 
-    Before them it may have `filled` tokens of filler, which is not copied: thousands of outputs wait to be written.
-    Where its request asks for drafts, a pass gives `per_pass` tokens in the mean, and computes `width`.
+    Before them it may have `filled` tokens of filler, which is not copied: thousands of outputs
+    wait to be written. Where its request asks for drafts, a pass gives `per_pass` tokens in the
+    mean, and computes `width`.
     """
 
     pieces: tuple[str, ...]
@@ -116,10 +126,12 @@ class Written:
     def part(self, start: int, end: int) -> tuple[tuple[int, ...], str]:
         """Ids and text of the tokens from `start` to before `end`."""
         filled = min(end, self.filled) - start
-        ids, text = _cut(_FILLER_IDS, self.place + start, filled), _cut(_FILLER, self.place + start, filled)
+        ids = _cut(_FILLER_IDS, self.place + start, filled)
+        text = _cut(_FILLER, self.place + start, filled)
         if end > self.filled:
             rest = slice(max(0, start - self.filled), end - self.filled)
-            ids, text = ids + self.ids[rest], text + "".join(self.pieces[rest])
+            ids = ids + self.ids[rest]
+            text = text + "".join(self.pieces[rest])
         return ids, text
 
 
@@ -135,12 +147,13 @@ def closing(question: str, answer: str) -> str:
 
 
 class SimulatedEmbedder:
-    """See `Embedder`: texts that wait are embedded together, in `request_s` + all tokens * `token_s`, on `processor`.
+    """See `Embedder`: texts that wait are embedded together, in `request_s` + all tokens *
+    `token_s`, on `processor`.
 
-    Every output has one row of features -1 and 1, so that the similarity of two is the square of their cosine. A
-    question's features are drawn, a share of them turned over for each answer, and another for each output: two outputs
-    with one answer are `same` alike, with different answers `different`, give or take 0.03.
-    It must hold that 0 < `different` <= `same` <= 1.
+    Every output has one row of features -1 and 1, so that the similarity of two is the square of
+    their cosine. A question's features are drawn, a share of them turned over for each answer, and
+    another for each output: two outputs with one answer are `same` alike, with different answers
+    `different`, give or take 0.03. It must hold that 0 < `different` <= `same` <= 1.
     """
 
     def __init__(
@@ -151,7 +164,8 @@ class SimulatedEmbedder:
         token_s: float = 0.0,
         processor: Processor | None = None,
     ) -> None:
-        # two outputs agree in a feature's sign with mean product (1 - 2 o)^2, times (1 - 2 a)^2 across answers
+        # two outputs agree in a feature's sign with mean product (1 - 2 o)^2, times (1 - 2 a)^2
+        # across answers
         self._turned_by_output = (1 - same**0.25) / 2
         self._turned_by_answer = (1 - (different / same) ** 0.25) / 2
         self._request_s = request_s

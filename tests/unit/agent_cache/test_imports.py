@@ -13,9 +13,15 @@ def test_the_memory_cache_needs_no_redis_py() -> None:
 
 
 def test_the_redis_cache_says_what_to_install() -> None:
-    assert "pip install 'shell-router[redis]'" in python(WITHOUT_REDIS + "import agent_cache.redis").stderr
+    assert (
+        "pip install 'shell-router[redis]'"
+        in python(WITHOUT_REDIS + "import agent_cache.redis").stderr
+    )
 
 
 def test_the_cache_knows_nothing_of_the_router() -> None:
-    code = "import sys, agent_cache.redis; sys.exit(any(m.startswith('shell_router') for m in sys.modules))"
+    code = (
+        "import sys, agent_cache.redis; sys.exit(any(m.startswith('shell_router') for m in "
+        "sys.modules))"
+    )
     assert python(code).returncode == 0

@@ -21,7 +21,9 @@ LEASE_S = 60.0
 
 @pytest.fixture
 async def journals(server: RedisServer) -> AsyncIterator[RedisJournals]:
-    async with RedisAgentPromptCache(server.url, clock=time.monotonic, lease_s=LEASE_S, journal_ttl_s=600) as cache:
+    async with RedisAgentPromptCache(
+        server.url, clock=time.monotonic, lease_s=LEASE_S, journal_ttl_s=600
+    ) as cache:
         yield cache.journals
 
 
@@ -38,7 +40,9 @@ async def test_the_next_owner_reads_what_the_last_one_wrote(journals: RedisJourn
     assert await journals.claim(*RUN, "b", "head") == [b"one", b"\xff two", b"three"]
 
 
-async def test_a_journal_has_one_owner_until_its_lease_ends(journals: RedisJournals, server: RedisServer) -> None:
+async def test_a_journal_has_one_owner_until_its_lease_ends(
+    journals: RedisJournals, server: RedisServer
+) -> None:
     assert await journals.claim(*RUN, "a", "head") == []
     assert await journals.claim(*RUN, "b", "head") is None
     assert not await journals.append(*RUN, "b", 0, [b"stranger's"])
@@ -49,7 +53,9 @@ async def test_a_journal_has_one_owner_until_its_lease_ends(journals: RedisJourn
     assert not await journals.append(*RUN, "a", 0, [b"late"])
 
 
-async def test_another_head_is_refused_whether_the_journal_is_owned_or_not(journals: RedisJournals) -> None:
+async def test_another_head_is_refused_whether_the_journal_is_owned_or_not(
+    journals: RedisJournals,
+) -> None:
     await journals.claim(*RUN, "a", "head")
     for _ in range(2):
         with pytest.raises(JournalDiffers):
@@ -97,7 +103,9 @@ async def test_a_claim_whose_reply_was_lost_can_be_sent_again(journals: RedisJou
     assert await journals.claim(*RUN, "a", "head") == []
 
 
-async def test_a_journal_that_redis_has_lost_is_reported(journals: RedisJournals, server: RedisServer) -> None:
+async def test_a_journal_that_redis_has_lost_is_reported(
+    journals: RedisJournals, server: RedisServer
+) -> None:
     await journals.claim(*RUN, "a", "head")
     await journals.append(*RUN, "a", 0, [b"one"])
     server.ask("FLUSHALL")
@@ -113,7 +121,9 @@ async def test_lease_and_journal_expire(journals: RedisJournals, server: RedisSe
     assert all(60_000 < lives_ms[name] <= 600_000 for name in ("journal", "owner"))
 
 
-async def test_a_redis_that_is_away_is_reported_as_that(journals: RedisJournals, server: RedisServer) -> None:
+async def test_a_redis_that_is_away_is_reported_as_that(
+    journals: RedisJournals, server: RedisServer
+) -> None:
     await journals.claim(*RUN, "a", "head")
     server.kill()
     with pytest.raises(CacheUnavailable):
@@ -144,7 +154,9 @@ async def test_a_journal_that_has_ended_is_not_sealed(journals: RedisJournals) -
     await journals.claim(*RUN, "a", "head")
     await journals.append(*RUN, "a", 0, [b"end: well"])
     await journals.seal(*RUN, b"end: cancelled", b"end")
-    assert await journals.look(*RUN) == JournalState(b"head", b"end: well", b"end: well", is_leased=True)
+    assert await journals.look(*RUN) == JournalState(
+        b"head", b"end: well", b"end: well", is_leased=True
+    )
 
 
 class Silent(Redis):
@@ -166,7 +178,9 @@ async def test_a_claim_that_is_cancelled_before_its_reply_leaves_no_lease(
     async with Silent.from_url(server.url) as client:
         client.claimed = asyncio.Event()
         layout = Layout("agent-prompt-cache", "owner", ttl_s=600)
-        silent = RedisJournals(Connection(client, reply_limit_s=60), layout, ttl_s=600, lease_s=LEASE_S)
+        silent = RedisJournals(
+            Connection(client, reply_limit_s=60), layout, ttl_s=600, lease_s=LEASE_S
+        )
         claim = asyncio.create_task(silent.claim(*RUN, "a", "head"))
         await client.claimed.wait()
         assert await journals.claim(*RUN, "b", "head") is None

@@ -35,7 +35,9 @@ def test_a_programs_keys_share_a_hash_tag() -> None:
 
 
 @given(st.lists(chunks, min_size=1), st.data())
-def test_a_read_may_begin_at_any_boundary_within_an_entry(batch: list[Chunk], draw: st.DataObject) -> None:
+def test_a_read_may_begin_at_any_boundary_within_an_entry(
+    batch: list[Chunk], draw: st.DataObject
+) -> None:
     skipped = draw.draw(st.integers(0, len(batch)))
     position, total = sum(map(len, batch[:skipped])), sum(map(len, batch))
     read, _ = read_entries([entry(total, *batch)], position)
@@ -50,7 +52,10 @@ def test_a_read_may_not_begin_inside_a_chunk() -> None:
 
 def test_an_end_mark_ends_the_read() -> None:
     end = b"2-2", {b"end": b"failed", b"detail": "ä".encode()}
-    assert read_entries([entry(2, Chunk("ab")), end], 0) == (LogRead("ab", (), 2, End.FAILED, "ä"), 0)
+    assert read_entries([entry(2, Chunk("ab")), end], 0) == (
+        LogRead("ab", (), 2, End.FAILED, "ä"),
+        0,
+    )
 
 
 NONSENSE: list[dict[bytes, bytes]] = [
@@ -60,9 +65,20 @@ NONSENSE: list[dict[bytes, bytes]] = [
     {b"end": b"\xff"},
     *(
         {b"chunks": field}
-        for field in (b"", b"\xff", b'{"ab":1}', b"1", b"[[1]]", b'[["a", [1]], [2, [3]]]', b'[["a", "bc"]]')
+        for field in (
+            b"",
+            b"\xff",
+            b'{"ab":1}',
+            b"1",
+            b"[[1]]",
+            b'[["a", [1]], [2, [3]]]',
+            b'[["a", "bc"]]',
+        )
     ),
-    *({b"chunks": field} for field in (b'[["a", [-1]]]', b'[["a", [true]]]', b'[["a", null]]', b"[" * 100_000)),
+    *(
+        {b"chunks": field}
+        for field in (b'[["a", [-1]]]', b'[["a", [true]]]', b'[["a", null]]', b"[" * 100_000)
+    ),
 ]
 
 
@@ -74,7 +90,9 @@ def test_an_entry_that_makes_no_sense_is_skipped_and_counted(fields: dict[bytes,
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 ).map(lambda value: json.dumps(value).encode())
 spoiled = st.dictionaries(
@@ -84,14 +102,21 @@ spoiled = st.dictionaries(
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), spoiled), max_size=4))
-def test_whatever_redis_holds_a_read_answers(entries: list[tuple[int, int, dict[bytes, bytes]]]) -> None:
-    ordered = [(b"%d-%d" % (position, number), fields) for position, number, fields in sorted(entries, key=repr)]
+def test_whatever_redis_holds_a_read_answers(
+    entries: list[tuple[int, int, dict[bytes, bytes]]],
+) -> None:
+    ordered = [
+        (b"%d-%d" % (position, number), fields)
+        for position, number, fields in sorted(entries, key=repr)
+    ]
     read, skipped = read_entries(ordered, 0)
     assert 0 <= read.position <= 9 and skipped <= len(ordered)
     assert read_entries([entry(1, Chunk("a"))], 0)[0].text == "a"
 
 
-@pytest.mark.parametrize("last", [entry(3, Chunk("c")), (b"3-2", {b"end": b"finished", b"detail": b""})])
+@pytest.mark.parametrize(
+    "last", [entry(3, Chunk("c")), (b"3-2", {b"end": b"finished", b"detail": b""})]
+)
 def test_a_log_that_lacks_what_was_skipped_fails(last: Entry) -> None:
     read, skipped = read_entries([entry(1, Chunk("a")), (b"2-0", {b"chunks": b"?"}), last], 0)
     assert (read.text, read.position, read.end, skipped) == ("a", 1, End.FAILED, 1)

@@ -110,7 +110,9 @@ def logs_held() -> int:
 
 async def test_a_log_that_never_begins_is_given_up_with_its_last_reader() -> None:
     cache, before = MemoryAgentPromptCache(clock=Clock(), ttl_s=10), logs_held()
-    readings = [asyncio.create_task(cache.wait(LogKey("tenant", "program", agent), 0, 1)) for agent in "aab"]
+    readings = [
+        asyncio.create_task(cache.wait(LogKey("tenant", "program", agent), 0, 1)) for agent in "aab"
+    ]
     await asyncio.sleep(0)
     assert logs_held() == before + 2
     for reading in readings:

@@ -30,7 +30,11 @@ class FullAfterTheFirstLog(Connection):
 
 async def test_entries_that_redis_took_before_it_refused_others_are_not_lost() -> None:
     stats = CacheStats()
-    publisher = Publisher(FullAfterTheFirstLog(), Layout("test", "owner", 3600.0), stats, clock=time.monotonic)
-    await asyncio.gather(*(publisher.begin(LogKey("tenant", "program", agent)) for agent in ("first", "second")))
+    publisher = Publisher(
+        FullAfterTheFirstLog(), Layout("test", "owner", 3600.0), stats, clock=time.monotonic
+    )
+    await asyncio.gather(
+        *(publisher.begin(LogKey("tenant", "program", agent)) for agent in ("first", "second"))
+    )
     assert (stats.published, stats.lost_writes) == (1, 1)
     await publisher.close(0.0)

@@ -1,4 +1,6 @@
-"""Redis killed, restarted, stalled, or never there: running logs go on, nothing hangs, and it is said once."""
+"""Redis killed, restarted, stalled, or never there: running logs go on, nothing hangs, and it is
+said once.
+"""
 
 import asyncio
 import logging
@@ -24,8 +26,12 @@ async def caches(
 ) -> AsyncIterator[tuple[RedisAgentPromptCache, RedisAgentPromptCache]]:
     """A writer's cache and a cache of another process."""
     async with (
-        RedisAgentPromptCache(server.url, clock=time.monotonic, reply_limit_s=reply_limit_s) as here,
-        RedisAgentPromptCache(server.url, clock=time.monotonic, reply_limit_s=reply_limit_s) as elsewhere,
+        RedisAgentPromptCache(
+            server.url, clock=time.monotonic, reply_limit_s=reply_limit_s
+        ) as here,
+        RedisAgentPromptCache(
+            server.url, clock=time.monotonic, reply_limit_s=reply_limit_s
+        ) as elsewhere,
     ):
         yield here, elsewhere
 
@@ -70,7 +76,9 @@ async def test_a_log_goes_on_in_memory_when_redis_is_killed(
     assert "Redis is away" in warnings[0].message
 
 
-async def test_a_reader_that_wanted_more_gets_what_was_written_here_while_redis_was_away(server: RedisServer) -> None:
+async def test_a_reader_that_wanted_more_gets_what_was_written_here_while_redis_was_away(
+    server: RedisServer,
+) -> None:
     async with caches(server) as (here, _), asyncio.TaskGroup() as group:
         server.kill()
         reading = group.create_task(here.read(KEY, at_least=5, wait_s=1.0))
@@ -197,7 +205,9 @@ async def test_a_program_forgotten_in_an_outage_is_deleted_after_it(server: Redi
         assert server.keys() == {}
 
 
-async def test_of_two_logs_begun_in_an_outage_each_serves_its_own_process(server: RedisServer) -> None:
+async def test_of_two_logs_begun_in_an_outage_each_serves_its_own_process(
+    server: RedisServer,
+) -> None:
     async with caches(server) as (here, elsewhere):
         server.kill()
         (await here.create(KEY)).append(Chunk("mine"))
@@ -210,7 +220,9 @@ async def test_of_two_logs_begun_in_an_outage_each_serves_its_own_process(server
         assert here.stats.withdrawn + elsewhere.stats.withdrawn == 1
 
 
-async def test_a_log_whose_begin_was_never_confirmed_is_recognised_as_ones_own(server: RedisServer) -> None:
+async def test_a_log_whose_begin_was_never_confirmed_is_recognised_as_ones_own(
+    server: RedisServer,
+) -> None:
     async with caches(server, IMPATIENT_S) as (here, elsewhere):
         await here.create(OTHER)
         server.stall()

@@ -33,7 +33,10 @@ async def test_every_key_expires_and_writes_renew_it(server: RedisServer) -> Non
     async with RedisAgentPromptCache(server.url, clock=clock, ttl_s=160) as cache:
         log = await cache.create(KEY)
         assert len(server.keys()) == 2
-        writes: list[Callable[[], None]] = [lambda: log.append(Chunk("a")), lambda: log.end(End.FINISHED)]
+        writes: list[Callable[[], None]] = [
+            lambda: log.append(Chunk("a")),
+            lambda: log.end(End.FINISHED),
+        ]
         for write in writes:
             for name in list(server.keys()):
                 server.ask("PEXPIRE", name, 50_000)
@@ -43,7 +46,9 @@ async def test_every_key_expires_and_writes_renew_it(server: RedisServer) -> Non
             assert all(160_000 < ttl_ms <= 170_000 for ttl_ms in server.keys().values())
 
 
-async def test_frequent_writes_renew_the_time_to_live_only_now_and_then(server: RedisServer) -> None:
+async def test_frequent_writes_renew_the_time_to_live_only_now_and_then(
+    server: RedisServer,
+) -> None:
     clock = Clock()
     async with RedisAgentPromptCache(server.url, clock=clock, ttl_s=160) as cache:
         log = await cache.create(KEY)
@@ -56,8 +61,13 @@ async def test_frequent_writes_renew_the_time_to_live_only_now_and_then(server: 
         assert statistics["cmdstat_pexpire"]["calls"] == 2 * (1 + 10)
 
 
-async def test_a_reader_that_wants_all_of_a_log_begun_here_leaves_redis_alone(server: RedisServer) -> None:
-    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as cache, asyncio.TaskGroup() as group:
+async def test_a_reader_that_wants_all_of_a_log_begun_here_leaves_redis_alone(
+    server: RedisServer,
+) -> None:
+    async with (
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as cache,
+        asyncio.TaskGroup() as group,
+    ):
         reading = group.create_task(cache.read(KEY, at_least=1000, wait_s=LIMIT_S))
         while server.blocked_readers() < 1:
             await turn()
@@ -87,7 +97,9 @@ async def test_nothing_is_left_once_all_programs_are_forgotten(server: RedisServ
         assert len(one) == 0
 
 
-async def test_a_deletion_wakes_a_blocked_reader_and_does_not_wait_until_it_looks_again(server: RedisServer) -> None:
+async def test_a_deletion_wakes_a_blocked_reader_and_does_not_wait_until_it_looks_again(
+    server: RedisServer,
+) -> None:
     async with (
         RedisAgentPromptCache(server.url, clock=time.monotonic) as writer,
         RedisAgentPromptCache(server.url, clock=time.monotonic) as reader,
@@ -185,7 +197,9 @@ BAD = LogKey("tenant", "bad", "agent")
 
 
 @asynccontextmanager
-async def writer_and_reader(server: RedisServer) -> AsyncIterator[tuple[RedisAgentPromptCache, RedisAgentPromptCache]]:
+async def writer_and_reader(
+    server: RedisServer,
+) -> AsyncIterator[tuple[RedisAgentPromptCache, RedisAgentPromptCache]]:
     async with (
         RedisAgentPromptCache(server.url, clock=time.monotonic) as writer,
         RedisAgentPromptCache(server.url, clock=time.monotonic) as reader,
@@ -202,7 +216,9 @@ async def of_the_others(writer: RedisAgentPromptCache, reader: RedisAgentPromptC
 
 
 @pytest.mark.parametrize("name", [LOG, AGENTS])
-async def test_a_key_of_another_kind_ends_the_sharing_of_its_own_program_alone(server: RedisServer, name: str) -> None:
+async def test_a_key_of_another_kind_ends_the_sharing_of_its_own_program_alone(
+    server: RedisServer, name: str
+) -> None:
     async with writer_and_reader(server) as (writer, reader):
         server.ask("SET", name, "w")
         log = await writer.create(BAD)
@@ -250,7 +266,9 @@ async def test_a_reader_of_what_is_no_log_hears_so_at_once(server: RedisServer) 
             await reader.read(BAD, wait_s=3600)
 
 
-async def test_an_entry_that_makes_no_sense_is_read_once_and_not_waited_on_in_a_circle(server: RedisServer) -> None:
+async def test_an_entry_that_makes_no_sense_is_read_once_and_not_waited_on_in_a_circle(
+    server: RedisServer,
+) -> None:
     async with writer_and_reader(server) as (_, reader), asyncio.TaskGroup() as group:
         server.ask("XADD", LOG, "0-1", "owner", "x")
         server.ask("XADD", LOG, "0-5", "evil", "x")
@@ -275,11 +293,15 @@ async def test_a_program_with_a_member_that_is_no_name_is_deleted(server: RedisS
 
 async def test_a_password_is_sent_and_a_wrong_one_counts_as_away(server: RedisServer) -> None:
     server.ask("CONFIG", "SET", "requirepass", "geheim")
-    async with RedisAgentPromptCache(server.url, clock=time.monotonic, options={"password": "geheim"}) as right:
+    async with RedisAgentPromptCache(
+        server.url, clock=time.monotonic, options={"password": "geheim"}
+    ) as right:
         assert await right.healthy()
         await right.create(KEY)
         assert not right.stats.degraded
-    async with RedisAgentPromptCache(server.url, clock=time.monotonic, options={"password": "x"}) as wrong:
+    async with RedisAgentPromptCache(
+        server.url, clock=time.monotonic, options={"password": "x"}
+    ) as wrong:
         assert not await wrong.healthy()
         (await wrong.create(BAD)).append(Chunk("a"))
         assert (await wrong.read(BAD, wait_s=0)).text == "a"

@@ -6,7 +6,9 @@ from shell_router.api.admission import Drain
 from shell_router.errors import RouterStopping
 
 
-async def test_a_stop_cuts_what_still_runs_and_leaves_what_has_reached_its_own_limit_to_end() -> None:
+async def test_a_stop_cuts_what_still_runs_and_leaves_what_has_reached_its_own_limit_to_end() -> (
+    None
+):
     drain, begun, all_cut, forced = Drain(), asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def overdue() -> None:

@@ -66,7 +66,10 @@ def test_prefill_settings_are_read() -> None:
         ({"prompt": [{"text": "a", "output_of": "b"}]}, "prompt[0]"),
         ({"prompt": ["a", {"output_of": "no spaces"}]}, "prompt[1].output_of"),
         ({"prompt": None, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"prompt": None, "messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
+        (
+            {"prompt": None, "messages": [{"role": "user", "content": [1]}]},
+            "messages[0].content[0]",
+        ),
         ({"timeout_s": 601}, "timeout_s"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"wait_s": -1}, "wait_s"),

@@ -26,7 +26,14 @@ def test_a_plain_body_is_read_with_defaults() -> None:
 
 def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    chat = read_chat(body(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]))
+    chat = read_chat(
+        body(
+            messages=[
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": parts},
+            ]
+        )
+    )
     assert chat.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "one two"},
@@ -42,7 +49,10 @@ def test_an_assistant_message_that_says_nothing_is_empty_text() -> None:
 TOOL, CLASHING = (
     {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "$defs": {"city": {"type": kind}}}},
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "$defs": {"city": {"type": kind}}},
+        },
     }
     for name, kind in (("look", "string"), ("walk", "integer"))
 )
@@ -62,13 +72,22 @@ TOOL, CLASHING = (
         ({"messages": ["Hello"]}, "messages[0]"),
         ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "Hello"}]}, "messages[0].tool_call_id"),
-        ({"messages": [USER, {"role": "tool", "content": "Hello", "tool_call_id": "c"}]}, "messages[1].tool_call_id"),
+        (
+            {"messages": [USER, {"role": "tool", "content": "Hello", "tool_call_id": "c"}]},
+            "messages[1].tool_call_id",
+        ),
         ({"messages": [{"role": "function", "content": "Hello"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [USER, {"role": "assistant", "content": "Hi"}]}, "messages[1].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         ({"stream": "yes"}, "stream"),
         ({"include_agents": 1}, "include_agents"),
@@ -77,7 +96,10 @@ TOOL, CLASHING = (
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [TOOL], "regex": "a"}, "tools"),
-        ({"tools": [CLASHING, TOOL], "tool_choice": "required"}, "tools[1].function.parameters.$defs.city"),
+        (
+            {"tools": [CLASHING, TOOL], "tool_choice": "required"},
+            "tools[1].function.parameters.$defs.city",
+        ),
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"style": "x" * 2**14}}, "chat_template_kwargs"),
         ({"max_thinking_tokens": 0}, "max_thinking_tokens"),
@@ -108,16 +130,36 @@ def test_a_wrong_field_is_named_with_its_path(fields: dict[str, object], at: str
 def test_a_prediction_is_read_in_both_of_its_forms() -> None:
     parts = [{"type": "text", "text": "so it "}, {"type": "text", "text": "begins"}]
     for content in ("so it begins", parts):
-        assert read_chat(body(prediction={"type": "content", "content": content})).prediction == "so it begins"
+        assert (
+            read_chat(body(prediction={"type": "content", "content": content})).prediction
+            == "so it begins"
+        )
 
 
 def test_fields_that_ask_for_nothing_special_are_accepted() -> None:
-    read_chat(body(n=1, tools=[], tool_choice="auto", logprobs=False, modalities=["text"], stop=None, top_a=0))
+    read_chat(
+        body(
+            n=1,
+            tools=[],
+            tool_choice="auto",
+            logprobs=False,
+            modalities=["text"],
+            stop=None,
+            top_a=0,
+        )
+    )
 
 
 def test_the_tenants_user_is_the_cache_key_else_the_user_and_never_by_name() -> None:
-    assert read_chat(body()).end_user is read_chat(body(user="", prompt_cache_key=None)).end_user is None
-    ann, key = (read_chat(body(**{name: "ann@example.org"})).end_user for name in ("user", "prompt_cache_key"))
+    assert (
+        read_chat(body()).end_user
+        is read_chat(body(user="", prompt_cache_key=None)).end_user
+        is None
+    )
+    ann, key = (
+        read_chat(body(**{name: "ann@example.org"})).end_user
+        for name in ("user", "prompt_cache_key")
+    )
     assert ann == key is not None and "ann" not in ann
     assert read_chat(body(user="ben", prompt_cache_key="ann@example.org")).end_user == ann
     assert read_chat(body(user="ben")).end_user != ann
@@ -129,7 +171,9 @@ def test_unknown_fields_are_listed_and_those_without_effect_are_not() -> None:
     assert {*read.unread} - INERT == {"colour"}
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"null", b'{"a": NaN}', b"\xff", b"[" * 5000])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[1]", b'"x"', b"null", b'{"a": NaN}', b"\xff", b"[" * 5000]
+)
 def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_body(raw)

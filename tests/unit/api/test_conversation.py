@@ -10,7 +10,11 @@ from shell_router.errors import InvalidField
 from shell_router.moa.calls import ToolOffer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+}
 
 
 def body(**fields: object) -> Fields:
@@ -70,7 +74,10 @@ def test_calls_become_objects_and_each_result_answers_one() -> None:
     asked = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
     found = read(asked, result)
-    assert found[0]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+    assert found[0]["tool_calls"][0]["function"] == {
+        "name": "weather",
+        "arguments": {"city": "Paris"},
+    }
     for wrong, at in ((result, asked, result), 0), ((asked, result, result), 2):
         with pytest.raises(InvalidField) as refused:
             read(*wrong)

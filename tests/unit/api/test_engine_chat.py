@@ -14,7 +14,9 @@ from shell_router.errors import EngineUnreachable, InvalidField, InvalidRequest
 
 
 class Engine:
-    """Answers a body with itself; `!` cannot be reached, `?` is refused. `open` counts those under way."""
+    """Answers a body with itself; `!` cannot be reached, `?` is refused. `open` counts those under
+    way.
+    """
 
     def __init__(self) -> None:
         self.open = 0
@@ -52,7 +54,9 @@ async def test_one_that_is_refused_is_the_answer() -> None:
 def test_what_names_a_completions_user_is_not_forwarded() -> None:
     asked = {"model": "m", "prompt": "Hi", "prompt_cache_key": "a", "user": "b"}
     [body] = read_completion(parse_body(orjson.dumps(asked)), "m")
-    assert b"prompt_cache_key" not in read_native(body, "fresh", route="v1/completions").with_fields({})
+    assert b"prompt_cache_key" not in read_native(
+        body, "fresh", route="v1/completions"
+    ).with_fields({})
 
 
 def test_the_values_of_all_choices_are_bounded_together() -> None:

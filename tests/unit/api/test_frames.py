@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from shell_router.api.frames import coalesced, facts
 from shell_router.core.events import AgentStarted, AgentTokens, Event, PrefillIncrement
 
-TOKENS = st.builds(AgentTokens, st.just(1.0), st.sampled_from("abc"), st.tuples(st.integers(0, 9)), st.text())
+TOKENS = st.builds(
+    AgentTokens, st.just(1.0), st.sampled_from("abc"), st.tuples(st.integers(0, 9)), st.text()
+)
 STARTS = st.builds(AgentStarted, st.just(1.0), st.sampled_from("abc"), st.just("m"))
 EVENTS = st.lists(st.one_of(TOKENS, STARTS), max_size=30)
 
@@ -24,7 +26,9 @@ def reported(events: list[Event], agent: str) -> list[object]:
 def test_joining_keeps_every_agents_tokens_and_their_order(events: list[Event]) -> None:
     joined = list(coalesced(events))
     assert all(reported(joined, agent) == reported(events, agent) for agent in "abc")
-    texts = ["".join(e.text for e in kind if isinstance(e, AgentTokens)) for kind in (joined, events)]
+    texts = [
+        "".join(e.text for e in kind if isinstance(e, AgentTokens)) for kind in (joined, events)
+    ]
     assert sorted(texts[0]) == sorted(texts[1])
 
 

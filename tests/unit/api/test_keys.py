@@ -12,7 +12,13 @@ def now() -> float:
     return 0.0
 
 
-KEYS = Keys({"alice": "sk-alice", "bob": ApiKey(key="sk-bob-ü"), "old": ApiKey(key="sk-old", tenant="alice")})
+KEYS = Keys(
+    {
+        "alice": "sk-alice",
+        "bob": ApiKey(key="sk-bob-ü"),
+        "old": ApiKey(key="sk-old", tenant="alice"),
+    }
+)
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", None])
@@ -21,7 +27,9 @@ def test_without_keys_callers_on_this_machine_may_do_all(peer: str | None) -> No
     require_route(LOCAL, "PUT", "/v1/topologies/x", "/v1/topologies/{name}")
 
 
-@pytest.mark.parametrize("peer", ["10.0.0.1", "2001:db8::1", "::ffff:10.0.0.1", "fe80::1%eth0", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "peer", ["10.0.0.1", "2001:db8::1", "::ffff:10.0.0.1", "fe80::1%eth0", "0.0.0.0"]
+)
 def test_without_keys_all_others_are_refused(peer: str) -> None:
     with pytest.raises(RemoteRefused, match="api_keys"):
         Keys({}).caller("Bearer sk-alice", peer, now)
@@ -35,7 +43,8 @@ def test_with_keys_the_tenant_is_what_the_key_says_wherever_the_caller_is() -> N
 
 
 @pytest.mark.parametrize(
-    "sent", ["", "Bearer", "Bearer ", "Bearer sk-alic", "Basic sk-alice", "sk-alice", "Bearer \udcff"]
+    "sent",
+    ["", "Bearer", "Bearer ", "Bearer sk-alic", "Basic sk-alice", "sk-alice", "Bearer \udcff"],
 )
 def test_with_keys_a_missing_or_wrong_one_is_refused_on_this_machine_too(sent: str) -> None:
     with pytest.raises(Unauthorized):
@@ -51,12 +60,15 @@ def test_empty_or_shared_keys_are_refused_and_those_before_stay(keys: dict[str, 
 
 
 def test_settings_do_not_print_secrets() -> None:
-    assert "sk-alice" not in repr(ApiSettings(keys={"alice": "sk-alice", "bob": ApiKey(key="sk-alice-2")}))
+    assert "sk-alice" not in repr(
+        ApiSettings(keys={"alice": "sk-alice", "bob": ApiKey(key="sk-alice-2")})
+    )
     assert "sk-alice" not in repr(ApiKey(key="sk-alice"))
 
 
 @pytest.mark.parametrize(
-    "expires", ["2027-01-31", "2027-01-31T00:00:00Z", "2027-01-31T00:00:00", "2027-01-31T01:00:00+01:00"]
+    "expires",
+    ["2027-01-31", "2027-01-31T00:00:00Z", "2027-01-31T00:00:00", "2027-01-31T01:00:00+01:00"],
 )
 def test_an_expired_key_is_refused_by_name_of_its_time(expires: str) -> None:
     keys = Keys({"alice": ApiKey(key="x", expires=expires)})
@@ -68,7 +80,10 @@ def test_an_expired_key_is_refused_by_name_of_its_time(expires: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1", "/generate"])
 def test_a_key_for_some_routes_may_use_them_and_what_is_below(path: str) -> None:
     require_route(
-        ApiKey(key="x", routes=("/v1/files", "/generate/")), "GET", path.replace("/generate", "/generate/x"), "r"
+        ApiKey(key="x", routes=("/v1/files", "/generate/")),
+        "GET",
+        path.replace("/generate", "/generate/x"),
+        "r",
     )
 
 
@@ -80,7 +95,12 @@ def test_a_key_for_some_routes_may_use_no_others(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "route"),
-    [("GET", "/metrics"), ("HEAD", "/metrics"), ("PUT", "/v1/topologies/{name}"), ("DELETE", "/v1/topologies/{name}")],
+    [
+        ("GET", "/metrics"),
+        ("HEAD", "/metrics"),
+        ("PUT", "/v1/topologies/{name}"),
+        ("DELETE", "/v1/topologies/{name}"),
+    ],
 )
 def test_administration_is_for_operators(method: str, route: str) -> None:
     require_route(ApiKey(key="x", operator=True), method, route, route)

@@ -31,7 +31,9 @@ def counted(value: Any) -> tuple[int, int]:
 
 
 @given(values, st.booleans())
-def test_every_string_array_object_and_comma_is_counted_and_none_within_a_text(value: Any, escaped: bool) -> None:
+def test_every_string_array_object_and_comma_is_counted_and_none_within_a_text(
+    value: Any, escaped: bool
+) -> None:
     assert values_in(json.dumps(value, ensure_ascii=escaped).encode()) == counted(value)
 
 
@@ -57,7 +59,9 @@ class Sent:
 
 
 async def test_a_long_body_is_counted_off_the_event_loop() -> None:
-    body = Body(b'"' + b"{" * (LONG_BODY_BYTES + 1) + b'"')  # one value, which more than a glance shows
+    body = Body(
+        b'"' + b"{" * (LONG_BODY_BYTES + 1) + b'"'
+    )  # one value, which more than a glance shows
     body.threads = set()
     assert await read_body(cast(Any, Sent(body))) == body
     assert body.threads and threading.main_thread() not in body.threads

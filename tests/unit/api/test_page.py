@@ -24,7 +24,10 @@ async def test_without_the_setting_there_is_no_page() -> None:
 
 def test_a_browser_runs_the_pages_own_script_alone_and_asks_this_router_alone() -> None:
     found = policy("<style>a</style><script>b</script>")
-    assert "default-src 'none'; script-src 'sha256-PiPoFgA5WUoziU9lZOGxNIu9egCI1CxKy3PurtWcAJ0='; style-src" in found
+    assert (
+        "default-src 'none'; script-src 'sha256-PiPoFgA5WUoziU9lZOGxNIu9egCI1CxKy3PurtWcAJ0='; "
+        "style-src"
+    ) in found
     assert "connect-src 'self';" in found
     assert not re.search(r"unsafe|\*|https?:", found)
     assert policy("<style>a</style><script>c</script>") != found
@@ -43,4 +46,6 @@ async def test_a_model_names_its_graph() -> None:
             "right": {"model": "medium", "precursors": []},
             "root": {"model": "large", "precursors": ["left", "right"]},
         }
-        assert (await served.get("/v1/models/small"))[1]["graph"] == {"small": {"model": "small", "precursors": []}}
+        assert (await served.get("/v1/models/small"))[1]["graph"] == {
+            "small": {"model": "small", "precursors": []}
+        }

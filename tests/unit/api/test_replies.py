@@ -17,15 +17,25 @@ from shell_router.errors import (
     ShellRouterError,
 )
 
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShellRouterError)]
+KINDS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, ShellRouterError)
+]
 INTERNAL_KINDS = {"ShellRouterError", "ConfigError", "DataError", "TopologyError"}
 
 
 @pytest.mark.parametrize(
     "kind",
-    [kind for kind in KINDS if kind.__name__ not in INTERNAL_KINDS and not issubclass(kind, ComponentError)],
+    [
+        kind
+        for kind in KINDS
+        if kind.__name__ not in INTERNAL_KINDS and not issubclass(kind, ComponentError)
+    ],
 )
-def test_every_error_a_client_may_meet_has_a_status_of_its_own(kind: type[ShellRouterError]) -> None:
+def test_every_error_a_client_may_meet_has_a_status_of_its_own(
+    kind: type[ShellRouterError],
+) -> None:
     error = kind.__new__(kind)
     error.status = 500  # type: ignore[attr-defined] # what an engine may have answered
     assert problem_of(error) is not INTERNAL
@@ -48,7 +58,9 @@ def test_what_an_engine_refuses_is_the_clients_to_mend_and_its_crashes_are_not()
     assert problem_of(caused(EngineRejected("bad regex", status=422))).status == 400
 
 
-def test_an_adapter_that_is_to_be_loaded_again_is_worth_another_try_and_one_that_does_not_load_is_not() -> None:
+def test_an_adapter_that_is_to_be_loaded_again_is_worth_another_try_and_one_that_does_not_load_is_not() -> (
+    None
+):
     assert is_retryable(caused(AdapterMissing("lost")))
     assert not is_retryable(AdapterFailed("corrupt"))
 

@@ -20,8 +20,14 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
         ({"stop": "END"}, {"stop": "END"}),
         ({"stop": ["a", "b"]}, {"stop": ["a", "b"]}),
         ({"seed": 3}, {"sampling_seed": 3}),
-        ({"min_tokens": 2, "top_k": 40, "min_p": 0.1}, {"min_new_tokens": 2, "top_k": 40, "min_p": 0.1}),
-        ({"ignore_eos": True, "skip_special_tokens": False}, {"ignore_eos": True, "skip_special_tokens": False}),
+        (
+            {"min_tokens": 2, "top_k": 40, "min_p": 0.1},
+            {"min_new_tokens": 2, "top_k": 40, "min_p": 0.1},
+        ),
+        (
+            {"ignore_eos": True, "skip_special_tokens": False},
+            {"ignore_eos": True, "skip_special_tokens": False},
+        ),
         ({"stop_token_ids": [1, 2]}, {"stop_token_ids": [1, 2]}),
         ({"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
         ({"response_format": {"type": "text"}}, {}),
@@ -38,7 +44,12 @@ def test_fields_are_renamed_and_absent_ones_left_to_the_engine(
 @pytest.mark.parametrize(
     "asked",
     [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
         {"json_schema": SCHEMA},
         {"json_schema": json.dumps(SCHEMA)},
     ],

@@ -15,7 +15,9 @@ from tests.fakes.moa import Recorder, ScriptedMoa
 
 PAIR = PairSettings("http://127.0.0.1:1", "http://127.0.0.1:2")
 MODELS = {
-    "small": ModelSettings(Path("small"), engine={"embedded": EmbeddedSection(max_running_requests=8)}),
+    "small": ModelSettings(
+        Path("small"), engine={"embedded": EmbeddedSection(max_running_requests=8)}
+    ),
     "large": ModelSettings(path=Path("large"), pairs=(PAIR,)),
 }
 PROFILE = """
@@ -41,7 +43,10 @@ def test_a_profile_tells_what_a_token_costs_with_a_full_batch(tmp_path: Path) ->
     file = tmp_path / "profile.yaml"
     file.write_text(PROFILE, encoding="utf-8")
     chosen = waits(AutoSettings(profile=file))
-    assert chosen.waits == {"small": pytest.approx(80 * 0.010 / 8), "large": pytest.approx(80 * 0.05 / 32)}
+    assert chosen.waits == {
+        "small": pytest.approx(80 * 0.010 / 8),
+        "large": pytest.approx(80 * 0.05 / 32),
+    }
     assert chosen.unmeasured == ()
     fuller = waits(AutoSettings(profile=file, max_batch={"large": 64}))
     assert fuller.waits["large"] == pytest.approx(80 * 0.05 / 64)
@@ -53,7 +58,9 @@ def test_without_a_profile_costs_are_measured_and_tokens_compared_until_then() -
     assert chosen.unmeasured == ("small", "large")
 
 
-@pytest.mark.parametrize("content", [None, "models: [", "models: {}", "models: {small: {roofline: {}}}", "[]"])
+@pytest.mark.parametrize(
+    "content", [None, "models: [", "models: {}", "models: {small: {roofline: {}}}", "[]"]
+)
 def test_a_profile_that_tells_no_costs_is_refused(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "profile.yaml"
     if content is not None:

@@ -9,7 +9,14 @@ from shell_router.app.model_files import read_files
 from shell_router.app.serving import taken_address
 from shell_router.app.topologies import load_topologies
 from shell_router.batch.pool import Pool, PoolModel, PoolWorker, RaySettings
-from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairLaunch, PairSettings
+from shell_router.config import (
+    Config,
+    EmbedderSettings,
+    Listen,
+    ModelSettings,
+    PairLaunch,
+    PairSettings,
+)
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.settings import EmbeddedSection
 
@@ -18,27 +25,38 @@ MODELS = {"small": ModelSettings(Path("small"))}
 
 def topology_file(folder: Path, name: str, early_exit: str = "off") -> Path:
     file = folder / "trees.yaml"
-    text = f"# a tree\nname: {name}\ntree: {{shape: [2, 1], models: [small]}}\nearly_exit: {early_exit}\n"
+    text = (
+        f"# a tree\nname: {name}\ntree: {{shape: [2, 1], models: [small]}}\nearly_exit: "
+        f"{early_exit}\n"
+    )
     file.write_text(text, encoding="utf-8")
     return file
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
-def test_a_topology_with_the_name_of_a_model_is_refused_by_file_and_line(tmp_path: Path, as_folder: bool) -> None:
+def test_a_topology_with_the_name_of_a_model_is_refused_by_file_and_line(
+    tmp_path: Path, as_folder: bool
+) -> None:
     file = topology_file(tmp_path, "small")
     with pytest.raises(ConfigError) as refused:
         load_topologies(Config(MODELS, topologies=(tmp_path if as_folder else file,)))
-    assert str(refused.value).startswith(f"{file}:2: The topology's name, 'small', is a model's too")
+    assert str(refused.value).startswith(
+        f"{file}:2: The topology's name, 'small', is a model's too"
+    )
 
 
 def test_a_topology_path_that_leads_nowhere_is_named_with_its_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"topologies: there is no file or folder .*/absent\. Correct it"):
+    with pytest.raises(
+        ConfigError, match=r"topologies: there is no file or folder .*/absent\. Correct it"
+    ):
         load_topologies(Config(MODELS, topologies=(tmp_path / "absent",)))
 
 
 def test_an_early_exit_without_an_embedder_is_refused_by_setting(tmp_path: Path) -> None:
     file = topology_file(tmp_path, "tree", early_exit="on")
-    with pytest.raises(ConfigError, match=r"embedder\.model is none, and the topology 'tree' exits early"):
+    with pytest.raises(
+        ConfigError, match=r"embedder\.model is none, and the topology 'tree' exits early"
+    ):
         load_topologies(Config(MODELS, topologies=(file,), embedder=EmbedderSettings("none")))
 
 
@@ -50,7 +68,10 @@ def test_steps_that_need_an_embedder_or_a_predictor_are_refused_without_it(tmp_p
     }
     for what, rule in rules.items():
         classifiers = "classifiers: {c: {examples: {x: [y]}}}\n" if "classifier" in rule else ""
-        text = f"start: [{{when: {{{rule}}}, go: a}}, {{go: a}}]\nsteps: {{a: {{model: small}}}}\n{classifiers}"
+        text = (
+            f"start: [{{when: {{{rule}}}, go: a}}, {{go: a}}]\nsteps: {{a: {{model: "
+            f"small}}}}\n{classifiers}"
+        )
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=what):
             load_topologies(Config(MODELS, topologies=(file,), embedder=EmbedderSettings("none")))
@@ -70,14 +91,19 @@ def test_topologies_of_all_paths_are_known_to_steps_and_share_no_name(tmp_path: 
 
 def test_a_model_folder_that_does_not_exist_is_named_with_its_setting(tmp_path: Path) -> None:
     pair = PairSettings("http://127.0.0.1:1", "http://127.0.0.1:2")
-    with pytest.raises(ConfigError, match=r"models\.small\.path: there is no folder .*/absent\. Name the folder"):
+    with pytest.raises(
+        ConfigError, match=r"models\.small\.path: there is no folder .*/absent\. Name the folder"
+    ):
         read_files({"small": ModelSettings(path=tmp_path / "absent", pairs=(pair,))})
 
 
 @pytest.mark.parametrize(
-    ("host", "remedy"), [("192.0.2.1", "Set listen.host to an address"), ("no such host", "Correct listen.host")]
+    ("host", "remedy"),
+    [("192.0.2.1", "Set listen.host to an address"), ("no such host", "Correct listen.host")],
 )
-def test_an_address_that_cannot_be_listened_on_is_refused_with_a_fitting_remedy(host: str, remedy: str) -> None:
+def test_an_address_that_cannot_be_listened_on_is_refused_with_a_fitting_remedy(
+    host: str, remedy: str
+) -> None:
     with pytest.raises(ConfigError, match=remedy), taken_address(Listen(host, 0)):
         pass
 

@@ -33,7 +33,9 @@ profile: costs.yaml
 COST = ModelProfile(5.0, 10.0, 20.0, 1.0, 0.01, 0.02)
 EXPERTS = ("a", "b", "c[/x]")
 ANSWERS = {"1": "111", "2": "112", "3": "123", "4": "222"}
-"""What the proposers say to each question, whose right answer is 1; the aggregator says 1, and 3 to the second."""
+"""What the proposers say to each question, whose right answer is 1; the aggregator says 1, and 3 to
+the second.
+"""
 
 
 @pytest.fixture
@@ -56,7 +58,10 @@ def written(folder: Path) -> Path:
         for question, answers in ANSWERS.items()
         for model, said in zip(EXPERTS, answers, strict=True)
     ]
-    outputs += [Output(question, "aggregator", "b", f"Answer: {3 if question == '2' else 1}.") for question in ANSWERS]
+    outputs += [
+        Output(question, "aggregator", "b", f"Answer: {3 if question == '2' else 1}.")
+        for question in ANSWERS
+    ]
     run = folder / "run"
     run.mkdir()
     (run / "outputs.jsonl").write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in outputs))
@@ -72,7 +77,9 @@ def results(run: Path) -> list[dict[str, object]]:
     return [orjson.loads(line) for line in (run / "results.jsonl").read_bytes().splitlines()]
 
 
-def test_a_run_that_lacks_only_its_results_writes_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_lacks_only_its_results_writes_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = written(folder)
     assert batch(folder, "run", "--out", run, "--method", "longest-first") == 0
     assert [(one["id"], one["by"], one["answer"]) for one in results(run)] == [
@@ -148,14 +155,30 @@ def test_a_change_of_the_gate_or_of_how_answers_are_read_is_not_refused(folder: 
         ("run", ("--tau", "0"), "tau must be above 0, not 0. 1 means all proposers"),
         ("run", ("--tau", "nan"), "tau must be above 0, not nan."),
         ("run", ("--limit-s", "0"), "A plan cannot be searched for 0.0 s. Give a positive number."),
-        ("run", ("--data", "absent.jsonl"), "absent.jsonl: No such file or directory. Name a JSONL file"),
+        (
+            "run",
+            ("--data", "absent.jsonl"),
+            "absent.jsonl: No such file or directory. Name a JSONL file",
+        ),
         ("profile", ("--sizes", "8"), "needs sessions of two sizes or more"),
-        ("profile", ("--sizes", "0,8"), "needs sessions of two sizes or more, each of a prompt or more"),
-        ("profile", ("--sizes", "1,2"), "Sessions of 1, 2 prompts on 2 workers need 6 questions, and there are 4."),
+        (
+            "profile",
+            ("--sizes", "0,8"),
+            "needs sessions of two sizes or more, each of a prompt or more",
+        ),
+        (
+            "profile",
+            ("--sizes", "1,2"),
+            "Sessions of 1, 2 prompts on 2 workers need 6 questions, and there are 4.",
+        ),
     ],
 )
 def test_bad_input_is_reported_and_nothing_is_started(
-    folder: Path, command: str, options: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    command: str,
+    options: Sequence[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = ("--out", folder / "run") if command == "run" else ()
     assert batch(folder, command, *out, *options) == 2
@@ -164,7 +187,15 @@ def test_bad_input_is_reported_and_nothing_is_started(
 
 
 @pytest.mark.parametrize(
-    "options", [("--limit", "0"), ("--limit", "-1"), ("--limit", "x"), ("--method", "guess"), ("--seed", "x"), ()]
+    "options",
+    [
+        ("--limit", "0"),
+        ("--limit", "-1"),
+        ("--limit", "x"),
+        ("--method", "guess"),
+        ("--seed", "x"),
+        (),
+    ],
 )
 def test_an_option_that_cannot_be_is_refused_by_name(
     folder: Path, options: Sequence[str], capsys: pytest.CaptureFixture[str]
@@ -174,10 +205,14 @@ def test_an_option_that_cannot_be_is_refused_by_name(
     assert (options[0] if options else "--out") in capsys.readouterr().err
 
 
-def test_a_pool_without_a_profile_gets_the_remedy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_without_a_profile_gets_the_remedy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "costs.yaml").unlink()
     assert batch(folder, "run", "--out", folder / "run") == 2
-    assert "what the models cost is not known. Name the file as `profile`" in capsys.readouterr().err
+    assert (
+        "what the models cost is not known. Name the file as `profile`" in capsys.readouterr().err
+    )
     (folder / "pool.yaml").write_text(POOL.replace("profile: costs.yaml", ""), encoding="utf-8")
     assert batch(folder, "profile") == 2
     assert "The pool names no profile. Name the file to write" in capsys.readouterr().err
@@ -193,23 +228,42 @@ def test_a_model_whose_folder_is_not_there_is_reported_before_any_other_is_start
     assert not list(folder.glob("**/*logs*"))
 
 
-def test_a_corrupt_profile_is_reported_by_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spoiled = (folder / "costs.yaml").read_text(encoding="utf-8").replace("mean_tokens: 10.0", "mean_tokens: many")
+def test_a_corrupt_profile_is_reported_by_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoiled = (
+        (folder / "costs.yaml")
+        .read_text(encoding="utf-8")
+        .replace("mean_tokens: 10.0", "mean_tokens: many")
+    )
     (folder / "costs.yaml").write_text(spoiled, encoding="utf-8")
     assert batch(folder, "run", "--out", folder / "run") == 2
-    assert "costs.yaml:4: aggregator.mean_tokens must be a number at least 0, not 'many'" in capsys.readouterr().err
+    assert (
+        "costs.yaml:4: aggregator.mean_tokens must be a number at least 0, not 'many'"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_pool_without_an_aggregator_takes_no_tau(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_without_an_aggregator_takes_no_tau(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "pool.yaml").write_text(POOL.replace("aggregate:", "# aggregate:"), encoding="utf-8")
     assert batch(folder, "run", "--out", folder / "run", "--tau", "1") == 2
-    assert "tau needs an aggregator, and the pool has none. Add `aggregate` to it" in capsys.readouterr().err
+    assert (
+        "tau needs an aggregator, and the pool has none. Add `aggregate` to it"
+        in capsys.readouterr().err
+    )
 
 
-def test_the_last_lines_say_how_many_prompts_went_to_another_worker_than_the_plans_and_why() -> None:
+def test_the_last_lines_say_how_many_prompts_went_to_another_worker_than_the_plans_and_why() -> (
+    None
+):
     session = Session(0, "a", 4, 0.0, 5.0)
     stage = Stage("proposer", Plan("ilp", (session,), 0.0), (session,), {"taken": 3})
-    assert outcome([], [stage])[0] == "proposer: 5.0 s, planned 5.0 s. 3 prompts were taken by idle workers."
+    assert (
+        outcome([], [stage])[0]
+        == "proposer: 5.0 s, planned 5.0 s. 3 prompts were taken by idle workers."
+    )
 
 
 def test_the_screen_shows_names_as_they_are_and_counts_outputs() -> None:

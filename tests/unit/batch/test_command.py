@@ -27,7 +27,9 @@ def workload(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_shipped_workload_is_planned_to_the_proven_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_workload_is_planned_to_the_proven_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["batch", "plan", str(WORKLOAD)]) == 0
     printed = capsys.readouterr().out
     assert "no plan within the same limits is shorter by more than 0.01%" in printed
@@ -46,7 +48,11 @@ def test_the_plan_of_every_method_is_written_and_drawn(
     assert sum(session["prompts"] for session in written["sessions"]) == 110
     assert written["makespan_s"] == max(session["end_s"] for session in written["sessions"])
     assert written["bound_s"] <= written["makespan_s"]
-    drawn = [line for line in capsys.readouterr().out.splitlines() if " \u00d7 " in line and "prompts" not in line]
+    drawn = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if " \u00d7 " in line and "prompts" not in line
+    ]
     assert len(drawn) == len(written["sessions"])
     assert all("\u2588" in line for line in drawn), "a bar each"
 
@@ -54,13 +60,22 @@ def test_the_plan_of_every_method_is_written_and_drawn(
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (("prompts: 10,", "prompts: -10,"), "workload.yaml:6: models[1].prompts must be a whole number at least 0"),
+        (
+            ("prompts: 10,", "prompts: -10,"),
+            "workload.yaml:6: models[1].prompts must be a whole number at least 0",
+        ),
         (("prompts: 10,", f"prompts: {10**400},"), "at most 1e+07, not a huge number"),
         (("load_s: 5", f"load_s: {10**400}"), "at most 1e+09, not a huge number"),
-        (("load_s: 5", "load_s: -0.1"), "workload.yaml:5: models[0].load_s must be a number at least 0"),
+        (
+            ("load_s: 5", "load_s: -0.1"),
+            "workload.yaml:5: models[0].load_s must be a number at least 0",
+        ),
         (("load_s: 5", "load_s: .inf"), "models[0].load_s must be"),
         (("per_prompt_s: 1}", "per_prompt_s: .nan}"), "models[0].per_prompt_s must be"),
-        (("per_prompt_s: 1}", "per_prompt_s: 1, most_workers: 0}"), "models[0].most_workers must be a whole number"),
+        (
+            ("per_prompt_s: 1}", "per_prompt_s: 1, most_workers: 0}"),
+            "models[0].most_workers must be a whole number",
+        ),
         (("workers: 2", "workers: 10000000"), "2 models on 10000000 workers are too many to plan"),
         (
             ("prompts: 10,", "prompts: true,"),
@@ -71,7 +86,10 @@ def test_the_plan_of_every_method_is_written_and_drawn(
         (("workers: 2", "workers: 0"), "0 workers of 2 models each"),
         (("capacity: 2", "capacity: 1\nworkers: 1"), "'workers' stands twice"),
         (("name: b", "name: a"), "Two models are named 'a'"),
-        ((", load_s: 5, per_prompt_s: 1}\n  - {name: b", ", per_prompt_s: 1}\n  - {name: b"), "[0] lacks 'load_s'"),
+        (
+            (", load_s: 5, per_prompt_s: 1}\n  - {name: b", ", per_prompt_s: 1}\n  - {name: b"),
+            "[0] lacks 'load_s'",
+        ),
     ],
 )
 def test_a_wrong_workload_is_reported_with_file_and_line(

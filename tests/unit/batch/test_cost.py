@@ -20,13 +20,17 @@ def fit(runs: list[SessionRun]) -> ModelProfile:
     return profile_of(runs, 0.0)
 
 
-def timed(counts: tuple[int, ...] = COUNTS, *, noise: float = 0.0, seed: int = 0) -> list[SessionRun]:
+def timed(
+    counts: tuple[int, ...] = COUNTS, *, noise: float = 0.0, seed: int = 0
+) -> list[SessionRun]:
     draw = random.Random(seed)
     runs = []
     for prompts in counts:
         outputs = [draw.randint(20, 400) for _ in range(prompts)]
         run = SessionRun(prompts, sum(outputs) / prompts, max(outputs), 1.0)
-        took_s = seconds(TRUE, prompts, run.mean_tokens, run.max_tokens) * (1 + draw.uniform(-noise, noise))
+        took_s = seconds(TRUE, prompts, run.mean_tokens, run.max_tokens) * (
+            1 + draw.uniform(-noise, noise)
+        )
         runs.append(replace(run, seconds=took_s))
     return runs
 
@@ -40,11 +44,17 @@ def test_a_curve_is_found_again_from_what_it_predicts() -> None:
 def test_noise_moves_predictions_by_about_its_own_size(seed: int) -> None:
     found = fit(timed(noise=0.05, seed=seed))
     for prompts in (10, 100, 1000):
-        assert seconds(found, prompts, 200, 400) == pytest.approx(seconds(TRUE, prompts, 200, 400), rel=0.15)
+        assert seconds(found, prompts, 200, 400) == pytest.approx(
+            seconds(TRUE, prompts, 200, 400), rel=0.15
+        )
 
 
 def test_no_term_is_negative_even_where_that_would_fit_best() -> None:
-    shrinking = [SessionRun(1, 100, 100, 5.0), SessionRun(10, 100, 100, 4.0), SessionRun(100, 100, 100, 3.0)]
+    shrinking = [
+        SessionRun(1, 100, 100, 5.0),
+        SessionRun(10, 100, 100, 4.0),
+        SessionRun(100, 100, 100, 3.0),
+    ]
     found = fit(shrinking)
     assert min(found.start_s, found.step_s, found.token_s) >= 0
 

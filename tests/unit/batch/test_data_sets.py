@@ -111,7 +111,9 @@ def test_aime_asks_for_a_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("row", [MMLU_PRO, MMLU_PROX], ids=["MMLU-Pro", "MMLU-ProX"])
-def test_options_are_lettered_and_absent_ones_left_out(tmp_path: Path, row: Mapping[str, Any], suffix: str) -> None:
+def test_options_are_lettered_and_absent_ones_left_out(
+    tmp_path: Path, row: Mapping[str, Any], suffix: str
+) -> None:
     item = only(tmp_path, row, suffix)
     options = [text for text in row.get("options", ["eins", "rot", "drei"]) if text != "N/A"]
     listed = "\n".join(f"{letter}) {text}" for letter, text in zip("ABC", options, strict=False))
@@ -120,7 +122,9 @@ def test_options_are_lettered_and_absent_ones_left_out(tmp_path: Path, row: Mapp
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-@pytest.mark.parametrize(("cops", "letters"), [((0, 1), "AB"), ((0, 3), "AD"), ((1, 4), "AD"), ((-1, 2), "-C")])
+@pytest.mark.parametrize(
+    ("cops", "letters"), [((0, 1), "AB"), ((0, 3), "AD"), ((1, 4), "AD"), ((-1, 2), "-C")]
+)
 def test_medmcqa_counts_from_0_or_from_1_as_the_whole_file_shows(
     tmp_path: Path, cops: Sequence[int], letters: str, suffix: str
 ) -> None:
@@ -136,8 +140,13 @@ def test_medmcqa_of_which_this_cannot_be_seen_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_gpqas_right_answer_is_not_always_the_first_and_stands_still(tmp_path: Path, suffix: str) -> None:
-    rows = [GPQA | {"Question": f"Which one is a planet? ({at})", "Record ID": str(at)} for at in range(40)]
+def test_gpqas_right_answer_is_not_always_the_first_and_stands_still(
+    tmp_path: Path, suffix: str
+) -> None:
+    rows = [
+        GPQA | {"Question": f"Which one is a planet? ({at})", "Record ID": str(at)}
+        for at in range(40)
+    ]
     file = written(tmp_path, rows, suffix)
     items = read_items(file)
     assert {item.answer for item in items} == set("ABCD")
@@ -207,7 +216,9 @@ def test_a_csv_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ({"Question": "?", "Correct Answer": "a"}, "Incorrect Answer 1 is missing"),
     ],
 )
-def test_a_row_that_is_not_as_published_is_named(tmp_path: Path, row: Mapping[str, Any], said: str) -> None:
+def test_a_row_that_is_not_as_published_is_named(
+    tmp_path: Path, row: Mapping[str, Any], said: str
+) -> None:
     file = written(tmp_path, [row])
     with pytest.raises(DataError, match=said) as refused:
         read_items(file)

@@ -19,7 +19,9 @@ from shell_router.errors import ConfigError
         ("", None),
     ],
 )
-def test_an_answer_stands_behind_a_mark_and_equal_ones_are_equal(text: str, answer: str | None) -> None:
+def test_an_answer_stands_behind_a_mark_and_equal_ones_are_equal(
+    text: str, answer: str | None
+) -> None:
     assert Answers().read(text) == answer
 
 
@@ -51,7 +53,9 @@ def test_a_kind_reads_texts_without_a_mark_too(kind: str, text: str, answer: str
         (r"\d+", "", None),
     ],
 )
-def test_of_a_pattern_the_last_match_counts_or_the_group_in_it(pattern: str, text: str, answer: str | None) -> None:
+def test_of_a_pattern_the_last_match_counts_or_the_group_in_it(
+    pattern: str, text: str, answer: str | None
+) -> None:
     assert Answers(pattern=pattern).read(text) == answer
 
 

@@ -16,15 +16,25 @@ def votes(answers: str) -> list[str | None]:
     return [None if one == "." else one for one in answers]
 
 
-def passes(tau: float, answers: str, sure: Sequence[float] = (), measure: Agreement = "plurality") -> bool:
+def passes(
+    tau: float, answers: str, sure: Sequence[float] = (), measure: Agreement = "plurality"
+) -> bool:
     """Whether a question with these answers needs no aggregator."""
     names = tuple(f"m{number}" for number in range(len(answers)))
     models = dict.fromkeys((*names, "to"), PoolModel(Path()))
     gate = Aggregating("to", tau, measure)
-    pool = Pool(models, (PoolWorker(embedded=EmbeddedSection()),), names, aggregate=gate, answers=Answers("exact"))
+    pool = Pool(
+        models,
+        (PoolWorker(embedded=EmbeddedSection()),),
+        names,
+        aggregate=gate,
+        answers=Answers("exact"),
+    )
     confidences = sure or [0.5] * len(answers)
     said = {
-        ("q", "proposer", name): Output("q", "proposer", name, "" if text == "." else text, confidence)
+        ("q", "proposer", name): Output(
+            "q", "proposer", name, "" if text == "." else text, confidence
+        )
         for name, text, confidence in zip(names, answers, confidences, strict=True)
     }
     question = Question("q", "Which?")
@@ -48,7 +58,9 @@ def passes(tau: float, answers: str, sure: Sequence[float] = (), measure: Agreem
         ("bbaa.", 2 / 5, 3),
     ],
 )
-def test_confidence_is_the_share_of_all_experts_that_agree(answers: str, confidence: float, winner: int | None) -> None:
+def test_confidence_is_the_share_of_all_experts_that_agree(
+    answers: str, confidence: float, winner: int | None
+) -> None:
     assert verdict_of(votes(answers), [0.5] * len(answers)) == (winner, pytest.approx(confidence))
 
 

@@ -91,8 +91,22 @@ def test_what_is_no_answer_of_its_kind_reads_as_none() -> None:
     ("answer", "grader"),
     [
         *((number, "numeric") for number in ("12", "$1,000", "3/4", "x=1 #### 5")),
-        *((letter, "choice") for letter in ("B", "(D)", "B.", "B) 24", "It is so.\n#### B", r"\boxed{B}")),
-        *((words, "exact") for words in ("Paris", "24 pens", "A dog", "J. K. Rowling", "C. elegans", "O(n)", "(1, 2)")),
+        *(
+            (letter, "choice")
+            for letter in ("B", "(D)", "B.", "B) 24", "It is so.\n#### B", r"\boxed{B}")
+        ),
+        *(
+            (words, "exact")
+            for words in (
+                "Paris",
+                "24 pens",
+                "A dog",
+                "J. K. Rowling",
+                "C. elegans",
+                "O(n)",
+                "(1, 2)",
+            )
+        ),
     ],
 )
 def test_the_answers_form_chooses_the_grader(answer: str, grader: Grader) -> None:

@@ -15,7 +15,9 @@ RUN = {"questions": "abc", "seed": 0, "proposers": ("small", "large")}
 
 
 def output(number: int, error: str = "", role: str = "proposer", model: str = "small") -> Output:
-    return Output(f"q{number}", role, model, f"Text {number}\nof two lines é", 0.5, 10, number, error)  # type: ignore[arg-type]
+    return Output(
+        f"q{number}", role, model, f"Text {number}\nof two lines é", 0.5, 10, number, error
+    )  # type: ignore[arg-type]
 
 
 def lines(folder: Path) -> list[bytes]:
@@ -73,7 +75,9 @@ def test_wherever_a_line_is_torn_only_its_output_is_lost(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "broken", [b"{", b"", b"5", b"null", b"[]", b"{}", b'{"question": "q2"}', b"\x00" * 40, b"\xff"]
 )
-def test_a_line_in_the_middle_that_is_no_output_is_passed_over(tmp_path: Path, broken: bytes) -> None:
+def test_a_line_in_the_middle_that_is_no_output_is_passed_over(
+    tmp_path: Path, broken: bytes
+) -> None:
     whole = written(tmp_path, output(1))
     (tmp_path / "outputs.jsonl").write_bytes(broken + b"\n" + whole)
     with opened(tmp_path, RUN) as journal:
@@ -86,12 +90,16 @@ def test_another_run_is_refused_with_the_names_of_what_differs(tmp_path: Path) -
     other = {**RUN, "seed": 1, "proposers": ("small",), "sampling": {"top_p": 1}}
     with (
         pytest.raises(
-            ConfigError, match=r"other seed, proposers, sampling\. Name another folder, .* send the batch again"
+            ConfigError,
+            match=r"other seed, proposers, sampling\. Name another folder, .* send the batch again",
         ),
         opened(tmp_path, other),
     ):
         pass
-    with pytest.raises(ConfigError, match="with other seed"), opened(tmp_path, {**RUN, "seed": None}):
+    with (
+        pytest.raises(ConfigError, match="with other seed"),
+        opened(tmp_path, {**RUN, "seed": None}),
+    ):
         pass
     with opened(tmp_path, dict(reversed(RUN.items()))) as journal:
         assert not journal.lacks(output(1).key)
@@ -111,7 +119,10 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"run\.json is not what a run writes"), opened(tmp_path, RUN):
+    with (
+        pytest.raises(ConfigError, match=r"run\.json is not what a run writes"),
+        opened(tmp_path, RUN),
+    ):
         pass
 
 
@@ -135,7 +146,9 @@ def test_an_error_of_what_runs_is_not_taken_for_one_of_the_folder(tmp_path: Path
 
 @given(st.integers(0, 400))
 @example(151)
-def test_on_a_full_disk_the_error_says_what_to_do_and_the_next_output_is_not_glued_to_what_it_took(room: int) -> None:
+def test_on_a_full_disk_the_error_says_what_to_do_and_the_next_output_is_not_glued_to_what_it_took(
+    room: int,
+) -> None:
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "outputs.jsonl")
         with full_disk(room):

@@ -1,6 +1,13 @@
 import pytest
 
-from shell_router.batch.planner import ModelWork, Plan, Workload, longest_first, round_robin, wrap_around
+from shell_router.batch.planner import (
+    ModelWork,
+    Plan,
+    Workload,
+    longest_first,
+    round_robin,
+    wrap_around,
+)
 from shell_router.errors import ConfigError
 
 THREE = (ModelWork("a", 10, 5.0, 1.0), ModelWork("b", 20, 5.0, 1.0), ModelWork("c", 60, 5.0, 1.0))
@@ -8,7 +15,10 @@ THREE = (ModelWork("a", 10, 5.0, 1.0), ModelWork("b", 20, 5.0, 1.0), ModelWork("
 
 def shares_of(plan: Plan) -> list[dict[str, int]]:
     """Per worker of two the prompts of each model."""
-    return [{one.model: one.prompts for one in plan.sessions if one.worker == worker} for worker in range(2)]
+    return [
+        {one.model: one.prompts for one in plan.sessions if one.worker == worker}
+        for worker in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +64,9 @@ def test_longest_first_gives_each_expert_to_the_worker_that_is_done_first() -> N
 
 def test_wrapping_around_fills_workers_evenly() -> None:
     made = wrap_around(Workload(THREE, 2, 3))
-    assert made.makespan_s == pytest.approx(55.0, abs=1.0)  # of 65 with whole models; no plan is below 55
+    assert made.makespan_s == pytest.approx(
+        55.0, abs=1.0
+    )  # of 65 with whole models; no plan is below 55
     assert made.bound_s == pytest.approx(55.0)
     assert sum(session.prompts for session in made.sessions) == 90
 

@@ -23,7 +23,8 @@ from shell_router.errors import ConfigError, EngineError
 
 
 def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 2000) -> Workload:
-    """A random one; some models have nothing to do, some cost more per session than for all their prompts.
+    """A random one; some models have nothing to do, some cost more per session than for all their
+    prompts.
 
     Every third is in the middle of a run: workers are busy, and some hold a model.
     """
@@ -42,13 +43,18 @@ def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 200
     on = draw.randint(1, workers)
     asked = sum(model.prompts > 0 for model in drawn)
     capacity = draw.randint(max(1, -(-asked // on)), max(1, asked))
-    first_s, together_s = draw.choice((0.0, draw.uniform(0, 90))), draw.choice((0.0, 0.0, draw.uniform(0, 9)))
+    first_s, together_s = (
+        draw.choice((0.0, draw.uniform(0, 90))),
+        draw.choice((0.0, 0.0, draw.uniform(0, 9))),
+    )
     work = Workload(tuple(drawn), on, capacity, first_s, together_s)
     if seed % 3:
         return work
     ready_s = tuple(draw.choice((0.0, draw.uniform(0, 200))) for _ in range(on))
     return replace(
-        work, ready_s=ready_s, holds=tuple(draw.choice(["", *(one.name for one in drawn)]) for _ in range(on))
+        work,
+        ready_s=ready_s,
+        holds=tuple(draw.choice(["", *(one.name for one in drawn)]) for _ in range(on)),
     )
 
 
@@ -92,7 +98,10 @@ def test_a_plan_keeps_every_constraint_and_no_baseline_beats_it(seed: int) -> No
     made = plan(work, 60.0)
     assert not list(broken(work, made))
     for baseline in WITHOUT_SOLVER.values():
-        assert list(broken(work, baseline(work))) or made.makespan_s <= baseline(work).makespan_s + 1e-9
+        assert (
+            list(broken(work, baseline(work)))
+            or made.makespan_s <= baseline(work).makespan_s + 1e-9
+        )
     assert made.bound_s <= made.makespan_s * (1 + 1e-9)
     assert made.optimal
 
@@ -103,7 +112,8 @@ def brute_force_s(work: Workload) -> float:
         [
             counts
             for counts in product(range(model.prompts + 1), repeat=work.workers)
-            if sum(counts) == model.prompts and sum(map(bool, counts)) <= model.replicas(work.workers)
+            if sum(counts) == model.prompts
+            and sum(map(bool, counts)) <= model.replicas(work.workers)
         ]
         for model in work.asked
     ]
@@ -114,11 +124,18 @@ def brute_force_s(work: Workload) -> float:
         columns = list(zip(*placed, strict=True)) or [()]
         if any(sum(map(bool, column)) > work.capacity for column in columns):
             return float("inf")
-        held = [[(model, n) for model, n in zip(work.asked, column, strict=True) if n] for column in columns]
+        held = [
+            [(model, n) for model, n in zip(work.asked, column, strict=True) if n]
+            for column in columns
+        ]
         first_s = work.first_s + work.together_s * (sum(map(bool, held)) - 1)
         ends_s = [
-            free_s + first_s + sum(model.session_s(n) - (model.name == holds) * model.load_s for model, n in share)
-            for share, free_s, holds in zip(held, ready_s, work.holds or ("",) * work.workers, strict=True)
+            free_s
+            + first_s
+            + sum(model.session_s(n) - (model.name == holds) * model.load_s for model, n in share)
+            for share, free_s, holds in zip(
+                held, ready_s, work.holds or ("",) * work.workers, strict=True
+            )
             if share
         ]
         return max(ends_s, default=0.0)
@@ -144,7 +161,9 @@ def test_the_same_workload_gets_a_plan_as_good() -> None:
 def test_a_plan_cut_short_says_how_far_from_the_best_it_may_be() -> None:
     draw = random.Random(3)
     many = tuple(
-        ModelWork(f"model-{number}", draw.randint(50, 3000), draw.uniform(30, 60), draw.uniform(0.1, 2.5))
+        ModelWork(
+            f"model-{number}", draw.randint(50, 3000), draw.uniform(30, 60), draw.uniform(0.1, 2.5)
+        )
         for number in range(24)
     )
     work = Workload(many, 12, 3)
@@ -165,26 +184,39 @@ def test_an_expert_that_is_split_pays_its_fixed_cost_on_every_worker() -> None:
 
 def test_a_worker_that_holds_a_model_takes_most_of_it_and_one_that_is_busy_the_least() -> None:
     work = Workload(
-        (ModelWork("a", 100, 30.0, 1.0, most_workers=3),), 3, 1, ready_s=(0.0, 0.0, 50.0), holds=("a", "", "")
+        (ModelWork("a", 100, 30.0, 1.0, most_workers=3),),
+        3,
+        1,
+        ready_s=(0.0, 0.0, 50.0),
+        holds=("a", "", ""),
     )
     assert {one.worker: one.prompts for one in plan(work).sessions} == {0: 65, 1: 35}
 
 
 def test_states_of_workers_that_are_too_few_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"holds has 1 entries for 2 workers\. Give one for each worker, or none"):
+    with pytest.raises(
+        ConfigError, match=r"holds has 1 entries for 2 workers\. Give one for each worker, or none"
+    ):
         Workload((), 2, 1, holds=("a",))
 
 
 def test_workers_that_start_slowly_together_are_fewer() -> None:
     model = ModelWork("a", 100, 10.0, 1.0)
-    assert {one.worker for one in plan(Workload((model,), 4, 1, first_s=20.0)).sessions} == {0, 1, 2, 3}
+    assert {one.worker for one in plan(Workload((model,), 4, 1, first_s=20.0)).sessions} == {
+        0,
+        1,
+        2,
+        3,
+    }
     crowded = plan(Workload((model,), 4, 1, first_s=20.0, together_s=60.0))
     assert len(crowded.sessions) == 1
     assert crowded.makespan_s == pytest.approx(130.0)
     assert crowded.optimal
 
 
-@pytest.mark.parametrize(("models", "workers", "capacity"), [(100, 64, 3), (100, 64, 2), (64, 100, 2), (64, 100, 3)])
+@pytest.mark.parametrize(
+    ("models", "workers", "capacity"), [(100, 64, 3), (100, 64, 2), (64, 100, 2), (64, 100, 3)]
+)
 def test_a_large_workload_is_planned_close_to_the_bound_without_a_solver(
     models: int, workers: int, capacity: int
 ) -> None:
@@ -213,12 +245,19 @@ def test_nothing_to_do_takes_no_time() -> None:
 def test_a_proof_holds_for_millions_of_prompts(prompts: int) -> None:
     counts = (prompts, prompts // 3, prompts // 7 + 1)
     work = Workload(
-        tuple(ModelWork(f"e{n}", n, 5.0, cost) for n, cost in zip(counts, (1.0, 0.7, 1.3), strict=True)), 3, 2
+        tuple(
+            ModelWork(f"e{n}", n, 5.0, cost)
+            for n, cost in zip(counts, (1.0, 0.7, 1.3), strict=True)
+        ),
+        3,
+        2,
     )
     made = plan(work, 60.0)
     assert not list(broken(work, made))
     assert made.optimal
-    assert made.makespan_s == pytest.approx(sum(one.session_s(one.prompts) for one in work.asked) / 3, rel=1e-3)
+    assert made.makespan_s == pytest.approx(
+        sum(one.session_s(one.prompts) for one in work.asked) / 3, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan"), float("inf")])

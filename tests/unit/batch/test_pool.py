@@ -35,7 +35,9 @@ def test_the_shipped_pool_is_a_right_one() -> None:
 
 
 def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(file: Path) -> None:
-    file.write_text(POOL + "embedder: {model: ./embedder}\nrecruit: {skills: runs/first}\n", encoding="utf-8")
+    file.write_text(
+        POOL + "embedder: {model: ./embedder}\nrecruit: {skills: runs/first}\n", encoding="utf-8"
+    )
     pool = load_pool(file)
     assert pool.models["small"].path == file.parent / "models" / "small"
     assert pool.models["large"].path == Path("/models/large")
@@ -43,7 +45,12 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
     assert pool.recruit.skills == file.parent / "runs" / "first"
     assert pool.embedder.model == str(file.parent / "embedder")
     assert pool.proposer_names == ("small", "large")
-    assert (pool.concurrency, pool.capacity, pool.recruit.proposers, pool.answers.kind) == (32, None, 3, "auto")
+    assert (pool.concurrency, pool.capacity, pool.recruit.proposers, pool.answers.kind) == (
+        32,
+        None,
+        3,
+        "auto",
+    )
     assert pool.sampling == Sampling(0.7, 0.95, 512)
     assert pool.aggregate is not None
     assert pool.aggregate.sampling == Sampling(0.0, 0.95, 512)
@@ -53,10 +60,19 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
     ("change", "complaint"),
     [
         (("path: models/small", "system: x"), r":3: models\.small lacks 'path'"),
-        (("4096", "0"), r":4: models\.large\.context_length must be a whole number at least 1, not 0"),
+        (
+            ("4096", "0"),
+            r":4: models\.large\.context_length must be a whole number at least 1, not 0",
+        ),
         (("  - embedded: {}\n", ""), None),
-        (("  - embedded: {}", "  - {}"), r":6: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`"),
-        ((", launch: {prefill_gpus: [0], decode_gpus: [1]}", ""), r":7: a worker's pair is started .*`launch: \{\}`"),
+        (
+            ("  - embedded: {}", "  - {}"),
+            r":6: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`",
+        ),
+        (
+            (", launch: {prefill_gpus: [0], decode_gpus: [1]}", ""),
+            r":7: a worker's pair is started .*`launch: \{\}`",
+        ),
         (("model: large", "model: big"), r":2: aggregate names 'big', none of the models"),
         (("tau: 0.67", "tau: 0"), r":8: tau must be above 0, not 0\. 1 means all proposers"),
         (
@@ -67,9 +83,18 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
             ("tau: 0.67", "sampling: {top_p: 0}"),
             r":8: aggregate\.sampling\.top_p must be .* above 0 and at most 1, not 0",
         ),
-        (("profile:", "capacity: 0\nprofile:"), r":9: capacity must be a whole number at least 1, not 0"),
-        (("profile:", "concurrency: 0\nprofile:"), r":9: concurrency must be a whole number at least 1, not 0"),
-        (("profile:", "proposers: [tiny]\nprofile:"), "proposers names 'tiny', which is none of the models"),
+        (
+            ("profile:", "capacity: 0\nprofile:"),
+            r":9: capacity must be a whole number at least 1, not 0",
+        ),
+        (
+            ("profile:", "concurrency: 0\nprofile:"),
+            r":9: concurrency must be a whole number at least 1, not 0",
+        ),
+        (
+            ("profile:", "proposers: [tiny]\nprofile:"),
+            "proposers names 'tiny', which is none of the models",
+        ),
         (("profile:", "proposers: [small, small]\nprofile:"), "proposers names a model twice"),
         (
             ("profile:", "recruit: {proposers: 0}\nprofile:"),
@@ -83,13 +108,24 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
             ("profile:", "sampling: {max_new_tokens: 0}\nprofile:"),
             r":9: sampling\.max_new_tokens must be .* at least 1, not 0",
         ),
-        (("profile:", "answers: {kind: guess}\nprofile:"), r":9: answers\.kind must be 'auto' or 'exact'"),
-        (("profile:", "answers: {pattern: '('}\nprofile:"), r":9: pattern is no regular expression"),
+        (
+            ("profile:", "answers: {kind: guess}\nprofile:"),
+            r":9: answers\.kind must be 'auto' or 'exact'",
+        ),
+        (
+            ("profile:", "answers: {pattern: '('}\nprofile:"),
+            r":9: pattern is no regular expression",
+        ),
         (("profile:", "profil:"), r":9: Unknown key 'profil'\. Did you mean 'profile'\?"),
-        (("profile:", "limits: {engine_start_s: 0}\nprofile:"), r":9: limits\.engine_start_s must be a number above 0"),
+        (
+            ("profile:", "limits: {engine_start_s: 0}\nprofile:"),
+            r":9: limits\.engine_start_s must be a number above 0",
+        ),
     ],
 )
-def test_a_bad_setting_is_reported_by_name_and_line(file: Path, change: tuple[str, str], complaint: str | None) -> None:
+def test_a_bad_setting_is_reported_by_name_and_line(
+    file: Path, change: tuple[str, str], complaint: str | None
+) -> None:
     changed = POOL.lstrip("\n").replace(*change)
     assert changed != POOL.lstrip("\n")
     file.write_text("# pool\n" + changed, encoding="utf-8")
@@ -128,9 +164,15 @@ def test_another_tau_takes_the_place_of_the_pools(file: Path) -> None:
         load_pool(file).with_tau(1.0)
 
 
-@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"])
+@pytest.mark.parametrize(
+    "address", ["auto", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"]
+)
 def test_a_pool_may_name_a_ray_cluster(tmp_path: Path, address: str) -> None:
-    pool = load_pool(write_pool(tmp_path, ray={"address": address}, workers=[{"embedded": {}, "node": "10.0.0.2"}]))
+    pool = load_pool(
+        write_pool(
+            tmp_path, ray={"address": address}, workers=[{"embedded": {}, "node": "10.0.0.2"}]
+        )
+    )
     assert pool.ray is not None
     assert pool.ray.address == address
 
@@ -138,19 +180,27 @@ def test_a_pool_may_name_a_ray_cluster(tmp_path: Path, address: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"ray": {"address": "head"}}, "address must be auto, host:port or ray://host:port, not 'head'"),
+        (
+            {"ray": {"address": "head"}},
+            "address must be auto, host:port or ray://host:port, not 'head'",
+        ),
         ({"ray": {"address": "http://10.0.0.1:8265"}}, "address must be auto"),
         ({"ray": {"address": "auto", "cpus": -1}}, "ray.cpus must be a number at least 0, not -1"),
         ({"workers": [{"embedded": {}, "node": "10.0.0.2"}]}, "the pool runs on no Ray cluster"),
     ],
 )
-def test_a_wrong_cluster_is_refused_with_what_is_wrong(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+def test_a_wrong_cluster_is_refused_with_what_is_wrong(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_pool(write_pool(tmp_path, **changed))
     assert said in str(refused.value)
 
 
-PAIR = '{{pair: {{prefill: "http://127.0.0.1:{0}1", decode: "http://127.0.0.1:{0}2", launch: {{{1}}}}}}}'
+PAIR = (
+    '{{pair: {{prefill: "http://127.0.0.1:{0}1", decode: "http://127.0.0.1:{0}2", launch: '
+    "{{{1}}}}}}}"
+)
 TENSOR = """
 models: {{large: {{path: large}}}}
 workers: [{}]
@@ -184,16 +234,21 @@ def test_a_tensor_parallel_aggregator_spans_the_gpus_of_all_workers_at_the_place
     assert pool.spanning is not None and pool.spanning.pair is not None
     model = ModelSettings(Path("large"), pairs=(pool.spanning.pair,))
     for engine in commands(Config({"large": model}), python="python"):
-        assert engine.ready_url == f"http://127.0.0.1:1{1 if engine.role == 'prefill' else 2}/health"
-        assert [one for one in engine.argv if one in ("--tp-size", "--dtype", "float32", "2", "3")] == options[
-            engine.role
-        ]
+        assert (
+            engine.ready_url == f"http://127.0.0.1:1{1 if engine.role == 'prefill' else 2}/health"
+        )
+        assert [
+            one for one in engine.argv if one in ("--tp-size", "--dtype", "float32", "2", "3")
+        ] == options[engine.role]
 
 
 def test_gpus_that_only_some_workers_name_span_nothing(file: Path) -> None:
     places = ", ".join((PAIR.format(1, "prefill_gpus: [0]"), PAIR.format(2, "")))
     file.write_text(TENSOR.format(places, "tensor"))
-    with pytest.raises(ConfigError, match=r"only some workers name prefill_gpus\. Name prefill_gpus for every worker"):
+    with pytest.raises(
+        ConfigError,
+        match=r"only some workers name prefill_gpus\. Name prefill_gpus for every worker",
+    ):
         load_pool(file)
 
 
@@ -204,5 +259,8 @@ def test_a_data_parallel_aggregator_has_no_worker_of_its_own(file: Path) -> None
 
 def test_a_tensor_parallel_aggregator_needs_sglang_pairs(file: Path) -> None:
     file.write_text(TENSOR.format("embedded: {}", "tensor"))
-    with pytest.raises(ConfigError, match=r"not all workers are SGLang pairs on this machine\. Give the pool SGLang"):
+    with pytest.raises(
+        ConfigError,
+        match=r"not all workers are SGLang pairs on this machine\. Give the pool SGLang",
+    ):
         load_pool(file)

@@ -25,13 +25,19 @@ from tests.fakes.pools import ScriptedWorkers
 from tests.fakes.scripted_engine import Script
 from tests.fakes.timers import SteppedTimers
 
-RUNS = (SessionRun(2, 100.0, 150.0, 3.0), SessionRun(8, 90.0, 160.0, 9.0), SessionRun(32, 110.0, 170.0, 33.0))
+RUNS = (
+    SessionRun(2, 100.0, 150.0, 3.0),
+    SessionRun(8, 90.0, 160.0, 9.0),
+    SessionRun(32, 110.0, 170.0, 33.0),
+)
 MODEL = ModelProfile(12.5, 100.0, 200.0, 1.5, 0.02, 0.0000123, 0.07, RUNS)
 
 
 def prompts(number: int) -> list[Prompt]:
     return [
-        Prompt(str(n), "proposer", "a", [{"role": "user", "content": f"Q{n}"}], Sampling().params(0))
+        Prompt(
+            str(n), "proposer", "a", [{"role": "user", "content": f"Q{n}"}], Sampling().params(0)
+        )
         for n in range(number)
     ]
 
@@ -70,7 +76,9 @@ def test_a_cost_is_what_the_curve_says_of_the_mean_and_the_longest_output() -> N
     assert (cost.name, cost.prompts, cost.load_s) == ("a", 50, 12.5)
     assert cost.fixed_s == pytest.approx(1.5 + 200 * 0.02)
     assert cost.per_prompt_s == pytest.approx(100 * 0.0000123)
-    with pytest.raises(ConfigError, match=r"The profile has no model 'b'\. Run shell-router batch profile again"):
+    with pytest.raises(
+        ConfigError, match=r"The profile has no model 'b'\. Run shell-router batch profile again"
+    ):
         PoolProfile({"a": MODEL}).cost("b", 1)
 
 
@@ -84,7 +92,8 @@ def test_tokens_are_averaged_over_prompts_and_not_over_sessions() -> None:
 
 
 class Timed:
-    """Two workers on which a load takes 6 s, and every piece of an answer steps the clock by 1 s."""
+    """Two workers on which a load takes 6 s, and every piece of an answer steps the clock by 1
+    s."""
 
     def __init__(self, says: str = "one two three") -> None:
         self.timers = SteppedTimers()
@@ -95,14 +104,18 @@ class Timed:
         self.timers.step(1.0)
 
     async def _load(self, worker: int, _model: str) -> None:
-        for _ in range(50 * (worker == 0)):  # long enough for the other to run a session, if it did not wait
+        for _ in range(
+            50 * (worker == 0)
+        ):  # long enough for the other to run a session, if it did not wait
             await asyncio.sleep(0)
         self.timers.step(6.0 * (worker == 0))
 
 
 async def test_each_worker_runs_each_size_and_no_prompt_is_asked_twice() -> None:
     timed = Timed()
-    found, outputs, _ = await profiled("a", prompts(20), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    found, outputs, _ = await profiled(
+        "a", prompts(20), (2, 4), timed.workers, 2, 2, timed.timers.clock
+    )
     assert sorted(one.prompts for one in found.runs) == [2, 2, 4, 4]
     assert sorted(text for _, text in timed.workers.asked) == sorted(f"Q{n}" for n in range(12))
     assert sorted(int(one.question) for one in outputs) == list(range(12))
@@ -131,7 +144,9 @@ async def test_loads_are_timed_apart_from_sessions() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(), (4,), (4, 4), (0, 4), (-1, 4)])
-async def test_sizes_that_tell_no_cost_are_refused_before_anything_is_loaded(sizes: tuple[int, ...]) -> None:
+async def test_sizes_that_tell_no_cost_are_refused_before_anything_is_loaded(
+    sizes: tuple[int, ...],
+) -> None:
     timed = Timed()
     with pytest.raises(ConfigError, match="needs sessions of two sizes or more"):
         await profiled("a", prompts(99), sizes, timed.workers, 2, 2, timed.timers.clock)
@@ -140,12 +155,16 @@ async def test_sizes_that_tell_no_cost_are_refused_before_anything_is_loaded(siz
 
 async def test_too_few_prompts_are_refused_with_how_many_are_needed() -> None:
     timed = Timed()
-    with pytest.raises(ConfigError, match="of 2, 4 prompts on 2 workers need 12 questions, and there are 11"):
+    with pytest.raises(
+        ConfigError, match="of 2, 4 prompts on 2 workers need 12 questions, and there are 11"
+    ):
         await profiled("a", prompts(11), (2, 4), timed.workers, 2, 2, timed.timers.clock)
     assert not timed.workers.loads
 
 
-async def test_a_model_that_does_not_load_on_one_worker_is_reported_as_it_is_and_the_other_waits_for_nothing() -> None:
+async def test_a_model_that_does_not_load_on_one_worker_is_reported_as_it_is_and_the_other_waits_for_nothing() -> (
+    None
+):
     timed = Timed()
     timed.workers.unloadable = lambda worker, _: worker == 1
     with pytest.raises(EngineError, match="a did not load on worker 1"):
@@ -157,7 +176,9 @@ async def test_a_model_that_does_not_load_on_one_worker_is_reported_as_it_is_and
 async def test_a_prompt_that_is_not_answered_ends_the_profile_with_its_error(status: int) -> None:
     timed = Timed()
     timed.workers.says = lambda _, text: (
-        Script("", error=EngineRejected("not this one", status=status)) if text == "Q3" else Script("yes")
+        Script("", error=EngineRejected("not this one", status=status))
+        if text == "Q3"
+        else Script("yes")
     )
     with pytest.raises(EngineError, match="not this one"):
         await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
@@ -167,7 +188,9 @@ async def test_a_prompt_that_is_not_answered_ends_the_profile_with_its_error(sta
 STARTED, SWAPPED, KEPT = get_args(Load)
 
 
-def test_of_models_of_one_shape_loads_are_swaps_and_the_first_of_a_worker_starts_its_engine_too() -> None:
+def test_of_models_of_one_shape_loads_are_swaps_and_the_first_of_a_worker_starts_its_engine_too() -> (
+    None
+):
     models = {"a": replace(MODEL, load_s=2.0), "b": replace(MODEL, load_s=4.0)}
     found = with_starts(PoolProfile(models, MODEL), alone_s=43.0, together_s=73.0, workers=4)
     assert (found.first_s, found.together_s) == (40.0, 10.0)

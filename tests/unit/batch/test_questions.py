@@ -11,12 +11,20 @@ EXPERTS = ("small", "large")
 
 def read(folder: Path, *lines: object) -> Questions:
     file = folder / "questions.jsonl"
-    file.write_bytes(b"\n".join(line if isinstance(line, bytes) else orjson.dumps(line) for line in lines))
+    file.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else orjson.dumps(line) for line in lines)
+    )
     return read_questions(file, EXPERTS)
 
 
 def test_a_line_is_a_question_with_what_it_says_of_itself(tmp_path: Path) -> None:
-    line = {"question": "How many?", "id": "q-1", "answer": "3", "proposers": ["large", "large"], "skills": ["algebra"]}
+    line = {
+        "question": "How many?",
+        "id": "q-1",
+        "answer": "3",
+        "proposers": ["large", "large"],
+        "skills": ["algebra"],
+    }
     (one,) = read(tmp_path, line).asked
     assert (one.id, one.text, one.answer, one.proposers, one.skills, one.line) == (
         *("q-1", "How many?", "3", ("large",), frozenset({"algebra"})),
@@ -28,9 +36,16 @@ def test_a_line_is_a_question_with_what_it_says_of_itself(tmp_path: Path) -> Non
 def test_what_a_line_does_not_say_is_open_and_its_id_is_its_number(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("id", "answer", "proposers", "skills"))
     found = read(
-        tmp_path, b"", {"question": "One?"}, b"  ", {"question": "Two?", **nothing}, {"question": "?", "id": 7}
+        tmp_path,
+        b"",
+        {"question": "One?"},
+        b"  ",
+        {"question": "Two?", **nothing},
+        {"question": "?", "id": 7},
     )
-    assert [(one.id, one.proposers, one.skills, one.answer, one.grade("3")) for one in found.asked] == [
+    assert [
+        (one.id, one.proposers, one.skills, one.answer, one.grade("3")) for one in found.asked
+    ] == [
         ("2", (), frozenset(), None, None),
         ("4", (), frozenset(), None, None),
         ("7", (), frozenset(), None, None),
@@ -51,14 +66,28 @@ def test_what_a_line_does_not_say_is_open_and_its_id_is_its_number(tmp_path: Pat
         ({"question": "?", "id": True}, "id must be text or a whole number, not True."),
         ({"question": "?", "id": 1.5}, "id must be text or a whole number, not 1.5."),
         ({"question": "?", "id": "first"}, "line 1 has the id 'first' already."),
-        ({"question": "?", "id": "x", "proposers": ["tiny"]}, "there is no proposer 'tiny'; there are small, large."),
-        ({"question": "?", "id": "x", "proposers": "small"}, "proposers must be a list of texts, not 'small'."),
+        (
+            {"question": "?", "id": "x", "proposers": ["tiny"]},
+            "there is no proposer 'tiny'; there are small, large.",
+        ),
+        (
+            {"question": "?", "id": "x", "proposers": "small"},
+            "proposers must be a list of texts, not 'small'.",
+        ),
         ({"question": "?", "id": "x", "skills": [1]}, "skills must be a list of texts, not [1]."),
-        ({"question": "?", "id": "x", "answer": 3}, "answer must be text that is not empty, not 3."),
-        ({"question": "?", "id": "x", "answer": "**"}, "the answer '**' cannot be compared with another."),
+        (
+            {"question": "?", "id": "x", "answer": 3},
+            "answer must be text that is not empty, not 3.",
+        ),
+        (
+            {"question": "?", "id": "x", "answer": "**"},
+            "the answer '**' cannot be compared with another.",
+        ),
     ],
 )
-def test_a_bad_line_is_reported_by_name_and_the_others_are_asked(tmp_path: Path, line: object, error: str) -> None:
+def test_a_bad_line_is_reported_by_name_and_the_others_are_asked(
+    tmp_path: Path, line: object, error: str
+) -> None:
     found = read(tmp_path, {"question": "One?", "id": "first"}, line, {"question": "Three?"})
     assert [one.line for one in found.asked] == [1, 3]
     (refused,) = found.refused
@@ -67,7 +96,8 @@ def test_a_bad_line_is_reported_by_name_and_the_others_are_asked(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("line", "named"), [({"id": "x"}, "x"), ({}, "2"), ({"id": ""}, None), ({"id": "first"}, None), (b"{", None)]
+    ("line", "named"),
+    [({"id": "x"}, "x"), ({}, "2"), ({"id": ""}, None), ({"id": "first"}, None), (b"{", None)],
 )
 def test_a_bad_line_is_reported_with_its_id_if_it_has_a_good_one(
     tmp_path: Path, line: object, named: str | None
@@ -98,7 +128,9 @@ def test_a_file_without_a_question_is_refused(tmp_path: Path, content: bytes, er
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.jsonl: No such file or directory\. Name a JSONL file"):
+    with pytest.raises(
+        DataError, match=r"absent\.jsonl: No such file or directory\. Name a JSONL file"
+    ):
         read_questions(tmp_path / "absent.jsonl", EXPERTS)
 
 
@@ -109,7 +141,9 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_first_questions_stand_with_the_bad_lines_between_them(
     tmp_path: Path, number: int, asked: list[int], refused: list[int]
 ) -> None:
-    found = read(tmp_path, {"question": "1"}, b"{", {"question": "3"}, b"{", {"question": "5"}, b"{").first(number)
+    found = read(
+        tmp_path, {"question": "1"}, b"{", {"question": "3"}, b"{", {"question": "5"}, b"{"
+    ).first(number)
     assert [one.line for one in found.asked] == asked
     assert [one.line for one in found.refused] == refused
 

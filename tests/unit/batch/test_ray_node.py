@@ -23,7 +23,9 @@ def test_a_pair_gets_the_gpus_that_were_reserved_one_for_each_that_it_names() ->
 
 
 def test_engines_that_share_a_gpu_share_the_reserved_one() -> None:
-    shared = PairSettings(PAIR.prefill, PAIR.decode, launch=PairLaunch(prefill_gpus=(1,), decode_gpus=(1,)))
+    shared = PairSettings(
+        PAIR.prefill, PAIR.decode, launch=PairLaunch(prefill_gpus=(1,), decode_gpus=(1,))
+    )
     assert gpus_of(PoolWorker(pair=shared)) == (1,)
     placed = on_node(PoolWorker(pair=shared), "10.0.0.2", ["6"]).pair
     assert placed is not None
@@ -37,8 +39,14 @@ def test_a_pair_listens_on_its_node_at_its_own_ports() -> None:
     assert placed.bootstrap_host == "10.0.0.2"
 
 
-@pytest.mark.parametrize(("device", "gpus", "there"), [("cpu", 0, "cpu"), ("cuda", 1, "cuda"), ("cuda:3", 1, "cuda")])
-def test_an_embedded_pair_sees_only_the_gpu_that_was_reserved(device: str, gpus: int, there: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "gpus", "there"), [("cpu", 0, "cpu"), ("cuda", 1, "cuda"), ("cuda:3", 1, "cuda")]
+)
+def test_an_embedded_pair_sees_only_the_gpu_that_was_reserved(
+    device: str, gpus: int, there: str
+) -> None:
     worker = PoolWorker(embedded=EmbeddedSection(device=device, threads=2))
     assert len(gpus_of(worker)) == gpus
-    assert on_node(worker, "10.0.0.2", ["5"] * gpus).embedded == EmbeddedSection(device=there, threads=2)
+    assert on_node(worker, "10.0.0.2", ["5"] * gpus).embedded == EmbeddedSection(
+        device=there, threads=2
+    )

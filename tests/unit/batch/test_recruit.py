@@ -27,7 +27,9 @@ SCORES = {"a": 0.9, "b": 0.0, "c": 0.3, "d": 0.3}
 
 def shares(scores: dict[str, float], number: int, draws: int = 4000) -> dict[str, float]:
     """How often each proposer is drawn."""
-    drawn = Counter(name for seed in range(draws) for name in recruited(scores, number, random.Random(seed)))
+    drawn = Counter(
+        name for seed in range(draws) for name in recruited(scores, number, random.Random(seed))
+    )
     return {name: drawn[name] / draws for name in scores}
 
 
@@ -49,17 +51,27 @@ def test_experts_are_drawn_by_their_scores_and_one_that_was_never_right_sometime
     assert found["a"] == pytest.approx(0.9 / 1.51, abs=0.03)
     assert found["c"] == pytest.approx(0.3 / 1.51, abs=0.03)
     assert 0 < found["b"] < 0.03
-    assert all(share == pytest.approx(0.5, abs=0.03) for share in shares(dict.fromkeys("abcd", 0.0), 2).values())
+    assert all(
+        share == pytest.approx(0.5, abs=0.03)
+        for share in shares(dict.fromkeys("abcd", 0.0), 2).values()
+    )
 
 
 def test_skills_are_alike_as_far_as_they_are_shared() -> None:
     asked = [frozenset("xy"), frozenset("z"), frozenset[str]()]
     known = [frozenset("xy"), frozenset("yz"), frozenset[str]()]
-    assert skill_similarity(asked, known).tolist() == [[1, pytest.approx(1 / 3), 0], [0, 0.5, 0], [0, 0, 0]]
+    assert skill_similarity(asked, known).tolist() == [
+        [1, pytest.approx(1 / 3), 0],
+        [0, 0.5, 0],
+        [0, 0, 0],
+    ]
 
 
 def test_texts_are_alike_by_the_cosine_of_their_embeddings_and_never_less_than_not_at_all() -> None:
-    asked, known = np.array([[2.0, 0.0], [0.0, 0.0]]), np.array([[1.0, 0.0], [3.0, 3.0], [-1.0, 0.0]])
+    asked, known = (
+        np.array([[2.0, 0.0], [0.0, 0.0]]),
+        np.array([[1.0, 0.0], [3.0, 3.0], [-1.0, 0.0]]),
+    )
     assert text_similarity(asked, known)[0].tolist() == [1, pytest.approx(2**-0.5), 0]
     assert text_similarity(asked, known)[1].tolist() == [0, 0, 0]
 
@@ -75,13 +87,18 @@ def test_only_the_nearest_neighbours_count() -> None:
 def test_an_expert_scores_by_how_right_it_was_about_what_is_alike() -> None:
     known = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     similarity = np.array([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    assert skill_scores(similarity, known).tolist() == [[0.75, 0.25], [pytest.approx(1 / 3), pytest.approx(2 / 3)]]
+    assert skill_scores(similarity, known).tolist() == [
+        [0.75, 0.25],
+        [pytest.approx(1 / 3), pytest.approx(2 / 3)],
+    ]
 
 
 def pool(skills: Path | None = None, proposers: int = 1, model: str = "hash") -> Pool:
     models = {name: PoolModel(Path(name)) for name in ("sums", "words")}
     workers = (PoolWorker(embedded=EmbeddedSection()),)
-    return Pool(models, workers, recruit=Recruiting(proposers, skills), embedder=EmbedderSettings(model))
+    return Pool(
+        models, workers, recruit=Recruiting(proposers, skills), embedder=EmbedderSettings(model)
+    )
 
 
 def opinion(model: str, right: bool | None) -> Proposal:
@@ -100,7 +117,10 @@ def known_run(folder: Path, *, skills: bool = True, right: bool | None = True) -
                 str(line),
                 "add the numbers seven and nine" if sums else "which animal barks loudest",
                 ("numbers",) if skills and sums else ("animals",) if skills else (),
-                proposals=(opinion("sums", right if sums else wrong), opinion("words", wrong if sums else right)),
+                proposals=(
+                    opinion("sums", right if sums else wrong),
+                    opinion("words", wrong if sums else right),
+                ),
             )
         )
     (folder / "results.jsonl").write_bytes(as_lines(results))
@@ -109,13 +129,21 @@ def known_run(folder: Path, *, skills: bool = True, right: bool | None = True) -
 
 def asked(skills: bool = True) -> list[Question]:
     """As many questions about numbers as about animals."""
-    about = {0: ("add the numbers two and four", "numbers"), 1: ("which animal barks at night", "animals")}
-    return [Question(str(n), about[n % 2][0], skills=frozenset({about[n % 2][1]} if skills else ())) for n in range(60)]
+    about = {
+        0: ("add the numbers two and four", "numbers"),
+        1: ("which animal barks at night", "animals"),
+    }
+    return [
+        Question(str(n), about[n % 2][0], skills=frozenset({about[n % 2][1]} if skills else ()))
+        for n in range(60)
+    ]
 
 
 def fitting(drawn: Mapping[str, tuple[str, ...]]) -> float:
     """How often the proposer was drawn that knows its subject."""
-    return sum(names == (("sums", "words")[int(name) % 2],) for name, names in drawn.items()) / len(drawn)
+    return sum(names == (("sums", "words")[int(name) % 2],) for name, names in drawn.items()) / len(
+        drawn
+    )
 
 
 async def test_without_a_known_run_all_experts_are_drawn_alike() -> None:
@@ -124,7 +152,9 @@ async def test_without_a_known_run_all_experts_are_drawn_alike() -> None:
     assert 0.3 < fitting(drawn) < 0.7
 
 
-@pytest.mark.parametrize(("of_asked", "of_known"), [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("of_asked", "of_known"), [(True, True), (False, True), (True, False), (False, False)]
+)
 async def test_experts_are_drawn_by_skills_or_where_none_are_named_by_texts(
     tmp_path: Path, of_asked: bool, of_known: bool
 ) -> None:
@@ -135,11 +165,15 @@ async def test_experts_are_drawn_by_skills_or_where_none_are_named_by_texts(
 async def test_skills_alone_need_no_embedder_and_texts_do(tmp_path: Path) -> None:
     known_run(tmp_path)
     assert fitting(await recruit(pool(tmp_path, model="none"), asked(), 0)) > 0.9
-    with pytest.raises(ConfigError, match=r"embedder\.model is none, and not all questions name skills"):
+    with pytest.raises(
+        ConfigError, match=r"embedder\.model is none, and not all questions name skills"
+    ):
         await recruit(pool(tmp_path, model="none"), asked(skills=False), 0)
 
 
-async def test_a_question_keeps_the_experts_of_its_line_and_the_others_do_not_change_by_it(tmp_path: Path) -> None:
+async def test_a_question_keeps_the_experts_of_its_line_and_the_others_do_not_change_by_it(
+    tmp_path: Path,
+) -> None:
     questions = asked()
     drawn = await recruit(pool(), questions, 3)
     named = [replace(questions[0], proposers=("words", "sums")), *questions[1:]]
@@ -153,7 +187,10 @@ async def test_where_all_answer_no_run_is_read(tmp_path: Path) -> None:
 
 
 async def test_a_run_whose_right_answers_are_not_known_tells_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"recruit\.skills: in that run no question with a known answer was answered"):
+    with pytest.raises(
+        ConfigError,
+        match=r"recruit\.skills: in that run no question with a known answer was answered",
+    ):
         await recruit(pool(known_run(tmp_path, right=None)), asked(), 0)
 
 

@@ -22,7 +22,9 @@ def ends_s(model: ModelWork, busy_s: dict[int, float], shared: dict[int, int]) -
 
 
 @given(COSTS, st.dictionaries(st.integers(0, 9), SECONDS, min_size=1, max_size=3))
-def test_all_prompts_are_shared_out_and_no_other_way_ends_earlier(model: ModelWork, busy_s: dict[int, float]) -> None:
+def test_all_prompts_are_shared_out_and_no_other_way_ends_earlier(
+    model: ModelWork, busy_s: dict[int, float]
+) -> None:
     shared = shared_out(model, busy_s)
     assert sum(shared.values()) == model.prompts
     assert shared.keys() <= busy_s.keys()
@@ -43,7 +45,9 @@ def test_many_prompts_are_shared_out_completely(prompts: int, busy_s: dict[int, 
 
 
 @given(COSTS, st.integers(2, 4))
-def test_a_worker_that_is_busy_for_longer_than_all_would_take_gets_none(model: ModelWork, workers: int) -> None:
+def test_a_worker_that_is_busy_for_longer_than_all_would_take_gets_none(
+    model: ModelWork, workers: int
+) -> None:
     assume(model.session_s(model.prompts) < 1e5)
     busy_s = {0: 1e6} | dict.fromkeys(range(1, workers), 0.0)
     assert 0 not in shared_out(model, busy_s)

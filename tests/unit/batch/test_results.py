@@ -11,11 +11,14 @@ from shell_router.errors import DataError
 def result(answers: str, right: bool, by: str = "aggregator", error: str = "") -> Result:
     """Proposers that answer one letter each, of which r is right; the aggregator is `right`."""
     proposers = tuple(
-        Proposal(f"m{n}", None if one == "." else one, 0.5, 3, one == "r") for n, one in enumerate(answers)
+        Proposal(f"m{n}", None if one == "." else one, 0.5, 3, one == "r")
+        for n, one in enumerate(answers)
     )
     said = [one for one in answers if one != "."]
     most = max((said.count(one) for one in said), default=0)
-    winner = max((n for n, one in enumerate(answers) if one != "." and said.count(one) == most), default=None)
+    winner = max(
+        (n for n, one in enumerate(answers) if one != "." and said.count(one) == most), default=None
+    )
     return Result(1, "1", by=by, right=right, winner=winner, proposals=proposers, error=error)  # type: ignore[arg-type]
 
 
@@ -39,7 +42,16 @@ def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"5", b"null", b"[]", b"{}", b'{"proposers": 5}', b'{"proposers": [5]}', b'{"proposers": [{"name": "x"}]}'],
+    [
+        b"{",
+        b"5",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"proposers": 5}',
+        b'{"proposers": [5]}',
+        b'{"proposers": [{"name": "x"}]}',
+    ],
 )
 def test_a_file_of_another_kind_or_version_is_reported(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "results.jsonl").write_bytes(as_lines(RUN) + line + b"\n")
@@ -55,7 +67,9 @@ def test_results_with_settings_that_this_version_does_not_know_are_reported(tmp_
 
 
 def test_a_folder_without_results_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"No such file or directory\. Name the folder of a run that has ended"):
+    with pytest.raises(
+        DataError, match=r"No such file or directory\. Name the folder of a run that has ended"
+    ):
         read_results(tmp_path)
 
 

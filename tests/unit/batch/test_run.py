@@ -43,13 +43,19 @@ class Killed(Exception):
 
 
 def saying(answers: Mapping[str, str]) -> Callable[[str, str], Script]:
-    """Models that answer what stands under model and question, as in "a1"; an aggregator's under "!1"."""
+    """Models that answer what stands under model and question, as in "a1"; an aggregator's under
+    "!1".
+    """
 
     def says(model: str, text: str) -> Script:
         aggregates = text.startswith("Several assistants")
         number = text.rsplit("Question:\n", maxsplit=1)[-1][1] if aggregates else text[1]
         said = answers.get(("!" if aggregates else model) + number, "1")
-        return Script("", error=EngineRejected(said, status=400)) if said == "refused" else Script(f"Answer: {said}.")
+        return (
+            Script("", error=EngineRejected(said, status=400))
+            if said == "refused"
+            else Script(f"Answer: {said}.")
+        )
 
     return says
 
@@ -57,7 +63,9 @@ def saying(answers: Mapping[str, str]) -> Callable[[str, str], Script]:
 def batch(questions: int = 3, tau: float | None = 1.0, **fields: object) -> Batch:
     """Questions `Q0?`, `Q1?` and so on, all answered by a, b and c, whose right answer is 1."""
     asked = [Question(str(n), f"Q{n}?", answer="1", line=n + 1) for n in range(questions)]
-    return Batch(pool(tau, **fields), Questions(tuple(asked), (), ""), {one.id: EXPERTS for one in asked})
+    return Batch(
+        pool(tau, **fields), Questions(tuple(asked), (), ""), {one.id: EXPERTS for one in asked}
+    )
 
 
 def pool(tau: float | None = 1.0, places: int = 2, **fields: object) -> Pool:
@@ -104,18 +112,24 @@ class Started(Follow):
         return finished
 
 
-async def test_the_plan_counts_the_start_of_a_workers_engine_once_and_the_aggregators_has_it_up(tmp_path: Path) -> None:
+async def test_the_plan_counts_the_start_of_a_workers_engine_once_and_the_aggregators_has_it_up(
+    tmp_path: Path,
+) -> None:
     started = Started()
     with opened(tmp_path, DEPENDS_ON) as journal:
         await started.on(batch(tau=2.0), journal, replace(PROFILE, first_s=40.0, together_s=10.0))
     proposers, aggregator = (stage.plan for stage in started.stages)
     begins_s = {one.worker: one.end_s for one in reversed(proposers.sessions)}
     loaded_s = COST.load_s + 40.0 + 10.0
-    assert len(begins_s) == 2 and all(loaded_s < end_s < loaded_s + COST.load_s for end_s in begins_s.values())
+    assert len(begins_s) == 2 and all(
+        loaded_s < end_s < loaded_s + COST.load_s for end_s in begins_s.values()
+    )
     assert aggregator.makespan_s < 40.0
 
 
-async def outcome(answers: Mapping[str, str], folder: Path, asked: Batch | None = None) -> tuple[Started, list[Result]]:
+async def outcome(
+    answers: Mapping[str, str], folder: Path, asked: Batch | None = None
+) -> tuple[Started, list[Result]]:
     """A whole run in one go."""
     started = Started(ScriptedWorkers(saying(answers)))
     return started, await started.run(asked or batch(), folder)
@@ -126,7 +140,9 @@ def drafts(started: Started) -> list[str]:
     return sorted(text for _, text in started.workers.asked if text.startswith("Several"))
 
 
-async def test_every_expert_is_asked_once_and_the_aggregator_where_they_do_not_agree(tmp_path: Path) -> None:
+async def test_every_expert_is_asked_once_and_the_aggregator_where_they_do_not_agree(
+    tmp_path: Path,
+) -> None:
     started, results = await outcome({"a1": "2", "!1": "7"}, tmp_path)
     asked = sorted((one.question, one.role, one.model) for one in started.outputs)
     wanted = [(str(n), "proposer", model) for n in range(3) for model in EXPERTS]
@@ -136,14 +152,18 @@ async def test_every_expert_is_asked_once_and_the_aggregator_where_they_do_not_a
         ("aggregator", "7", False, pytest.approx(2 / 3)),
         ("proposers", "1", True, 1.0),
     ]
-    assert [(stage.role, sum(one.prompts for one in stage.sessions)) for stage in started.stages] == [
+    assert [
+        (stage.role, sum(one.prompts for one in stage.sessions)) for stage in started.stages
+    ] == [
         ("proposer", 9),
         ("aggregator", 1),
     ]
     assert [stage.plan for stage in started.announced] == [stage.plan for stage in started.stages]
 
 
-async def test_an_output_tells_how_sure_its_model_was_and_how_much_it_read_and_wrote(tmp_path: Path) -> None:
+async def test_an_output_tells_how_sure_its_model_was_and_how_much_it_read_and_wrote(
+    tmp_path: Path,
+) -> None:
     started, (result,) = await outcome({}, tmp_path, batch(1))
     one, wrote = started.outputs[0], len(WordTokenizer().encode("Answer: 1."))
     assert (one.text, one.completion_tokens) == ("Answer: 1.", wrote)
@@ -155,7 +175,10 @@ async def test_an_output_tells_how_sure_its_model_was_and_how_much_it_read_and_w
 async def test_the_aggregator_reads_the_drafts_in_the_order_of_the_experts(tmp_path: Path) -> None:
     started, _ = await outcome({"a0": "2", "c0": "3"}, tmp_path, batch(1))
     (read,) = drafts(started)
-    assert "Question:\nQ0?\n\nDraft 1:\nAnswer: 2.\n\nDraft 2:\nAnswer: 1.\n\nDraft 3:\nAnswer: 3.\n\nNow" in read
+    assert (
+        "Question:\nQ0?\n\nDraft 1:\nAnswer: 2.\n\nDraft 2:\nAnswer: 1.\n\nDraft 3:\nAnswer: "
+        "3.\n\nNow"
+    ) in read
 
 
 async def test_an_expert_that_failed_counts_but_is_not_read(tmp_path: Path) -> None:
@@ -172,35 +195,59 @@ async def test_an_expert_that_failed_counts_but_is_not_read(tmp_path: Path) -> N
     ]
 
 
-async def test_where_the_aggregator_fails_the_plurality_stands_and_the_result_says_so(tmp_path: Path) -> None:
+async def test_where_the_aggregator_fails_the_plurality_stands_and_the_result_says_so(
+    tmp_path: Path,
+) -> None:
     _, (result,) = await outcome({"a0": "2", "!0": "refused"}, tmp_path, batch(1))
     assert (result.by, result.answer, result.winner) == ("proposers", "1", 2)
     assert result.error == "The aggregator did not answer: refused"
 
 
 async def test_where_no_model_answers_no_other_is_asked(tmp_path: Path) -> None:
-    started, (result,) = await outcome(dict.fromkeys(("a0", "b0", "c0"), "refused"), tmp_path, batch(1))
+    started, (result,) = await outcome(
+        dict.fromkeys(("a0", "b0", "c0"), "refused"), tmp_path, batch(1)
+    )
     assert not drafts(started)
-    assert (result.by, result.text, result.answer, result.winner, result.right) == ("none", "", None, None, False)
+    assert (result.by, result.text, result.answer, result.winner, result.right) == (
+        "none",
+        "",
+        None,
+        None,
+        False,
+    )
     assert result.error == "a: refused b: refused c: refused"
 
 
-async def test_drafts_without_an_answer_go_to_the_aggregator_or_the_last_stands(tmp_path: Path) -> None:
+async def test_drafts_without_an_answer_go_to_the_aggregator_or_the_last_stands(
+    tmp_path: Path,
+) -> None:
     silent = dict.fromkeys(("a0", "b0"), "") | {"c0": "refused"}
     started, (result,) = await outcome({**silent, "!0": "5"}, tmp_path / "with", batch(1))
     assert len(drafts(started)) == 1
     assert (result.by, result.answer, result.confidence) == ("aggregator", "5", 0.0)
     _, (alone,) = await outcome(silent, tmp_path / "without", batch(1, tau=None))
-    assert (alone.by, alone.text, alone.answer, alone.winner) == ("proposers", "Answer: .", None, None)
+    assert (alone.by, alone.text, alone.answer, alone.winner) == (
+        "proposers",
+        "Answer: .",
+        None,
+        None,
+    )
 
 
 async def test_without_an_aggregator_the_plurality_answers(tmp_path: Path) -> None:
-    started, results = await outcome({"a0": "2", "b0": "2", "c1": "3", "a1": "2"}, tmp_path, batch(2, tau=None))
-    assert [(one.by, one.answer, one.error) for one in results] == [("proposers", "2", ""), ("proposers", "3", "")]
+    started, results = await outcome(
+        {"a0": "2", "b0": "2", "c1": "3", "a1": "2"}, tmp_path, batch(2, tau=None)
+    )
+    assert [(one.by, one.answer, one.error) for one in results] == [
+        ("proposers", "2", ""),
+        ("proposers", "3", ""),
+    ]
     assert [stage.role for stage in started.stages] == ["proposer"]
 
 
-async def test_refused_lines_stand_among_the_results_in_the_order_of_the_file(tmp_path: Path) -> None:
+async def test_refused_lines_stand_among_the_results_in_the_order_of_the_file(
+    tmp_path: Path,
+) -> None:
     questions = (Question("x", "Q0?", line=2), Question("y", "Q1?", line=4))
     refused = (Refused(5, None, "bad"), Refused(1, "r", "worse"))
     asked = Batch(pool(), Questions(questions, refused, ""), {"x": ("a",), "y": ("c", "b")})
@@ -211,15 +258,29 @@ async def test_refused_lines_stand_among_the_results_in_the_order_of_the_file(tm
         (4, "y", "proposers", ""),
         (5, None, "none", "bad"),
     ]
-    assert [[one.model for one in result.proposals] for result in results] == [[], ["a"], ["c", "b"], []]
+    assert [[one.model for one in result.proposals] for result in results] == [
+        [],
+        ["a"],
+        ["c", "b"],
+        [],
+    ]
     assert [one.right for one in results] == [None] * 4
 
 
-async def test_models_get_their_system_prompt_and_draw_by_seeds_of_their_own(tmp_path: Path) -> None:
+async def test_models_get_their_system_prompt_and_draw_by_seeds_of_their_own(
+    tmp_path: Path,
+) -> None:
     models = {**pool().models, "b": PoolModel(Path("b"), "Think.")}
     one, other = (replace(batch(2, models=models), seed=seed) for seed in (0, 1))
-    assert [[m["role"] for m in p.messages] for p in one.proposer_prompts()[:2]] == [["user"], ["system", "user"]]
-    seeds = [prompt.sampling["sampling_seed"] for made in (one, other) for prompt in made.proposer_prompts()]
+    assert [[m["role"] for m in p.messages] for p in one.proposer_prompts()[:2]] == [
+        ["user"],
+        ["system", "user"],
+    ]
+    seeds = [
+        prompt.sampling["sampling_seed"]
+        for made in (one, other)
+        for prompt in made.proposer_prompts()
+    ]
     assert len(set(seeds)) == 12
     assert all(0 <= seed < 2**31 for seed in seeds)
     again = [prompt.sampling["sampling_seed"] for prompt in one.proposer_prompts()]
@@ -238,15 +299,22 @@ async def test_another_tau_asks_only_what_is_missing(tmp_path: Path) -> None:
     asked = []
     for tau in (0.67, 1.0, 2.0, 0.67):
         started, results = await outcome(answers, tmp_path, batch(tau=tau))
-        asked.append([(one.question, one.role) for one in started.outputs if one.role == "aggregator"])
+        asked.append(
+            [(one.question, one.role) for one in started.outputs if one.role == "aggregator"]
+        )
     assert asked == [[("2", "aggregator")], [("1", "aggregator")], [("0", "aggregator")], []]
     assert [one.by for one in results] == ["proposers", "proposers", "aggregator"]
 
 
-async def test_what_failed_is_tried_again_and_the_aggregator_reads_what_comes_of_it(tmp_path: Path) -> None:
+async def test_what_failed_is_tried_again_and_the_aggregator_reads_what_comes_of_it(
+    tmp_path: Path,
+) -> None:
     await outcome({"a0": "refused", "b0": "2"}, tmp_path, batch(1))
     started, (result,) = await outcome({"a0": "3", "b0": "2", "!0": "9"}, tmp_path, batch(1))
-    assert [(one.role, one.model) for one in started.outputs] == [("proposer", "a"), ("aggregator", "b")]
+    assert [(one.role, one.model) for one in started.outputs] == [
+        ("proposer", "a"),
+        ("aggregator", "b"),
+    ]
     assert "Draft 1:\nAnswer: 3." in drafts(started)[0]
     assert (result.by, result.answer, result.error) == ("aggregator", "9", "")
 
@@ -257,13 +325,17 @@ def answered_somehow(seed: int) -> Callable[[str, str], Script]:
     def says(model: str, text: str) -> Script:
         drawn = sha256(f"{seed} {model} {text}".encode()).digest()[0] % 7
         return (
-            Script("", error=EngineRejected("not this", status=400)) if drawn == 6 else Script(f"Answer: {drawn % 3}.")
+            Script("", error=EngineRejected("not this", status=400))
+            if drawn == 6
+            else Script(f"Answer: {drawn % 3}.")
         )
 
     return says
 
 
-async def whole_run(folder: Path, says: Callable[[str, str], Script], asked: Batch, kill_after: float) -> list[Result]:
+async def whole_run(
+    folder: Path, says: Callable[[str, str], Script], asked: Batch, kill_after: float
+) -> list[Result]:
     return await Started(ScriptedWorkers(says), kill_after=kill_after).run(asked, folder)
 
 
@@ -283,7 +355,9 @@ def test_however_often_it_is_killed_the_results_are_those_of_one_go(
         assert as_lines(asyncio.run(whole_run(Path(other), says, asked, float("inf")))) == expected
 
 
-def _killed(folder: Path, says: Callable[[str, str], Script], asked: Batch, outputs: int, torn: bytes) -> None:
+def _killed(
+    folder: Path, says: Callable[[str, str], Script], asked: Batch, outputs: int, torn: bytes
+) -> None:
     """End a run after a number of outputs, in the middle of the next line."""
     try:
         asyncio.run(whole_run(folder, says, asked, outputs))
@@ -293,7 +367,9 @@ def _killed(folder: Path, says: Callable[[str, str], Script], asked: Batch, outp
         file.write(torn.replace(b"\n", b""))
 
 
-async def test_killed_after_each_number_of_outputs_it_goes_on_to_the_same_results(tmp_path: Path) -> None:
+async def test_killed_after_each_number_of_outputs_it_goes_on_to_the_same_results(
+    tmp_path: Path,
+) -> None:
     answers = {"a1": "2", "c2": "4", "b3": "refused", "!1": "7"}
     whole, expected = await outcome(answers, tmp_path / "one", batch(4))
     lines = (tmp_path / "one" / "outputs.jsonl").read_bytes().splitlines(keepends=True)
@@ -309,9 +385,16 @@ async def test_killed_after_each_number_of_outputs_it_goes_on_to_the_same_result
 
 
 @pytest.mark.parametrize("room", [0, 1, 150, 200, 400, 500])
-async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(tmp_path: Path, room: int) -> None:
+async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(
+    tmp_path: Path, room: int
+) -> None:
     started, file = Started(ScriptedWorkers(saying({"a0": "2"}))), tmp_path / "outputs.jsonl"
-    with full_disk(room), pytest.raises(ConfigError, match=r"outputs\.jsonl: File too large\. Free disk space and run"):
+    with (
+        full_disk(room),
+        pytest.raises(
+            ConfigError, match=r"outputs\.jsonl: File too large\. Free disk space and run"
+        ),
+    ):
         await started.on(batch(1), Journal(file))
     assert not started.workers.open
     assert len(asyncio.all_tasks()) == 1
@@ -333,7 +416,9 @@ class SlowJournal(Journal):
         super().add(*outputs)
 
 
-async def test_outputs_are_written_in_threads_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+async def test_outputs_are_written_in_threads_in_the_order_in_which_they_came(
+    tmp_path: Path,
+) -> None:
     started, file = Started(), tmp_path / "outputs.jsonl"
     journal = SlowJournal(file)
     journal.released.set()
@@ -344,7 +429,9 @@ async def test_outputs_are_written_in_threads_in_the_order_in_which_they_came(tm
     assert len(lines) == 27
 
 
-async def test_what_was_answered_while_the_disk_was_slow_is_written_when_the_run_is_cancelled(tmp_path: Path) -> None:
+async def test_what_was_answered_while_the_disk_was_slow_is_written_when_the_run_is_cancelled(
+    tmp_path: Path,
+) -> None:
     started, file = Started(), tmp_path / "outputs.jsonl"
     journal = SlowJournal(file)
     running = asyncio.create_task(started.on(batch(9, tau=None), journal))
@@ -362,7 +449,9 @@ async def test_what_was_answered_while_the_disk_was_slow_is_written_when_the_run
 
 
 class InPlace(ThreadPoolExecutor):
-    """Runs what it is given at once, so that a run takes as many turns of the event loop however slow the disk is."""
+    """Runs what it is given at once, so that a run takes as many turns of the event loop however
+    slow the disk is.
+    """
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         done = Future[Any]()
@@ -373,7 +462,9 @@ class InPlace(ThreadPoolExecutor):
         return done
 
 
-async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(tmp_path: Path) -> None:
+async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(
+    tmp_path: Path,
+) -> None:
     asyncio.get_running_loop().set_default_executor(InPlace())
     answers = {"a0": "2", "b1": "refused"}
     for turns in count():
@@ -393,7 +484,9 @@ async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(t
     assert turns > 10
 
 
-async def test_a_model_without_a_profile_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
+async def test_a_model_without_a_profile_is_reported_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
     started = Started()
     with opened(tmp_path, DEPENDS_ON) as journal:
         with pytest.raises(ConfigError, match="The profile has no model 'c'"):
@@ -427,16 +520,29 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
                 journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
             workers = ScriptedWorkers(saying({}))
             await run_batch(
-                batch(replan_above=0.0), workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock
+                batch(replan_above=0.0),
+                workers,
+                PROFILE,
+                journal,
+                planner,
+                Follow(),
+                SteppedTimers().clock,
             )
 
     asyncio.run(ran())
-    assert [{one.name: one.prompts for one in work.models} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]
+    assert [{one.name: one.prompts for one in work.models} for work in planned] == [
+        {"a": 1, "b": 3, "c": 3},
+        {},
+    ]
 
 
-async def test_a_tensor_parallel_aggregator_runs_on_the_worker_that_spans_all(tmp_path: Path) -> None:
+async def test_a_tensor_parallel_aggregator_runs_on_the_worker_that_spans_all(
+    tmp_path: Path,
+) -> None:
     workers = tuple(
-        PoolWorker(pair=PairSettings(f"http://h:{port}", f"http://h:{port + 1}", launch=PairLaunch()))
+        PoolWorker(
+            pair=PairSettings(f"http://h:{port}", f"http://h:{port + 1}", launch=PairLaunch())
+        )
         for port in (1, 3)
     )
     aggregate = Aggregating("b", 2.0, parallel="tensor")
@@ -444,7 +550,9 @@ async def test_a_tensor_parallel_aggregator_runs_on_the_worker_that_spans_all(tm
     assert [worker for worker, _ in started.workers.loads if worker == SPANNING] == [SPANNING]
     assert started.workers.loads[-1] == (SPANNING, "b")
     assert [one.worker for one in started.stages[1].plan.sessions] == [0]
-    assert started.workers.most_running == 3, "with room for two prompts per worker, all three are asked at once"
+    assert started.workers.most_running == 3, (
+        "with room for two prompts per worker, all three are asked at once"
+    )
 
 
 @pytest.mark.parametrize(("pairs", "alone"), [(True, True), (False, False)])
@@ -456,7 +564,9 @@ async def test_a_pair_that_still_holds_the_aggregator_answers_alone_where_a_load
     dear = replace(COST, load_s=90.0)
     started = Started()
     with opened(tmp_path, DEPENDS_ON) as journal:
-        await started.on(batch(tau=2.0, workers=workers), journal, PoolProfile(dict.fromkeys("abc", COST), dear))
+        await started.on(
+            batch(tau=2.0, workers=workers), journal, PoolProfile(dict.fromkeys("abc", COST), dear)
+        )
     last = {one.worker: one.model for one in started.stages[0].sessions}
     (aggregator,) = started.stages[1].plan.sessions
     assert (last[aggregator.worker] == "b" and aggregator.end_s < dear.load_s) == alone

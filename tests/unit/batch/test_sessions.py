@@ -18,7 +18,13 @@ from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.sessions import Move, Planner, Replanning, Sessions, answered
 from shell_router.core.engine import ServedModel
-from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable, PromptTooLong, ShellRouterError
+from shell_router.errors import (
+    ConfigError,
+    EngineRejected,
+    EngineUnreachable,
+    PromptTooLong,
+    ShellRouterError,
+)
 from shell_router.lab.simulation.virtual_time import run_virtual
 from tests.fakes.moa import WordTokenizer
 from tests.fakes.pools import ScriptedWorkers, echo
@@ -62,7 +68,9 @@ class Run:
         self.clock = self.timers.clock
         asked = sum((Counter(dict(share)) for share in self.shares), Counter[str]())
         models = [cost(model, prompts) for model, prompts in asked.items()]
-        self.prompts = {model.name: [prompt(model.name, n) for n in range(model.prompts)] for model in models}
+        self.prompts = {
+            model.name: [prompt(model.name, n) for n in range(model.prompts)] for model in models
+        }
         work = Workload(tuple(models), len(self.shares), max(1, len(models)))
         plan = Plan("by hand", sessions_of(work, self.shares), 0.0)
         self.running = Sessions(
@@ -74,7 +82,9 @@ class Run:
             lambda why, number: self.moved.update({why: number}),
             concurrency=self.concurrency,
             clock=lambda: self.clock(),  # noqa: PLW0108 - it may change
-            replanning=Replanning(self.planner or wrap_around, len(models), 0.25 if self.planner else NEVER)
+            replanning=Replanning(
+                self.planner or wrap_around, len(models), 0.25 if self.planner else NEVER
+            )
             if self.may_move
             else None,
         )
@@ -109,14 +119,20 @@ class Run:
 
 @st.composite
 def troubles(draw: st.DrawFn) -> tuple[Shares, set[tuple[int, str]], set[str], set[str], int]:
-    """Shares of at most three workers, where which model does not load, which prompts kill, which fail for a while."""
+    """Shares of at most three workers, where which model does not load, which prompts kill, which
+    fail for a while.
+    """
     models = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True))
     share = st.dictionaries(st.sampled_from(models), st.integers(1, 6), max_size=len(models))
     shares = draw(st.lists(share, min_size=1, max_size=3))
     places = st.tuples(st.integers(0, len(shares) - 1), st.sampled_from(models))
     killers = {f"{model}{draw(st.integers(0, 6))}" for model in models if draw(st.booleans())}
     texts = st.builds("{}{}".format, st.sampled_from(models), st.integers(0, 9))
-    passing = {text for text in draw(st.sets(texts, max_size=4)) if text[0] not in {killer[0] for killer in killers}}
+    passing = {
+        text
+        for text in draw(st.sets(texts, max_size=4))
+        if text[0] not in {killer[0] for killer in killers}
+    }
     return shares, draw(st.sets(places, max_size=4)), killers, passing, draw(st.integers(1, 4))
 
 
@@ -130,13 +146,19 @@ def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answ
     def says(model: str, text: str) -> Script:
         tried[text] += 1
         failing = text in passing and tried[text] == 1
-        return Script("no", error=EngineUnreachable("for a moment")) if failing else echo(model, text)
+        return (
+            Script("no", error=EngineUnreachable("for a moment")) if failing else echo(model, text)
+        )
 
-    workers = ScriptedWorkers(says, lambda *place: place in unloadable, lambda _, text: text in killers)
+    workers = ScriptedWorkers(
+        says, lambda *place: place in unloadable, lambda _, text: text in killers
+    )
     run = Run(workers, shares, concurrency)
     asyncio.run(run.done())
     run.require_each_once()
-    everywhere = {model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))}
+    everywhere = {
+        model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))
+    }
     failed = {output.model + output.question[1:] for output in run.outputs if output.error}
     asked = {output.model + output.question[1:] for output in run.outputs}
     lost = {text for text in asked if text[0] in everywhere} | (killers & asked)
@@ -149,7 +171,9 @@ async def test_each_worker_loads_what_the_plan_says_in_its_order() -> None:
     run.require_each_once()
     assert [model for worker, model in run.workers.loads if worker == 0] == ["a", "b"]
     assert [model for worker, model in run.workers.loads if worker == 1] == ["b", "c"]
-    assert {output.text for output in run.outputs if output.model == "b"} == {f"b heard b{n}" for n in range(3)}
+    assert {output.text for output in run.outputs if output.model == "b"} == {
+        f"b heard b{n}" for n in range(3)
+    }
     assert sorted((one.worker, one.model, one.prompts) for one in run.sessions) == [
         (0, "a", 3),
         (0, "b", 1),
@@ -162,7 +186,9 @@ async def test_each_load_is_reported_with_its_kind_and_its_seconds() -> None:
     async def load(_worker: int, _model: str) -> None:
         run.timers.step(7.0)
 
-    workers = ScriptedWorkers(kind=lambda _, model: "weights swapped" if model == "b" else "engine started", load=load)
+    workers = ScriptedWorkers(
+        kind=lambda _, model: "weights swapped" if model == "b" else "engine started", load=load
+    )
     run = Run(workers, [{"a": 9, "b": 2}])
     await run.done()
     assert run.kinds == ["engine started", "weights swapped"]
@@ -186,7 +212,9 @@ def timed(
     planner: Planner | None = None,
     **failing: Callable[[int, str], object] | Callable[[str, str], bool],
 ) -> Run:
-    """A run in virtual time, in which a load takes `LOAD_S` and each answer what `seconds` says; planned 1 s."""
+    """A run in virtual time, in which a load takes `LOAD_S` and each answer what `seconds` says;
+    planned 1 s.
+    """
 
     async def ran() -> Run:
         workers = ScriptedWorkers(seconds=seconds, **{"load": _load, **failing})  # type: ignore[arg-type]
@@ -200,10 +228,13 @@ def timed(
     return run
 
 
-def test_a_worker_that_is_done_takes_half_of_what_is_left_of_a_session_of_its_model_without_a_load() -> None:
+def test_a_worker_that_is_done_takes_half_of_what_is_left_of_a_session_of_its_model_without_a_load() -> (
+    None
+):
     slow = timed([{"a": 20}, {"a": 20}], lambda worker, *_: 3.0 if worker else 1.0)
     assert slow.workers.loads == [(0, "a"), (1, "a")]
-    # at 20 s after the loads 14 prompts are left, one of them with the engine: 7 are taken, then 4 of 8, 1 of 3, 1 of 2
+    # at 20 s after the loads 14 prompts are left, one of them with the engine: 7 are taken, then 4
+    # of 8, 1 of 3, 1 of 2
     assert slow.messages[2:] == [
         "worker 0: takes 7 prompts of a from worker 1",
         "worker 0: takes 2 prompts of a from worker 1",
@@ -227,7 +258,9 @@ def test_what_a_worker_takes_of_a_queued_share_spares_the_other_the_load() -> No
     assert max(one.end_s for one in run.sessions) == LOAD_S + 30
 
 
-def test_a_worker_with_other_models_queued_takes_nothing_and_none_is_taken_from_what_an_engine_has() -> None:
+def test_a_worker_with_other_models_queued_takes_nothing_and_none_is_taken_from_what_an_engine_has() -> (
+    None
+):
     queued = timed([{"a": 20, "b": 2}, {"a": 40}], lambda *_: 1.0)
     assert not any("takes" in message for message in queued.messages)
     begun = timed([{"a": 1}, {"a": 4}], lambda worker, *_: 1.0 + worker, concurrency=4)
@@ -246,11 +279,15 @@ def test_what_waits_for_a_session_that_is_late_is_planned_again_with_the_measure
     shares = [{"a": 30}, {"b": 30}]
     late = timed(shares, by_model(b=5.0), planner=wrap_around)
     assert makespan_s(timed(shares, by_model(b=5.0))) == LOAD_S + 30 * 5
-    # when a is done, b has answered 6 and begun the 7th: of 23 others at about 5 s, worker 0 loads b for 11
+    # when a is done, b has answered 6 and begun the 7th: of 23 others at about 5 s, worker 0 loads
+    # b for 11
     assert late.workers.loads == [(0, "a"), (1, "b"), (0, "b")]
     assert late.moved["replanned"] == 11
     assert makespan_s(late) <= 40 + LOAD_S + 12 * 5
-    assert "sessions took longer or shorter than planned: 11 prompts go to other workers" in late.messages[2]
+    assert (
+        "sessions took longer or shorter than planned: 11 prompts go to other workers"
+        in late.messages[2]
+    )
 
 
 def test_the_rest_goes_to_a_worker_that_holds_its_model_and_is_sooner_done_than_planned() -> None:
@@ -271,7 +308,11 @@ def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_agai
         raise AssertionError(workload)
 
     for pace in (0.8, 1.0, 1.2):
-        run = timed([{"a": 30, "b": 10}, {"c": 20, "b": 20}], by_model(a=pace, b=pace, c=pace), planner=planner)
+        run = timed(
+            [{"a": 30, "b": 10}, {"c": 20, "b": 20}],
+            by_model(a=pace, b=pace, c=pace),
+            planner=planner,
+        )
         assert set(run.moved) <= {"taken"}
 
 
@@ -303,7 +344,9 @@ async def _fails(_workload: Workload) -> Plan:
     raise EngineUnreachable("the planner is gone")
 
 
-@pytest.mark.parametrize(("planner", "reason"), [(_never, "planning took too long"), (_fails, "the planner is gone")])
+@pytest.mark.parametrize(
+    ("planner", "reason"), [(_never, "planning took too long"), (_fails, "the planner is gone")]
+)
 def test_a_run_goes_on_by_its_plan_where_planning_again_fails_or_takes_too_long(
     planner: Planner, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,7 +374,9 @@ def test_whatever_takes_long_or_fails_while_prompts_move_each_has_one_output(
     shares, unloadable, killers, _, concurrency = trouble
 
     def seconds(worker: int, model: str, text: str) -> float:
-        return 10 ** random.Random(f"{seed}{worker % 2}{model}{text if seed % 2 else ''}").uniform(-2, 2)
+        return 10 ** random.Random(f"{seed}{worker % 2}{model}{text if seed % 2 else ''}").uniform(
+            -2, 2
+        )
 
     run = timed(
         shares,
@@ -341,7 +386,9 @@ def test_whatever_takes_long_or_fails_while_prompts_move_each_has_one_output(
         unloadable=lambda *place: place in unloadable,
         kills=lambda _, text: text in killers,
     )
-    everywhere = {model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))}
+    everywhere = {
+        model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))
+    }
     failed = {output.model + output.question[1:] for output in run.outputs if output.error}
     assert failed == {text for text in failed if text in killers or text[0] in everywhere}
 
@@ -380,13 +427,21 @@ async def test_of_an_engine_that_dies_only_what_it_had_not_answered_is_asked_aga
     assert workers.loads == [(0, "a"), (1, "a")]
     assert [(one.worker, one.prompts) for one in run.sessions] == [(0, 5), (1, 3)]
     answered_by_the_first = {f"a{n}" for n in range(5)}
-    assert all(times == 1 for (_, text), times in Counter(workers.asked).items() if text in answered_by_the_first)
+    assert all(
+        times == 1
+        for (_, text), times in Counter(workers.asked).items()
+        if text in answered_by_the_first
+    )
 
 
 async def test_one_that_a_living_engine_fails_is_asked_again_in_the_same_session() -> None:
     def says(model: str, text: str) -> Script:
         first = workers.asked.count((model, text)) == 1
-        return Script("no", error=EngineRejected("busy", status=503)) if text == "a1" and first else echo(model, text)
+        return (
+            Script("no", error=EngineRejected("busy", status=503))
+            if text == "a1" and first
+            else echo(model, text)
+        )
 
     workers = ScriptedWorkers(says)
     run = await Run(workers, [{"a": 3}]).done()
@@ -396,21 +451,27 @@ async def test_one_that_a_living_engine_fails_is_asked_again_in_the_same_session
 
 
 async def test_a_model_that_loads_nowhere_is_given_up_and_the_rest_is_answered() -> None:
-    run = await Run(ScriptedWorkers(unloadable=lambda _, model: model == "a"), [{"a": 4, "b": 1}, {"b": 3}]).done()
+    run = await Run(
+        ScriptedWorkers(unloadable=lambda _, model: model == "a"), [{"a": 4, "b": 1}, {"b": 3}]
+    ).done()
     run.require_each_once()
     assert len(run.errors) == 4
     assert all("a did not load on worker" in error for error in run.errors.values())
 
 
 async def test_a_model_is_given_up_after_three_workers_however_many_there_are() -> None:
-    run = await Run(ScriptedWorkers(unloadable=lambda _, model: model == "a"), [{"a": 1}, *[{}] * 7]).done()
+    run = await Run(
+        ScriptedWorkers(unloadable=lambda _, model: model == "a"), [{"a": 1}, *[{}] * 7]
+    ).done()
     run.require_each_once()
     assert len(run.workers.loads) == 3
     assert len({worker for worker, _ in run.workers.loads}) == 3
 
 
 @pytest.mark.parametrize("places", [1, 2, 8])
-async def test_a_model_that_loads_and_answers_nothing_is_given_up_after_few_loads(places: int) -> None:
+async def test_a_model_that_loads_and_answers_nothing_is_given_up_after_few_loads(
+    places: int,
+) -> None:
     workers = ScriptedWorkers(lambda *_: Script("no", error=EngineUnreachable("it is broken")))
     run = await Run(workers, [{"a": 40}, *[{}] * (places - 1)]).done()
     run.require_each_once()
@@ -427,7 +488,9 @@ async def test_a_model_that_answers_nothing_is_given_up_soon_however_many_worker
     assert len(workers.loads) <= 8 + 2
 
 
-async def test_a_model_that_has_answered_elsewhere_is_not_given_up_for_several_bad_prompts() -> None:
+async def test_a_model_that_has_answered_elsewhere_is_not_given_up_for_several_bad_prompts() -> (
+    None
+):
     async def load(worker: int, _model: str) -> None:
         while worker and len(run.outputs) < 5:  # noqa: ASYNC110 - the first worker is done before the others begin
             await asyncio.sleep(0)
@@ -449,14 +512,18 @@ async def test_several_prompts_that_engines_die_of_cost_only_themselves() -> Non
 @pytest.mark.parametrize("places", [1, 2, 4])
 @pytest.mark.parametrize("poison", ["a0", "a3", "a7", "a19"])
 @pytest.mark.parametrize("concurrency", [1, 4, 32])
-async def test_a_prompt_that_every_engine_dies_of_costs_only_itself(places: int, poison: str, concurrency: int) -> None:
+async def test_a_prompt_that_every_engine_dies_of_costs_only_itself(
+    places: int, poison: str, concurrency: int
+) -> None:
     workers = ScriptedWorkers(kills=lambda _, text: text == poison)
     run = await Run(workers, [{"a": 20, "b": 2}, *[{"b": 2}] * (places - 1)], concurrency).done()
     run.require_each_once()
     assert run.errors == {f"a q{poison[1:]}": "the engine of a is dead"}
 
 
-async def test_a_worker_whose_engine_died_takes_the_rest_itself_where_no_other_loads_the_model() -> None:
+async def test_a_worker_whose_engine_died_takes_the_rest_itself_where_no_other_loads_the_model() -> (
+    None
+):
     workers = ScriptedWorkers(
         unloadable=lambda worker, _: worker == 1,
         kills=lambda _, text: text == "a4" and workers.asked.count(("a", "a4")) == 1,
@@ -467,7 +534,9 @@ async def test_a_worker_whose_engine_died_takes_the_rest_itself_where_no_other_l
     assert workers.loads == [(0, "a"), (1, "a"), (0, "a")]
 
 
-async def test_an_engine_that_dies_late_is_no_reason_to_give_up_a_model_that_fails_elsewhere() -> None:
+async def test_an_engine_that_dies_late_is_no_reason_to_give_up_a_model_that_fails_elsewhere() -> (
+    None
+):
     workers = ScriptedWorkers(
         unloadable=lambda worker, model: model == "a" and worker > 0,
         kills=lambda _, text: text == "a30" and workers.asked.count(("a", "a30")) == 1,
@@ -489,8 +558,12 @@ async def test_a_prompt_that_the_engine_refuses_is_an_error_at_once(status: int)
     assert run.workers.asked.count(("a", "a1")) == 1
 
 
-@pytest.mark.parametrize("refusal", [PromptTooLong("too long for me"), ConfigError("no chat template")])
-async def test_a_prompt_that_is_refused_otherwise_is_an_error_at_once(refusal: ShellRouterError) -> None:
+@pytest.mark.parametrize(
+    "refusal", [PromptTooLong("too long for me"), ConfigError("no chat template")]
+)
+async def test_a_prompt_that_is_refused_otherwise_is_an_error_at_once(
+    refusal: ShellRouterError,
+) -> None:
     def says(model: str, text: str) -> Script:
         if text == "a1":
             raise refusal
@@ -505,14 +578,20 @@ async def test_a_prompt_that_is_refused_otherwise_is_an_error_at_once(refusal: S
 async def test_an_engine_that_has_no_time_is_asked_again(status: int) -> None:
     def says(model: str, text: str) -> Script:
         first = workers.asked.count((model, text)) == 1
-        return Script("", error=EngineRejected("later", status=status)) if text == "a1" and first else echo(model, text)
+        return (
+            Script("", error=EngineRejected("later", status=status))
+            if text == "a1" and first
+            else echo(model, text)
+        )
 
     workers = ScriptedWorkers(says)
     run = await Run(workers, [{"a": 3}]).done()
     assert {output.text for output in run.outputs} == {f"a heard a{n}" for n in range(3)}
 
 
-async def test_a_prompt_that_does_not_fit_the_context_is_an_error_that_says_so_and_is_not_asked() -> None:
+async def test_a_prompt_that_does_not_fit_the_context_is_an_error_that_says_so_and_is_not_asked() -> (
+    None
+):
     assert not (await Run(ScriptedWorkers(context_length=520), [{"a": 2}]).done()).errors
     run = await Run(ScriptedWorkers(context_length=519), [{"a": 2}]).done()
     run.require_each_once()
@@ -540,7 +619,10 @@ async def test_sessions_are_timed_from_the_start_of_the_run_loads_included() -> 
     run = Run(ScriptedWorkers(load=lambda *_: _stepped(run, 7.0)), [{"a": 2, "b": 1}])
     run.timers.step(100.0)
     await run.done()
-    assert [(one.model, one.begin_s, one.end_s) for one in run.sessions] == [("a", 0.0, 7.0), ("b", 7.0, 14.0)]
+    assert [(one.model, one.begin_s, one.end_s) for one in run.sessions] == [
+        ("a", 0.0, 7.0),
+        ("b", 7.0, 14.0),
+    ]
 
 
 async def _stepped(run: Run, seconds: float) -> None:
@@ -551,7 +633,8 @@ def troubled() -> Run:
     """A run in which a share is handed on while another worker waits for it."""
     return Run(
         ScriptedWorkers(
-            unloadable=lambda worker, model: (worker, model) == (0, "a"), kills=lambda _, text: text == "b1"
+            unloadable=lambda worker, model: (worker, model) == (0, "a"),
+            kills=lambda _, text: text == "b1",
         ),
         [{"a": 3, "b": 2}, {"a": 1}, {}],
         concurrency=2,
@@ -597,7 +680,9 @@ async def test_a_plan_without_sessions_ends_at_once() -> None:
 
 async def test_no_turn_of_the_event_loop_does_much_for_a_long_question() -> None:
     tokenizer, words, turns = WordTokenizer(), 20_000, Turns()
-    model = ServedModel("m", ScriptedEngine(tokenizer, lambda _: Script("Yes.")), tokenizer, 2 * words)
+    model = ServedModel(
+        "m", ScriptedEngine(tokenizer, lambda _: Script("Yes.")), tokenizer, 2 * words
+    )
     messages = [{"role": "user", "content": "word " * words}]
     with counted(turns):
         output = await answered(model, Prompt("q", "proposer", "m", messages, Sampling().params(0)))

@@ -10,7 +10,9 @@ async def fails(error: BaseException) -> None:
 
 async def test_the_first_of_several_errors_of_ours_is_raised_as_it_is() -> None:
     first = ConfigError("first")
-    group = ExceptionGroup("", [ExceptionGroup("", [first, EngineError("second")]), ConfigError("third")])
+    group = ExceptionGroup(
+        "", [ExceptionGroup("", [first, EngineError("second")]), ConfigError("third")]
+    )
     with pytest.raises(ConfigError) as raised:
         await ungrouped(fails(group))
     assert raised.value is first

@@ -18,5 +18,7 @@ from shell_router.batch.questions import plurality
         ([], None),
     ],
 )
-def test_most_votes_win_and_of_several_the_one_named_last(votes: list[str | None], winner: int | None) -> None:
+def test_most_votes_win_and_of_several_the_one_named_last(
+    votes: list[str | None], winner: int | None
+) -> None:
     assert plurality(votes) == winner

@@ -1,4 +1,6 @@
-"""JSON Schemas of YAML files: what they accept is what is read, and they complete what can be written."""
+"""JSON Schemas of YAML files: what they accept is what is read, and they complete what can be
+written.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,9 @@ def _schema() -> dict[str, Any]:
     return json_schema(Config, "Deployment", kind_settings())
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name
+)
 def test_the_shipped_deployments_fit_the_schema(file: Path) -> None:
     Draft202012Validator(_schema()).validate(yaml.safe_load(file.read_text(encoding="utf-8")))
 

@@ -1,4 +1,6 @@
-"""Drafts are what followed the longest repeated suffix; passes are as wide as pays by what they are seen to cost."""
+"""Drafts are what followed the longest repeated suffix; passes are as wide as pays by what they are
+seen to cost.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -73,7 +75,11 @@ def test_acceptance_follows_what_came_whether_it_was_verified_or_not() -> None:
     assert wrong.acceptance < 0.1
 
 
-@given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=60), st.integers(0, 8))
+@given(
+    st.lists(st.integers(0, 3), max_size=60),
+    st.lists(st.integers(0, 3), max_size=60),
+    st.integers(0, 8),
+)
 def test_a_proposal_continues_an_earlier_place_of_the_last_two_tokens(
     prompt: list[int], output: list[int], most: int
 ) -> None:
@@ -100,7 +106,9 @@ def test_the_request_keeps_its_own_custom_parameters() -> None:
     assert asked == {"temperature": 0, "custom_params": {"drafts": [[1, 2]], "mine": 1}}
 
 
-def settled(seconds: Callable[[int, int], float], drafts: Sequence[tuple[int, float]], rows: int) -> int:
+def settled(
+    seconds: Callable[[int, int], float], drafts: Sequence[tuple[int, float]], rows: int
+) -> int:
     """The width that a gate chooses once it has seen what passes cost."""
     gate = DraftGate()
     for _ in range(60):

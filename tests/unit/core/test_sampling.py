@@ -1,4 +1,6 @@
-"""Sampling parameters that would end, hang or slow an engine are refused by name, on whatever way they come."""
+"""Sampling parameters that would end, hang or slow an engine are refused by name, on whatever way
+they come.
+"""
 
 import pytest
 
@@ -75,8 +77,20 @@ def test_what_would_hurt_an_engine_is_refused_by_name(params: dict[str, object])
     "params",
     [
         {},
-        {"stop_token_ids": [0, VOCABULARY - 1], "logit_bias": {"5": -100, "6": 1.5}, "stop": ["a"] * 32, "n": 1},
-        {"temperature": 0, "top_k": -1, "max_new_tokens": 5, "sampling_seed": -1, "stop": None, "ignore_eos": False},
+        {
+            "stop_token_ids": [0, VOCABULARY - 1],
+            "logit_bias": {"5": -100, "6": 1.5},
+            "stop": ["a"] * 32,
+            "n": 1,
+        },
+        {
+            "temperature": 0,
+            "top_k": -1,
+            "max_new_tokens": 5,
+            "sampling_seed": -1,
+            "stop": None,
+            "ignore_eos": False,
+        },
         {"json_schema": '{"type": "object"}', "custom_params": {"drafts": [[1], []], "mine": 1}},
         {"json_schema": "$$ANY$$", "of_a_later_sglang": {"x": [1]}},
     ],
@@ -95,6 +109,12 @@ def test_depth_is_counted_in_levels() -> None:
 
 async def test_every_agent_of_a_run_is_checked_against_its_models_vocabulary() -> None:
     moa = ScriptedMoa()
-    model = ServedModel("small", moa.engines["small"], moa.tokenizers["small"], 4096, vocabulary=VOCABULARY)
+    model = ServedModel(
+        "small", moa.engines["small"], moa.tokenizers["small"], 4096, vocabulary=VOCABULARY
+    )
     with pytest.raises(InvalidField, match="below 1000"):
-        await check_task(AgentTask("a", "r", model, ("x",), {"max_new_tokens": 1, "stop_token_ids": [VOCABULARY]}))
+        await check_task(
+            AgentTask(
+                "a", "r", model, ("x",), {"max_new_tokens": 1, "stop_token_ids": [VOCABULARY]}
+            )
+        )

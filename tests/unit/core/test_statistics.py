@@ -2,14 +2,27 @@
 
 import pytest
 
-from shell_router.core.statistics import Interval, clustered_share, paired_difference, quantile, wilson
+from shell_router.core.statistics import (
+    Interval,
+    clustered_share,
+    paired_difference,
+    quantile,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
     ("right", "answers", "low", "high"),
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
 )
-def test_wilson_agrees_with_newcombe_1998(right: int, answers: int, low: float, high: float) -> None:
+def test_wilson_agrees_with_newcombe_1998(
+    right: int, answers: int, low: float, high: float
+) -> None:
     found = wilson(right / answers, answers)
     assert (round(found.low, 4), round(found.high, 4)) == (low, high)
 
@@ -25,7 +38,9 @@ def test_seeds_that_always_agree_count_as_one_answer_per_question() -> None:
     assert clustered_share([[True] * 5] * 10) == wilson(1.0, 10)
 
 
-def test_seeds_that_differ_make_the_interval_smaller_but_never_below_that_of_independent_answers() -> None:
+def test_seeds_that_differ_make_the_interval_smaller_but_never_below_that_of_independent_answers() -> (
+    None
+):
     alike = [[True, False]] * 10
     assert clustered_share(alike) == wilson(0.5, 10)  # no variance between questions tells nothing
     mixed = [[True, False], [False, True], [True, True], [False, False]] * 10
@@ -37,10 +52,14 @@ def test_one_question_counts_once() -> None:
 
 
 def test_a_paired_difference_of_many_agrees_with_walds_interval() -> None:
-    # Agresti, Categorical Data Analysis: of 1144 pairs 132 and 107 differ, and Wald's interval is (-0.004, 0.048)
+    # Agresti, Categorical Data Analysis: of 1144 pairs 132 and 107 differ, and Wald's interval is
+    # (-0.004, 0.048)
     found = paired_difference([1.0] * 132 + [-1.0] * 107 + [0.0] * (1144 - 239))
     assert found.value == pytest.approx(25 / 1144)
-    assert (found.low, found.high) == (pytest.approx(-0.004, abs=0.001), pytest.approx(0.048, abs=0.001))
+    assert (found.low, found.high) == (
+        pytest.approx(-0.004, abs=0.001),
+        pytest.approx(0.048, abs=0.001),
+    )
 
 
 def test_settings_that_never_differ_still_have_an_interval_and_it_shrinks() -> None:
@@ -51,7 +70,9 @@ def test_settings_that_never_differ_still_have_an_interval_and_it_shrinks() -> N
 
 def test_a_difference_stays_between_minus_one_and_one() -> None:
     assert paired_difference([1.0]).high <= 1.0
-    assert paired_difference([-1.0]) == Interval(-1.0, pytest.approx(-0.95, abs=0.3), pytest.approx(0.4, abs=0.3))
+    assert paired_difference([-1.0]) == Interval(
+        -1.0, pytest.approx(-0.95, abs=0.3), pytest.approx(0.4, abs=0.3)
+    )
 
 
 def test_quantiles_interpolate() -> None:

@@ -50,7 +50,9 @@ def test_states_are_left_as_they_were():
     assert np.array_equal(states, before)
 
 
-@pytest.mark.parametrize("states", [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.zeros((2, 2, 2))])
+@pytest.mark.parametrize(
+    "states", [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.zeros((2, 2, 2))]
+)
 def test_a_wrong_shape_is_refused(states):
     with pytest.raises(ValueError, match="shape"):
         features(states)

@@ -1,4 +1,6 @@
-"""The gate against a literal transcription of Faster-MoA's Algorithm 1: [h, h] matrices and double loops."""
+"""The gate against a literal transcription of Faster-MoA's Algorithm 1: [h, h] matrices and double
+loops.
+"""
 
 import numpy as np
 import pytest
@@ -59,14 +61,18 @@ def assert_follows_algorithm1(states, logprobs, tau):
 
 @st.composite
 def clusters(draw):
-    """Outputs of one width: normal states, at times without some columns or near copies of each other."""
+    """Outputs of one width: normal states, at times without some columns or near copies of each
+    other.
+    """
     width = draw(st.integers(2, 24))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     base = rng.standard_normal((64, width))
     states = []
     for _ in range(draw(st.integers(1, 5))):
         tokens = draw(st.integers(1, 64))
-        output = base[:tokens] + draw(st.sampled_from([0.0, 0.3, 3.0])) * rng.standard_normal((tokens, width))
+        output = base[:tokens] + draw(st.sampled_from([0.0, 0.3, 3.0])) * rng.standard_normal(
+            (tokens, width)
+        )
         output[:, rng.random(width) < draw(st.sampled_from([0.0, 0.3]))] = 0.0
         states.append((output * draw(st.sampled_from([1e-3, 1.0, 1e4]))).astype(np.float32))
     logprobs = [-rng.exponential(draw(st.sampled_from([0.05, 1.0])), size=9) for _ in states]
@@ -88,14 +94,19 @@ def test_it_scores_as_algorithm_1_at_the_size_of_real_outputs(shapes):
 
 small_states = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 8)).flatmap(
     lambda shape: st.tuples(
-        *(arrays(np.float64, (tokens, shape[2]), elements=st.integers(-3, 3).map(float)) for tokens in shape[:2])
+        *(
+            arrays(np.float64, (tokens, shape[2]), elements=st.integers(-3, 3).map(float))
+            for tokens in shape[:2]
+        )
     )
 )
 
 
 @given(small_states)
 def test_all_forms_equal_the_matrix_form(pair):
-    """Small integers bring out zero columns, equal columns, single rows and more tokens than features."""
+    """Small integers bring out zero columns, equal columns, single rows and more tokens than
+    features.
+    """
     first, second = pair
     expected = frob_cos_sim(first.T @ first, second.T @ second)
     assert similarity(features(first), features(second)) == pytest.approx(expected, abs=TOLERANCE)

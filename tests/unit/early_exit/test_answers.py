@@ -68,19 +68,34 @@ def test_a_number_ends_where_its_digits_do(said: str, number: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["12:30", "1, 2, 3", "10-12", "5x + 3", "1,23", "3.5.1", "10^{5}", r"3\sqrt{2}", "5 1/2", "x = 3, y = 4"]
+    "said",
+    [
+        "12:30",
+        "1, 2, 3",
+        "10-12",
+        "5x + 3",
+        "1,23",
+        "3.5.1",
+        "10^{5}",
+        r"3\sqrt{2}",
+        "5 1/2",
+        "x = 3, y = 4",
+    ],
 )
 def test_what_begins_with_a_number_and_is_none_is_not_cut_short(said: str) -> None:
     assert stated_answer(f"Answer: {said}") == said
 
 
-@pytest.mark.parametrize("said", ["3 + 4 = 7", "3 + 4 = 7 pens", r"$3 \times 12 - 29 = 7$", "x = 7", "7 = 3 + 4"])
+@pytest.mark.parametrize(
+    "said", ["3 + 4 = 7", "3 + 4 = 7 pens", r"$3 \times 12 - 29 = 7$", "x = 7", "7 = 3 + 4"]
+)
 def test_an_equations_result_is_its_answer(said: str) -> None:
     assert stated_answer(f"Answer: {said}") == "7"
 
 
 @pytest.mark.parametrize(
-    "said", ["A", "A.", "A) 24", "A: 24", "A, because", "**A** because", "(A) because", "$A$", "A \n."]
+    "said",
+    ["A", "A.", "A) 24", "A: 24", "A, because", "**A** because", "(A) because", "$A$", "A \n."],
 )
 def test_a_letter_that_something_ends_is_an_answer(said: str) -> None:
     assert stated_answer(f"Answer: {said}") == "A"
@@ -106,7 +121,12 @@ def test_a_name_that_ends_its_sentence_is_an_answer() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["the answer is to multiply", "The answer is not easy.", "the answer is Paris because", "the answer is Mr. Smith"],
+    [
+        "the answer is to multiply",
+        "The answer is not easy.",
+        "the answer is Paris because",
+        "the answer is Mr. Smith",
+    ],
 )
 def test_what_the_answer_is_said_to_be_in_other_words_is_not_read(text: str) -> None:
     assert stated_answer(text) is None
@@ -119,7 +139,12 @@ def test_the_last_answer_counts() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["The answer is 42.\n\n**Answer:** \n", "Answer: 42 Answer: ", "42? Answer: 42\n####", r"Answer: 42 \boxed{}"],
+    [
+        "The answer is 42.\n\n**Answer:** \n",
+        "Answer: 42 Answer: ",
+        "42? Answer: 42\n####",
+        r"Answer: 42 \boxed{}",
+    ],
 )
 def test_an_empty_statement_hides_nothing(text: str) -> None:
     assert stated_answer(text) == "42"
@@ -172,8 +197,34 @@ def read(text: str) -> AnswerReader:
     return reader
 
 
-MARKS = ["Answer: ", "answer is ", "the answer is: ", "ANSWER =", "#### ", "\\boxed{", "\\frac{1}", "\\text{", "\\circ"]
-WORDS = ["**", "\\(", "\n\n", "\r\n", "  ", "J.", "23", "456", ",000", ".5", "Paris", "New", "km", "word ", "St"]
+MARKS = [
+    "Answer: ",
+    "answer is ",
+    "the answer is: ",
+    "ANSWER =",
+    "#### ",
+    "\\boxed{",
+    "\\frac{1}",
+    "\\text{",
+    "\\circ",
+]
+WORDS = [
+    "**",
+    "\\(",
+    "\n\n",
+    "\r\n",
+    "  ",
+    "J.",
+    "23",
+    "456",
+    ",000",
+    ".5",
+    "Paris",
+    "New",
+    "km",
+    "word ",
+    "St",
+]
 BITS = st.sampled_from([*MARKS, *WORDS, *"{}$()^\n .,:=+-/*\\exkBAI1π!°#"])
 
 
@@ -208,7 +259,8 @@ def test_reading_takes_time_linear_in_the_text_on_one_line_too(piece: str) -> No
         reader.end()
         return time.process_time() - begin
 
-    # 8 times as long where it is linear, 64 times where it is quadratic; a busy machine may need more than one try
+    # 8 times as long where it is linear, 64 times where it is quadratic; a busy machine may need
+    # more than one try
     assert any(cpu_s(16000) < 24 * cpu_s(2000) for _ in range(20))
 
 

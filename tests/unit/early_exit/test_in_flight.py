@@ -59,7 +59,10 @@ def test_what_is_half_said_counts_as_far_as_it_agrees() -> None:
     write(judged, "c", "Tom: 2+2=5. Mia: ")
     scored = judged.score(("b", "c"))
     assert scored == Score(
-        confidence=1, agreement=pytest.approx((1 + 3 / 6 + 2 / 6) / 3), balance=1, probability=pytest.approx(11 / 18)
+        confidence=1,
+        agreement=pytest.approx((1 + 3 / 6 + 2 / 6) / 3),
+        balance=1,
+        probability=pytest.approx(11 / 18),
     )
 
 

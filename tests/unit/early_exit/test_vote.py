@@ -35,7 +35,12 @@ def test_the_most_confident_output_with_the_winning_answer_is_forwarded() -> Non
 
 
 def test_of_answers_with_equally_many_votes_the_one_with_more_confidence_wins() -> None:
-    tied = [Ballot("a", "4", 0.9), Ballot("b", "5", 0.7), Ballot("c", "4", 0.1), Ballot("d", "5", 0.6)]
+    tied = [
+        Ballot("a", "4", 0.9),
+        Ballot("b", "5", 0.7),
+        Ballot("c", "4", 0.1),
+        Ballot("d", "5", 0.6),
+    ]
     assert source(tied) == "b"
 
 
@@ -55,5 +60,7 @@ def test_an_output_votes_for_its_stated_answer_or_else_for_its_whole_text() -> N
 
 
 @pytest.mark.parametrize(("text", "is_cut"), [("Answer: 4", True), (" ", False)])
-def test_an_output_that_is_empty_or_was_cut_at_its_limit_has_no_vote(text: str, is_cut: bool) -> None:
+def test_an_output_that_is_empty_or_was_cut_at_its_limit_has_no_vote(
+    text: str, is_cut: bool
+) -> None:
     assert ballot("a", text, 0.5, is_cut=is_cut).answer is None

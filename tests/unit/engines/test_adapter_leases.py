@@ -11,7 +11,13 @@ import pytest
 
 from shell_router.engines.adapter_leases import AdapterLeases, Lease
 from shell_router.engines.http_client import TaskOwner
-from shell_router.errors import AdapterFailed, ConfigError, EngineError, EngineUnavailable, EngineUnreachable
+from shell_router.errors import (
+    AdapterFailed,
+    ConfigError,
+    EngineError,
+    EngineUnavailable,
+    EngineUnreachable,
+)
 from shell_router.routing.adapter_cache import AdapterSettings
 from tests.fakes.scripted_pair import until
 
@@ -19,9 +25,11 @@ CORRUPT = AdapterFailed("The file is cut off.")
 
 
 class GatedLoader:
-    """Loads at once, or where `gate` is closed when it opens. Raises `errors[name]` instead, while it is there.
+    """Loads at once, or where `gate` is closed when it opens. Raises `errors[name]` instead, while
+    it is there.
 
-    `loaded` is what lies on the server, `most` the most that did at a time, `loads` all loads in their order.
+    `loaded` is what lies on the server, `most` the most that did at a time, `loads` all loads in
+    their order.
     """
 
     def __init__(self) -> None:
@@ -107,7 +115,9 @@ async def test_a_free_place_is_filled_while_others_are_in_use() -> None:
         assert at.loader.loaded == {"a", "b"}
 
 
-async def test_within_the_window_requests_for_what_is_loaded_go_before_one_that_waits_for_another() -> None:
+async def test_within_the_window_requests_for_what_is_loaded_go_before_one_that_waits_for_another() -> (
+    None
+):
     async with server() as at:
         first = await at.held("a")
         await at.waits("b")
@@ -118,7 +128,9 @@ async def test_within_the_window_requests_for_what_is_loaded_go_before_one_that_
         close(second)
 
 
-async def test_after_the_window_a_waiting_request_gets_the_place_of_an_adapter_in_steady_use() -> None:
+async def test_after_the_window_a_waiting_request_gets_the_place_of_an_adapter_in_steady_use() -> (
+    None
+):
     async with server() as at:
         first = await at.held("a")
         waiting = await at.waits("b")
@@ -132,7 +144,9 @@ async def test_after_the_window_a_waiting_request_gets_the_place_of_an_adapter_i
         assert (await overtaking).at.name == "a"
 
 
-async def test_only_as_many_adapters_are_drained_as_there_are_others_that_wait_for_too_long() -> None:
+async def test_only_as_many_adapters_are_drained_as_there_are_others_that_wait_for_too_long() -> (
+    None
+):
     async with server(max_loaded=2) as at:
         (rare,), often = await at.held("rare"), await at.held("often", "often", "often")
         waiting = await at.waits("other")
@@ -215,7 +229,9 @@ async def test_cancelled_at_any_moment_a_request_holds_nothing(turns: int) -> No
         assert at.leases.loaded == ("c",)
 
 
-async def test_an_adapter_that_does_not_load_fails_its_own_requests_and_is_tried_again_when_asked_for() -> None:
+async def test_an_adapter_that_does_not_load_fails_its_own_requests_and_is_tried_again_when_asked_for() -> (
+    None
+):
     async with server(max_loaded=2) as at:
         at.loader.errors["corrupt"] = CORRUPT
         at.loader.gate.clear()
@@ -266,7 +282,9 @@ async def test_the_error_for_a_model_without_a_place_names_both_settings_that_gi
     tasks, settings = TaskOwner(), AdapterSettings({}, 1, 10.0, wait_s=0.2)
     leases = AdapterLeases("memory", GatedLoader(), settings, tasks, lambda: 0.0, kind="model")
     await leases.lease("a")
-    with pytest.raises(EngineUnavailable, match=r"allow more models at a time: by max_loaded_models or pairs"):
+    with pytest.raises(
+        EngineUnavailable, match=r"allow more models at a time: by max_loaded_models or pairs"
+    ):
         await leases.lease("b")
     await tasks.aclose(1)
 
@@ -279,7 +297,9 @@ async def test_waiting_for_a_load_and_not_for_a_place_is_named_in_the_error() ->
         at.loader.gate.set()
 
 
-async def test_what_is_about_to_be_wanted_is_loaded_ahead_but_never_in_the_place_of_what_is_waited_for() -> None:
+async def test_what_is_about_to_be_wanted_is_loaded_ahead_but_never_in_the_place_of_what_is_waited_for() -> (
+    None
+):
     async with server(max_loaded=2) as at:
         (first,) = await at.held("a")
         at.leases.load_ahead("b")
@@ -295,7 +315,9 @@ async def test_what_is_about_to_be_wanted_is_loaded_ahead_but_never_in_the_place
 
 @pytest.mark.parametrize("window_s", [0.0, 3.0, 1000.0])
 @pytest.mark.parametrize("seed", range(3))
-async def test_all_requests_are_served_and_no_more_adapters_loaded_than_allowed(seed: int, window_s: float) -> None:
+async def test_all_requests_are_served_and_no_more_adapters_loaded_than_allowed(
+    seed: int, window_s: float
+) -> None:
     draw = random.Random(seed)
     async with server(3, window_s) as at:
         served = 0

@@ -22,7 +22,9 @@ async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() 
     decodes.waits.add(6.0)
     now_s[0] = 1.5
     registry = CollectorRegistry()
-    registry.register(EngineMetrics({"small": pool}, [lambda: {"small decode": 1}], lambda: now_s[0]))
+    registry.register(
+        EngineMetrics({"small": pool}, [lambda: {"small decode": 1}], lambda: now_s[0])
+    )
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"shell_router_{name}", labels)
@@ -36,10 +38,19 @@ async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() 
     role = {"model": "small", "role": "decode"}
     assert value("engine_choices_total", **role, policy="least_running", why="fewest_requests") == 1
     assert value("queue_requests", **role) == 0
-    assert (value("queue_wait_seconds_count", **role), value("queue_wait_seconds_sum", **role)) == (2, 6.5)
-    buckets = [value("queue_wait_seconds_bucket", **role, le=le) for le in ("0.25", "0.5", "5.0", "10.0", "+Inf")]
+    assert (value("queue_wait_seconds_count", **role), value("queue_wait_seconds_sum", **role)) == (
+        2,
+        6.5,
+    )
+    buckets = [
+        value("queue_wait_seconds_bucket", **role, le=le)
+        for le in ("0.25", "0.5", "5.0", "10.0", "+Inf")
+    ]
     assert buckets == [0, 1, 1, 2, 2]
-    assert value("engine_restarts_total", engine="small decode") == 1 and value("retries_total", model="small") == 0
+    assert (
+        value("engine_restarts_total", engine="small decode") == 1
+        and value("retries_total", model="small") == 0
+    )
     await pool.aclose()
 
 

@@ -34,7 +34,10 @@ class Engines:
 
 
 async def followed(engines: Engines, seconds: float) -> Dispatcher[str]:
-    settings, clock = SchedulingSettings(SelectionSettings("gimbal")), asyncio.get_running_loop().time
+    settings, clock = (
+        SchedulingSettings(SelectionSettings("gimbal")),
+        asyncio.get_running_loop().time,
+    )
     dispatcher = Dispatcher([(name, name, Breaker()) for name in engines.asked], settings, clock)
     async with Monitor(dispatcher, engines.ask):
         await asyncio.sleep(seconds)
@@ -54,7 +57,9 @@ def test_a_slow_engine_delays_no_others_news() -> None:
     assert dispatcher.tracked[0].reported is None
 
 
-def test_one_that_does_not_answer_is_asked_less_and_less_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_does_not_answer_is_asked_less_and_less_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engines = Engines(silent={"a"})
     with caplog.at_level(logging.WARNING):
         dispatcher = run_virtual(followed(engines, 100.0))

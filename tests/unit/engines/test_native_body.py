@@ -12,15 +12,21 @@ from shell_router.errors import InvalidRequest, PromptTooLong
 PD = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
 def test_unknown_fields_and_number_formats_keep_their_bytes() -> None:
     body = b'{ "input_ids":[1, 2],\t"temperature": 1.50e0, "new_field": {"a" : 1.0} }\n\n'
-    sent = read_native(body, "fresh", NativeRules(fields=frozenset(["new_field", "temperature"]))).with_fields(PD)
-    assert sent.startswith(b'{ "input_ids":[1, 2],\t"temperature": 1.50e0, "new_field": {"a" : 1.0}')
+    sent = read_native(
+        body, "fresh", NativeRules(fields=frozenset(["new_field", "temperature"]))
+    ).with_fields(PD)
+    assert sent.startswith(
+        b'{ "input_ids":[1, 2],\t"temperature": 1.50e0, "new_field": {"a" : 1.0}'
+    )
     assert orjson.loads(sent) == {**orjson.loads(body), "rid": "fresh", **PD}
 
 
@@ -34,7 +40,9 @@ def _has_no_rule(field: str) -> bool:
 )
 def test_every_object_gains_exactly_the_new_fields(found: dict[str, object], tail: str) -> None:
     rules = NativeRules(fields=frozenset(found))
-    sent = read_native(orjson.dumps(found) + tail.encode(), "fresh", rules, {"extra_key": "alice"}).with_fields(PD)
+    sent = read_native(
+        orjson.dumps(found) + tail.encode(), "fresh", rules, {"extra_key": "alice"}
+    ).with_fields(PD)
     assert orjson.loads(sent) == {**found, "rid": "fresh", "extra_key": "alice", **PD}
 
 
@@ -56,7 +64,9 @@ def test_without_fields_only_the_rid_is_added() -> None:
         "of_a_later_sglang",
     ],
 )
-@pytest.mark.parametrize("route", ["generate", "prefill_only", "v1/chat/completions", "v1/completions"])
+@pytest.mark.parametrize(
+    "route", ["generate", "prefill_only", "v1/chat/completions", "v1/completions"]
+)
 def test_what_loads_code_or_chooses_servers_is_forwarded_only_where_an_operator_says_so(
     field: str, route: NativeRoute
 ) -> None:
@@ -64,12 +74,19 @@ def test_what_loads_code_or_chooses_servers_is_forwarded_only_where_an_operator_
     with pytest.raises(InvalidRequest, match="native_fields"):
         read_native(body, "fresh", route=route)
     read_native(orjson.dumps({field: None}), "fresh", route=route)
-    assert field.encode() in read_native(body, "fresh", NativeRules(fields=frozenset([field])), route=route).opened
+    assert (
+        field.encode()
+        in read_native(body, "fresh", NativeRules(fields=frozenset([field])), route=route).opened
+    )
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1/x.png", "file:///etc/passwd", "/etc/passwd"])
-@pytest.mark.parametrize("part", [{"image_url": {"url": "%s"}}, {"audio_url": "%s"}, {"video_url": {"url": "%s"}}])
-def test_engines_fetch_no_media_unless_an_operator_says_so(url: str, part: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "part", [{"image_url": {"url": "%s"}}, {"audio_url": "%s"}, {"video_url": {"url": "%s"}}]
+)
+def test_engines_fetch_no_media_unless_an_operator_says_so(
+    url: str, part: dict[str, object]
+) -> None:
     content = orjson.loads(orjson.dumps([part]).replace(b"%s", url.encode()))
     body = orjson.dumps({"messages": [{"role": "user", "content": content}]})
     with pytest.raises(InvalidRequest, match="data: URL"):
@@ -78,14 +95,20 @@ def test_engines_fetch_no_media_unless_an_operator_says_so(url: str, part: dict[
     read_native(body.replace(url.encode(), b"data:,"), "fresh", route="v1/chat/completions")
 
 
-@pytest.mark.parametrize("field", [{"stop_token_ids": [100]}, {"logit_bias": {"100": 1}}, {"stop": ["x"] * 33}])
+@pytest.mark.parametrize(
+    "field", [{"stop_token_ids": [100]}, {"logit_bias": {"100": 1}}, {"stop": ["x"] * 33}]
+)
 def test_a_chats_sampling_fields_are_checked_as_all_others(field: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         read_native(orjson.dumps(field), "fresh", NativeRules(100), route="v1/chat/completions")
 
 
-@pytest.mark.parametrize("body", [{"text": "x" * 1601}, {"text": ["x", "x" * 1601]}, {"input_ids": [1] * 101}])
-def test_a_prompt_that_cannot_fit_is_refused_before_an_engine_tokenizes_it(body: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "body", [{"text": "x" * 1601}, {"text": ["x", "x" * 1601]}, {"input_ids": [1] * 101}]
+)
+def test_a_prompt_that_cannot_fit_is_refused_before_an_engine_tokenizes_it(
+    body: dict[str, object],
+) -> None:
     with pytest.raises(PromptTooLong):
         read_native(orjson.dumps(body), "fresh", NativeRules(1000, 100))
 
@@ -98,7 +121,9 @@ def test_a_prompt_that_cannot_fit_is_refused_before_an_engine_tokenizes_it(body:
         (b'{"input_ids": [[1], [2]]}', ("fresh_0", "fresh_1")),
     ],
 )
-def test_every_request_of_a_body_can_be_aborted_by_its_rid(body: bytes, rids: tuple[str, ...]) -> None:
+def test_every_request_of_a_body_can_be_aborted_by_its_rid(
+    body: bytes, rids: tuple[str, ...]
+) -> None:
     assert read_native(body, "fresh").rids == rids
 
 
@@ -131,26 +156,36 @@ def test_bodies_that_would_confuse_the_pair_are_refused_with_a_remedy(body: byte
     assert refused.value.remedy
 
 
-@pytest.mark.parametrize("ids", ["[100]", "[-1]", "[1, 2, 100]", "[[1], [100]]", "[true]", "[1.0]", '["1"]'])
+@pytest.mark.parametrize(
+    "ids", ["[100]", "[-1]", "[1, 2, 100]", "[[1], [100]]", "[true]", "[1.0]", '["1"]']
+)
 def test_ids_outside_the_vocabulary_never_reach_an_engine(ids: str) -> None:
     with pytest.raises(InvalidRequest, match="below 100"):
         read_native(b'{"input_ids": %s}' % ids.encode(), "fresh", NativeRules(100))
 
 
-@pytest.mark.parametrize("body", ['{"input_ids": [0, 99]}', '{"input_ids": [[0], [99]]}', '{"text": "x"}'])
+@pytest.mark.parametrize(
+    "body", ['{"input_ids": [0, 99]}', '{"input_ids": [[0], [99]]}', '{"text": "x"}']
+)
 def test_ids_of_the_vocabulary_pass(body: str) -> None:
     read_native(body.encode(), "fresh", NativeRules(100))
 
 
 def test_a_batch_may_have_sampling_parameters_for_each_of_its_requests() -> None:
-    native = read_native(b'{"text": ["x", "y"], "sampling_params": [{"top_k": 1}, {"max_new_tokens": 9}]}', "fresh")
+    native = read_native(
+        b'{"text": ["x", "y"], "sampling_params": [{"top_k": 1}, {"max_new_tokens": 9}]}', "fresh"
+    )
     found = orjson.loads(native.replaced({"sampling_params": {"max_new_tokens": 1}}))
     assert found["sampling_params"] == [{"top_k": 1, "max_new_tokens": 1}, {"max_new_tokens": 1}]
 
 
 def test_replacing_sampling_parameters_keeps_the_clients_others() -> None:
-    native = read_native(b'{"sampling_params": {"temperature": 0, "max_new_tokens": 9}, "text": "x"}', "fresh")
-    found = orjson.loads(native.replaced({"sampling_params": {"max_new_tokens": 1}, "stream": False}))
+    native = read_native(
+        b'{"sampling_params": {"temperature": 0, "max_new_tokens": 9}, "text": "x"}', "fresh"
+    )
+    found = orjson.loads(
+        native.replaced({"sampling_params": {"max_new_tokens": 1}, "stream": False})
+    )
     assert found["sampling_params"] == {"temperature": 0, "max_new_tokens": 1}
     assert (found["text"], found["stream"]) == ("x", False)
 
@@ -174,7 +209,14 @@ def test_a_start_of_log_probabilities_that_ends_a_prefill_server_is_refused(star
     [
         ("generate", {}, DEFAULT_MAX_NEW_TOKENS),
         ("generate", {"sampling_params": {"max_new_tokens": 4096}}, 4096),
-        ("generate", {"input_ids": [[1], [2]], "sampling_params": [{"max_new_tokens": 3}, {"max_new_tokens": 5}]}, 5),
+        (
+            "generate",
+            {
+                "input_ids": [[1], [2]],
+                "sampling_params": [{"max_new_tokens": 3}, {"max_new_tokens": 5}],
+            },
+            5,
+        ),
         ("generate", {"sampling_params": {"max_new_tokens": -1}}, 0),
         ("v1/completions", {"prompt": "x", "max_tokens": 4096}, 4096),
         ("v1/chat/completions", {"messages": [], "max_completion_tokens": 7}, 7),
@@ -187,4 +229,7 @@ def test_the_limit_of_an_output_is_read_by_the_name_that_its_route_has(
 
 
 def test_a_chat_without_a_limit_writes_as_long_as_it_likes() -> None:
-    assert read_native(b'{"messages": []}', "fresh", route="v1/chat/completions").max_output_tokens > 10**6
+    assert (
+        read_native(b'{"messages": []}', "fresh", route="v1/chat/completions").max_output_tokens
+        > 10**6
+    )

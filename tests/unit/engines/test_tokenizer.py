@@ -30,22 +30,30 @@ MESSAGES = [
     {"role": "user", "content": "<think>why</think>"},
 ]
 CHATML = (
-    "{%- for message in messages %}\n    {%- if loop.first and message.role != 'system' %}\n        {{- 'default' }}\n"
-    "    {%- endif %}\n{{ '<|im_start|>' + message['role'] + '\\n' + message.content | trim + eos_token }}\n"
+    "{%- for message in messages %}\n    {%- if loop.first and message.role != 'system' %}\n     "
+    "   {{- 'default' }}\n"
+    "    {%- endif %}\n{{ '<|im_start|>' + message['role'] + '\\n' + message.content | trim + "
+    "eos_token }}\n"
     "{% endfor %}\n"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}{{ messages | tojson }}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}{{ messages | "
+    "tojson }}"
 )
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HfTokenizer]:
-    return {kind: HfTokenizer.from_folder(write_folder(tmp_path_factory.mktemp(kind), kind)) for kind in KINDS}
+    return {
+        kind: HfTokenizer.from_folder(write_folder(tmp_path_factory.mktemp(kind), kind))
+        for kind in KINDS
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(text=TEXTS)
-def test_no_continuation_changes_stable_ids(folders: dict[str, HfTokenizer], kind: str, text: str) -> None:
+def test_no_continuation_changes_stable_ids(
+    folders: dict[str, HfTokenizer], kind: str, text: str
+) -> None:
     tokenizer = folders[kind]
     ids = tokenizer.encode(text)
     for cut in range(len(text)):
@@ -87,14 +95,24 @@ def test_special_tokens_in_the_text_are_recognised(folders: dict[str, HfTokenize
 def test_ids_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     ours = HfTokenizer.from_folder(write_folder(tmp_path, kind))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ["", "Hello, world!", "<|im_start|>user\nIt's 12345 → 東京<|im_end|>\n", "".join(TRICKY)]:
+    for text in [
+        "",
+        "Hello, world!",
+        "<|im_start|>user\nIt's 12345 → 東京<|im_end|>\n",
+        "".join(TRICKY),
+    ]:
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
 
 
 def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
     write_folder(tmp_path, "qwen")
     found = json.loads((tmp_path / "tokenizer.json").read_text())
-    found["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    found["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(found))
     assert len(HfTokenizer.from_folder(tmp_path).encode("one two three four five")) > 2
 
@@ -155,7 +173,9 @@ def test_an_option_that_the_template_cannot_take_is_the_clients_error(
     str(refused.value).encode()  # it is sent
 
 
-def test_a_request_cannot_replace_what_a_template_writes_after_every_message(tmp_path: Path) -> None:
+def test_a_request_cannot_replace_what_a_template_writes_after_every_message(
+    tmp_path: Path,
+) -> None:
     tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "qwen", chat_template=CHATML))
     with pytest.raises(InvalidRequest, match="chat_template_kwargs sets 'eos_token'"):
         tokenizer.render_chat(MESSAGES, options={"eos_token": "x" * 2**20})
@@ -188,8 +208,20 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 def test_fingerprints_follow_what_decides_ids_and_nothing_else() -> None:
     found = json.loads(trained("qwen").to_str())
-    same = {**found, "decoder": None, "truncation": {"max_length": 3}, "post_processor": None, "version": "9"}
-    spelled = {**found, "model": {**found["model"], "merges": [" ".join(merge) for merge in found["model"]["merges"]]}}
+    same = {
+        **found,
+        "decoder": None,
+        "truncation": {"max_length": 3},
+        "post_processor": None,
+        "version": "9",
+    }
+    spelled = {
+        **found,
+        "model": {
+            **found["model"],
+            "merges": [" ".join(merge) for merge in found["model"]["merges"]],
+        },
+    }
     others = [
         {**found, "normalizer": None},
         {**found, "added_tokens": found["added_tokens"][1:]},
@@ -206,7 +238,9 @@ class Counting:
 
     asked = 0
 
-    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[SimpleNamespace]:
+    def encode_batch_fast(
+        self, texts: list[str], add_special_tokens: bool
+    ) -> list[SimpleNamespace]:
         self.asked += len(texts)
         return [SimpleNamespace(ids=[1] * len(text)) for text in texts]
 
@@ -219,13 +253,17 @@ def test_of_the_texts_and_ids_that_are_kept_the_newest_stay_within_a_number_of_b
         before = counting.asked
         return len(tokenizer.encode(text)) == len(text) and counting.asked == before
 
-    characters = KEPT_BYTES // 8 // 5  # with four bytes for the id of each, an eighth of what may be kept
+    characters = (
+        KEPT_BYTES // 8 // 5
+    )  # with four bytes for the id of each, an eighth of what may be kept
     texts = [str(number).zfill(characters) for number in range(12)]
     assert not any(map(is_kept, texts))
     assert [is_kept(text) for text in reversed(texts)] == [True] * 7 + [False] * 5
     assert is_kept(texts[5]), "it was asked again, and so older ones left"
     too_long = "x" * (KEPT_BYTES // 16)
-    assert not is_kept(too_long) and not is_kept(too_long) and is_kept(texts[0]), "one may not push out all others"
+    assert not is_kept(too_long) and not is_kept(too_long) and is_kept(texts[0]), (
+        "one may not push out all others"
+    )
 
 
 async def test_the_event_loop_runs_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from shell_router.errors import ConfigError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512)
+    return make_checkpoint(
+        tmp_path / "model", hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512
+    )
 
 
 def test_headers_tell_every_tensors_type_and_sizes(folder: Path) -> None:
@@ -47,12 +49,18 @@ def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_one_shape_take_turns_and_others_say_why_not(folder: Path) -> None:
-    other = make_checkpoint(folder.with_name("other"), hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512, seed=1)
+    other = make_checkpoint(
+        folder.with_name("other"), hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512, seed=1
+    )
     assert obstacle_to_swap(folder, other) == ""
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "_name_or_path": "x", "use_cache": "no"}))
+    (other / "config.json").write_text(
+        json.dumps({**config, "_name_or_path": "x", "use_cache": "no"})
+    )
     assert obstacle_to_swap(folder, other) == ""
-    larger = make_checkpoint(folder.with_name("larger"), hidden=64, layers=2, heads=4, kv_heads=2, vocab_size=512)
+    larger = make_checkpoint(
+        folder.with_name("larger"), hidden=64, layers=2, heads=4, kv_heads=2, vocab_size=512
+    )
     assert "tensors" in obstacle_to_swap(folder, larger)
     assert "no .safetensors" in obstacle_to_swap(folder, folder.parent)
 
@@ -68,7 +76,9 @@ def test_checkpoints_of_one_shape_take_turns_and_others_say_why_not(folder: Path
 def test_what_a_server_reads_only_at_its_start_must_be_the_same(
     folder: Path, file: str, name: str, value: float, words: str
 ) -> None:
-    other = make_checkpoint(folder.with_name("other"), hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512, seed=1)
+    other = make_checkpoint(
+        folder.with_name("other"), hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512, seed=1
+    )
     (other / file).write_text(json.dumps({**json.loads((other / file).read_text()), name: value}))
     assert obstacle_to_swap(folder, other).startswith(f"its {file} differs in {name}: {words}")
     (other / file).unlink()

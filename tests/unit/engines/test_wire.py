@@ -13,23 +13,40 @@ from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
 
 META_PATHS = [
     f"meta_info.{name}"
-    for name in ("completion_tokens", "prompt_tokens", "cached_tokens", "output_token_logprobs", "finish_reason.type")
+    for name in (
+        "completion_tokens",
+        "prompt_tokens",
+        "cached_tokens",
+        "output_token_logprobs",
+        "finish_reason.type",
+    )
 ]
 PIECES = ["Hé", "llo", "", "→ 世", "界", "!"]
 
 
-def output(ids: list[int], text: str, completion: int, reason: dict[str, object] | None = None) -> bytes:
-    meta = {"finish_reason": reason, "prompt_tokens": 7, "completion_tokens": completion, "cached_tokens": 3}
+def output(
+    ids: list[int], text: str, completion: int, reason: dict[str, object] | None = None
+) -> bytes:
+    meta = {
+        "finish_reason": reason,
+        "prompt_tokens": 7,
+        "completion_tokens": completion,
+        "cached_tokens": 3,
+    }
     meta["output_token_logprobs"] = [[-0.5 * token, token, None] for token in ids]
     return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
 
 
-def events(*, cumulative: bool, reason: dict[str, object], pieces: list[str] = PIECES) -> list[bytes]:
+def events(
+    *, cumulative: bool, reason: dict[str, object], pieces: list[str] = PIECES
+) -> list[bytes]:
     made = []
     for end in range(1, len(pieces) + 1):
         start = 0 if cumulative else end - 1
         ids = list(range(10 + start, 10 + end))
-        made.append(output(ids, "".join(pieces[start:end]), end, reason if end == len(pieces) else None))
+        made.append(
+            output(ids, "".join(pieces[start:end]), end, reason if end == len(pieces) else None)
+        )
     return made
 
 
@@ -61,13 +78,17 @@ odd = st.recursive(
     | st.floats(allow_nan=False)
     | st.sampled_from(["", "abort", "x"]),
     lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "message"]), inner, max_size=2)
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["type", "message"]), inner, max_size=2)
     ),
     max_leaves=4,
 )
 changes = st.lists(
     st.tuples(
-        st.sampled_from(["text", "output_ids", "meta_info", "error", "meta_info.finish_reason", *META_PATHS]), odd
+        st.sampled_from(
+            ["text", "output_ids", "meta_info", "error", "meta_info.finish_reason", *META_PATHS]
+        ),
+        odd,
     ),
     max_size=3,
 )
@@ -101,7 +122,11 @@ def test_an_engine_that_writes_nonsense_is_refused_and_nothing_of_it_is_taken(
         assert str(error)
     if reader.finish is not None:
         assert isinstance(reader.finish.reason, str)
-        counts = (reader.finish.prompt_tokens, reader.finish.completion_tokens, reader.finish.cached_tokens)
+        counts = (
+            reader.finish.prompt_tokens,
+            reader.finish.completion_tokens,
+            reader.finish.cached_tokens,
+        )
         assert {*map(type, counts)} == {int}
 
 
@@ -117,14 +142,20 @@ def test_the_events_of_one_chunk_are_read_as_one(cumulative: bool, sizes: list[i
         start += size
     assert [token for tokens in found for token in tokens.ids] == [10, 11, 12, 13, 14, 15]
     assert "".join(tokens.text for tokens in found) == "".join(PIECES)
-    assert [one for tokens in found for one in tokens.logprobs] == [-0.5 * token for token in range(10, 16)]
+    assert [one for tokens in found for one in tokens.logprobs] == [
+        -0.5 * token for token in range(10, 16)
+    ]
     assert len(found) <= len(sizes) + 1
     assert (reader.finish, reader.error) == (Finish("length", 7, 6, 3), None)
 
 
 def test_tokens_before_an_error_in_the_same_chunk_are_read() -> None:
     reader = OutputReader("decode engine", logprobs=False)
-    sent = [output([10], "H", 1), output([11], "i", 2), b'{"error": {"message": "out of memory", "code": 500}}']
+    sent = [
+        output([10], "H", 1),
+        output([11], "i", 2),
+        b'{"error": {"message": "out of memory", "code": 500}}',
+    ]
     tokens = reader.feed(b"".join(b"data: " + payload + b"\n\n" for payload in sent))
     assert tokens == Tokens((10, 11), "Hi", ())
     assert isinstance(reader.error, EngineRejected)
@@ -134,7 +165,11 @@ def test_tokens_before_an_error_in_the_same_chunk_are_read() -> None:
 def test_what_was_drafted_and_accepted_is_read() -> None:
     reader = OutputReader("decode engine", logprobs=False)
     event = orjson.loads(output([10], "H", 1, {"type": "length", "length": 1}))
-    event["meta_info"] |= {"spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 9}
+    event["meta_info"] |= {
+        "spec_verify_ct": 4,
+        "spec_num_proposed_drafts": 12,
+        "spec_num_correct_drafts": 9,
+    }
     reader.take(orjson.dumps(event))
     assert reader.finish is not None
     assert (reader.finish.drafted_tokens, reader.finish.accepted_tokens) == (12, 9)
@@ -152,7 +187,9 @@ def test_incremental_and_cumulative_streams_read_alike(cumulative: bool) -> None
 @pytest.mark.parametrize("cumulative", [False, True])
 def test_the_stop_token_is_not_among_the_ids(cumulative: bool) -> None:
     pieces = [*PIECES[:-1], ""]
-    tokens, finish = read(events(cumulative=cumulative, reason={"type": "stop", "matched": 15}, pieces=pieces))
+    tokens, finish = read(
+        events(cumulative=cumulative, reason={"type": "stop", "matched": 15}, pieces=pieces)
+    )
     ids = [token for found in tokens for token in found.ids]
     assert ids == [10, 11, 12, 13, 14]
     assert sum(len(found.logprobs) for found in tokens) == len(ids)
@@ -171,7 +208,9 @@ def test_several_tokens_in_one_event_stay_one() -> None:
 
 
 def test_a_finish_without_new_tokens_yields_none() -> None:
-    tokens, finish = read([output([1], "a", 1), output([], "", 1, {"type": "stop", "matched": None})])
+    tokens, finish = read(
+        [output([1], "a", 1), output([], "", 1, {"type": "stop", "matched": None})]
+    )
     assert [found.ids for found in tokens] == [(1,)]
     assert finish is not None
     assert finish.reason == "stop"
@@ -182,7 +221,9 @@ def test_a_gap_in_the_ids_is_refused() -> None:
         read([output([1], "a", 1), output([3], "c", 3)])
 
 
-@pytest.mark.parametrize("payload", [b"{broken", b"[]", b"3", b'{"text": "x"}', b'{"meta_info": {}}', b"null"])
+@pytest.mark.parametrize(
+    "payload", [b"{broken", b"[]", b"3", b'{"text": "x"}', b'{"meta_info": {}}', b"null"]
+)
 def test_what_is_no_output_is_refused(payload: bytes) -> None:
     with pytest.raises(EngineRejected) as refused:
         read([payload])
@@ -196,7 +237,10 @@ def test_an_error_event_keeps_the_engines_words_and_code() -> None:
 
 
 def test_an_abort_before_the_first_token_is_no_failure_of_the_engine() -> None:
-    seen = "Decode transfer failed for request 'r' with exception KVTransferError: Aborted by AbortReq."
+    seen = (
+        "Decode transfer failed for request 'r' with exception KVTransferError: Aborted by "
+        "AbortReq."
+    )
     with pytest.raises(EngineAborted, match=r"Aborted by AbortReq\. Ask again"):
         read([output([], "", 0, {"type": "abort", "message": seen, "status_code": 500})])
     assert isinstance(rejected("prefill engine", 500, seen), EngineAborted)
@@ -204,7 +248,9 @@ def test_an_abort_before_the_first_token_is_no_failure_of_the_engine() -> None:
 
 def test_an_abort_that_was_not_asked_for_is_an_error() -> None:
     with pytest.raises(EngineRejected, match="transfer failed"):
-        read([output([], "", 0, {"type": "abort", "message": "transfer failed", "status_code": 500})])
+        read(
+            [output([], "", 0, {"type": "abort", "message": "transfer failed", "status_code": 500})]
+        )
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,27 @@ def _span(name: str, start_s: float, end_s: float | None) -> dict[str, Any]:
 
 def _trace(**states: str) -> Mapping[str, Any]:
     agents = {
-        agent: {"state": state, "prompt_tokens": 100, "cached_tokens": 90, "spans": [_span("decode", 0.0, 1.0)]}
+        agent: {
+            "state": state,
+            "prompt_tokens": 100,
+            "cached_tokens": 90,
+            "spans": [_span("decode", 0.0, 1.0)],
+        }
         for agent, state in states.items()
     }
-    return {"duration_s": 2.0, "agents": agents, "overlap": {"hidden_prefill_s": 3.0, "exposed_prefill_s": 1.0}}
+    return {
+        "duration_s": 2.0,
+        "agents": agents,
+        "overlap": {"hidden_prefill_s": 3.0, "exposed_prefill_s": 1.0},
+    }
 
 
 def test_a_bar_paints_spans_in_proportion_with_decode_on_top() -> None:
-    spans = [_span("queue", 0.0, 4.0), _span("prefill_increment", 4.0, 6.0), _span("decode", 6.0, 9.9)]
+    spans = [
+        _span("queue", 0.0, 4.0),
+        _span("prefill_increment", 4.0, 6.0),
+        _span("decode", 6.0, 9.9),
+    ]
     assert bar(spans, 10.0, 10).plain == "····▒▒████"
 
 
@@ -59,5 +72,7 @@ def test_the_legend_explains_every_mark_of_a_bar() -> None:
 
 
 def test_a_terminal_of_80_columns_shows_the_whole_legend() -> None:
-    lines = [line.plain for line in draw_timeline(_trace(**{"aggregator-1": "finished"}), columns=80)]
+    lines = [
+        line.plain for line in draw_timeline(_trace(**{"aggregator-1": "finished"}), columns=80)
+    ]
     assert all(len(line) <= 80 for line in lines)

@@ -14,7 +14,10 @@ from shell_router.launching.plan import TRANSFER_VARIABLES, EngineCommand, Launc
 CONFIGS = Path(__file__).parents[3] / "configs"
 FOLDER = Path("/run/engines")
 MODEL = "models:\n  m:\n    path: /models/m\n    pairs:\n      - "
-PAIR = "{prefill: 'http://127.0.0.1:1', decode: 'http://127.0.0.1:2', bootstrap_port: 3, launch: {%s}}\n"
+PAIR = (
+    "{prefill: 'http://127.0.0.1:1', decode: 'http://127.0.0.1:2', bootstrap_port: 3, launch: "
+    "{%s}}\n"
+)
 
 
 def read(folder: Path, text: str) -> Config:
@@ -34,7 +37,11 @@ def shipped(name: str, machine: str | None = None) -> LaunchPlan:
 
 def options(engine: EngineCommand) -> dict[str, str]:
     """Flags with values, by name; a later one wins, as in SGLang."""
-    return {name: value for name, value in zip(engine.argv, engine.argv[1:], strict=False) if name.startswith("--")}
+    return {
+        name: value
+        for name, value in zip(engine.argv, engine.argv[1:], strict=False)
+        if name.startswith("--")
+    }
 
 
 def test_a_pair_becomes_a_prefill_and_a_decode_that_find_each_other(tmp_path: Path) -> None:
@@ -51,8 +58,12 @@ def test_a_pair_becomes_a_prefill_and_a_decode_that_find_each_other(tmp_path: Pa
         assert engine.ready_url == f"http://127.0.0.1:{port}/health"
 
 
-def test_gpus_become_the_visible_devices_and_several_become_tensor_parallelism(tmp_path: Path) -> None:
-    prefill, decode = planned(tmp_path, MODEL + PAIR % "prefill_gpus: [4, 5], decode_gpus: [6]").engines
+def test_gpus_become_the_visible_devices_and_several_become_tensor_parallelism(
+    tmp_path: Path,
+) -> None:
+    prefill, decode = planned(
+        tmp_path, MODEL + PAIR % "prefill_gpus: [4, 5], decode_gpus: [6]"
+    ).engines
     assert prefill.env["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert options(prefill)["--tp-size"] == "2"
     assert decode.env["CUDA_VISIBLE_DEVICES"] == "6"
@@ -60,16 +71,23 @@ def test_gpus_become_the_visible_devices_and_several_become_tensor_parallelism(t
 
 
 def test_without_gpus_none_are_chosen(tmp_path: Path) -> None:
-    assert all("CUDA_VISIBLE_DEVICES" not in engine.env for engine in planned(tmp_path, MODEL + PAIR % "").engines)
+    assert all(
+        "CUDA_VISIBLE_DEVICES" not in engine.env
+        for engine in planned(tmp_path, MODEL + PAIR % "").engines
+    )
 
 
-def test_decode_beats_faster_and_prefill_waits_longer_for_transfers_over_tcp(tmp_path: Path) -> None:
+def test_decode_beats_faster_and_prefill_waits_longer_for_transfers_over_tcp(
+    tmp_path: Path,
+) -> None:
     prefill, decode = planned(tmp_path, MODEL + PAIR % "").engines
     assert decode.env == {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
     assert prefill.env == TRANSFER_VARIABLES
 
 
-def test_decode_drafts_where_the_deployment_says_so_and_the_pairs_own_flags_win(tmp_path: Path) -> None:
+def test_decode_drafts_where_the_deployment_says_so_and_the_pairs_own_flags_win(
+    tmp_path: Path,
+) -> None:
     text = MODEL + PAIR % "decode_flags: --max-running-requests 9" + "launch: {drafts: true}\n"
     prefill, decode = planned(tmp_path, text).engines
     assert decode.env["SHELL_ROUTER_DRAFTS"] == "1"
@@ -85,26 +103,40 @@ def test_an_engine_of_several_gpus_places_experts_where_its_pair_says_so(tmp_pat
     assert options(decode)["--ep-size"] == "2" and "--enable-eplb" in decode.argv
     assert options(decode)["--eplb-rebalance-num-iterations"] == "3000"
     assert decode.env["SHELL_ROUTER_EXPERT_PLACEMENT"] == "swap"
-    assert "--enable-eplb" not in prefill.argv and "SHELL_ROUTER_EXPERT_PLACEMENT" not in prefill.env
+    assert (
+        "--enable-eplb" not in prefill.argv and "SHELL_ROUTER_EXPERT_PLACEMENT" not in prefill.env
+    )
     for wrong, named in (("best", "swap"), ("swap", "several GPUs")):
         with pytest.raises(ConfigError, match=named):
             planned(tmp_path, MODEL + PAIR % f"expert_placement: {wrong}")
 
 
 def test_the_engines_of_a_model_without_drafts_are_not_started_to_draft(tmp_path: Path) -> None:
-    text = (MODEL + PAIR % "").replace("path:", "drafts: off\n    path:") + "launch: {drafts: true}\n"
-    assert all("--speculative-algorithm" not in engine.argv for engine in planned(tmp_path, text).engines)
+    text = (MODEL + PAIR % "").replace(
+        "path:", "drafts: off\n    path:"
+    ) + "launch: {drafts: true}\n"
+    assert all(
+        "--speculative-algorithm" not in engine.argv for engine in planned(tmp_path, text).engines
+    )
 
 
 def test_a_pairs_flags_follow_those_of_all_engines_and_a_roles_its_pairs(tmp_path: Path) -> None:
-    text = MODEL + PAIR % "flags: --x 2, decode_flags: --x 3" + "launch: {flags: --x 1, prefill_flags: '--y \"a b\"'}\n"
+    text = (
+        MODEL
+        + PAIR % "flags: --x 2, decode_flags: --x 3"
+        + "launch: {flags: --x 1, prefill_flags: '--y \"a b\"'}\n"
+    )
     prefill, decode = planned(tmp_path, text).engines
     assert prefill.argv[-6:] == ("--x", "1", "--y", "a b", "--x", "2")
     assert decode.argv[-6:] == ("--x", "1", "--x", "2", "--x", "3")
 
 
 def test_the_deployment_names_interpreter_backend_and_variables(tmp_path: Path) -> None:
-    text = MODEL + PAIR % "" + "launch: {python: /venv/python, transfer_backend: nixl, environment: {A: 'b c'}}\n"
+    text = (
+        MODEL
+        + PAIR % ""
+        + "launch: {python: /venv/python, transfer_backend: nixl, environment: {A: 'b c'}}\n"
+    )
     prefill, decode = planned(tmp_path, text).engines
     assert prefill.argv[0] == "/venv/python"
     assert options(prefill)["--disaggregation-transfer-backend"] == "nixl"
@@ -118,20 +150,30 @@ def test_a_line_of_the_dry_run_is_what_a_shell_takes_apart_again(tmp_path: Path)
     for engine in launched.engines:
         words = shlex.split(engine.shell)
         assert words[-len(engine.argv) :] == list(engine.argv)
-        assert words[: -len(engine.argv)] == [f"{name}={value}" for name, value in engine.env.items()]
+        assert words[: -len(engine.argv)] == [
+            f"{name}={value}" for name, value in engine.env.items()
+        ]
 
 
 def test_a_context_length_is_the_engines_too(tmp_path: Path) -> None:
     text = MODEL.replace("path:", "context_length: 4096\n    path:") + PAIR % ""
-    assert all(options(engine)["--context-length"] == "4096" for engine in planned(tmp_path, text).engines)
+    assert all(
+        options(engine)["--context-length"] == "4096" for engine in planned(tmp_path, text).engines
+    )
 
 
-def test_engines_of_a_model_with_adapters_have_room_for_them_and_for_requests_without(tmp_path: Path) -> None:
+def test_engines_of_a_model_with_adapters_have_room_for_them_and_for_requests_without(
+    tmp_path: Path,
+) -> None:
     adapters = "    adapters: {folder: adapters, max_loaded_adapters: 3, max_rank: 32}\n"
     for engine in planned(tmp_path, MODEL + PAIR % "" + adapters).engines:
         given = options(engine)
         assert "--enable-lora" in engine.argv
-        assert (given["--max-loras-per-batch"], given["--max-loaded-loras"], given["--max-lora-rank"]) == (
+        assert (
+            given["--max-loras-per-batch"],
+            given["--max-loaded-loras"],
+            given["--max-lora-rank"],
+        ) == (
             "4",
             "4",
             "32",
@@ -142,7 +184,9 @@ def test_engines_of_a_model_with_adapters_have_room_for_them_and_for_requests_wi
 
 def test_a_port_given_twice_is_refused_by_the_engines_names(tmp_path: Path) -> None:
     text = MODEL + (PAIR % "").replace("bootstrap_port: 3", "bootstrap_port: 2")
-    with pytest.raises(ConfigError, match=r"port 2 of 127\.0\.0\.1 is given 2 times: m/prefill and m/decode"):
+    with pytest.raises(
+        ConfigError, match=r"port 2 of 127\.0\.0\.1 is given 2 times: m/prefill and m/decode"
+    ):
         planned(tmp_path, text)
 
 
@@ -171,13 +215,20 @@ def test_an_engine_that_two_pairs_share_is_started_once(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_two_pairs_would_launch_differently_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"models.m.pairs\[1\] launches a decode engine .* other decode_gpus"):
+    with pytest.raises(
+        ConfigError, match=r"models.m.pairs\[1\] launches a decode engine .* other decode_gpus"
+    ):
         planned(tmp_path, SHARED % 3)
 
 
 def test_pairs_without_launch_are_left_to_others(tmp_path: Path) -> None:
-    other = "  n: {path: /n, pairs: [{prefill: 'http://127.0.0.1:8', decode: 'http://127.0.0.1:9'}]}\n"
-    assert [engine.name for engine in planned(tmp_path, MODEL + PAIR % "" + other).engines] == ["m/prefill", "m/decode"]
+    other = (
+        "  n: {path: /n, pairs: [{prefill: 'http://127.0.0.1:8', decode: 'http://127.0.0.1:9'}]}\n"
+    )
+    assert [engine.name for engine in planned(tmp_path, MODEL + PAIR % "" + other).engines] == [
+        "m/prefill",
+        "m/decode",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +239,9 @@ def test_pairs_without_launch_are_left_to_others(tmp_path: Path) -> None:
         ("flags: '--x \"'", "Close every quote"),
     ],
 )
-def test_a_wrong_launch_setting_is_refused_with_its_line(tmp_path: Path, launch: str, words: str) -> None:
+def test_a_wrong_launch_setting_is_refused_with_its_line(
+    tmp_path: Path, launch: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=r"launch\.yaml:5: ") as refused:
         read(tmp_path, MODEL + PAIR % launch)
     assert words in str(refused.value)
@@ -207,14 +260,23 @@ def test_the_cpu_deployment_has_the_flags_of_the_pair_under_test() -> None:
 
 def test_the_papers_six_gpus_are_each_taken_by_one_engine() -> None:
     engines = shipped("sglang-six-gpus.yaml").engines
-    assert [engine.env["CUDA_VISIBLE_DEVICES"] for engine in engines] == ["0", "1", "2", "3", "4", "5"]
+    assert [engine.env["CUDA_VISIBLE_DEVICES"] for engine in engines] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
 
 
 def test_one_gpu_holds_all_engines_within_its_memory() -> None:
     engines = shipped("sglang-one-gpu.yaml").engines
     assert len(engines) == 6
     assert {engine.env["CUDA_VISIBLE_DEVICES"] for engine in engines} == {"0"}
-    assert all("--max-total-tokens" in options(engine) for engine in engines), "else the first takes all memory"
+    assert all("--max-total-tokens" in options(engine) for engine in engines), (
+        "else the first takes all memory"
+    )
 
 
 def test_each_of_two_machines_starts_its_own_engines_and_waits_for_the_others() -> None:
@@ -231,7 +293,9 @@ def test_two_machines_are_asked_which_they_are(machine: str | None) -> None:
         shipped("sglang-two-machines.yaml", machine)
 
 
-def test_engines_of_models_that_sleep_can_and_are_not_made_to_generate_by_a_health_check(tmp_path: Path) -> None:
+def test_engines_of_models_that_sleep_can_and_are_not_made_to_generate_by_a_health_check(
+    tmp_path: Path,
+) -> None:
     def both(swapping: str) -> list[EngineCommand]:
         return list(planned(tmp_path, MODEL + PAIR % "" + swapping).engines)
 

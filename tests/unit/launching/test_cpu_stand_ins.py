@@ -13,7 +13,13 @@ import torch
 
 from launch.sglang_cpu.environment import HERE
 from launch.sglang_cpu.stand_in import sgl_kernel
-from launch.sglang_cpu.stand_in.cpu_kernels import attend_from_new_tokens, decode, load_anew, multiply, verify
+from launch.sglang_cpu.stand_in.cpu_kernels import (
+    attend_from_new_tokens,
+    decode,
+    load_anew,
+    multiply,
+    verify,
+)
 from launch.sglang_cpu.stand_in.sgl_kernel.speculative import reconstruct_indices_from_tree_mask
 
 ROWS, BEGINS, ENDS = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([3, 6])
@@ -22,7 +28,11 @@ ROWS, BEGINS, ENDS = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([3
 def test_the_interpreter_keeps_a_server_on_the_cores_that_its_flag_names(tmp_path: Path) -> None:
     variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     where = subprocess.run(
-        [HERE / "environment.sh", "--path"], env=variables, capture_output=True, text=True, check=True
+        [HERE / "environment.sh", "--path"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     python = Path(where.stdout.strip()) / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -61,7 +71,9 @@ def test_slots_are_copied_in_every_buffer_as_they_were_before() -> None:
     buffers = [torch.arange(12.0).view(4, 3), torch.arange(4, dtype=torch.int64)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     strides = torch.tensor([buffer[0].nbytes for buffer in buffers])
-    sgl_kernel.copy_all_layer_kv_cache_cpu(addresses, strides, torch.tensor([0, 1]), torch.tensor([1, 2]))
+    sgl_kernel.copy_all_layer_kv_cache_cpu(
+        addresses, strides, torch.tensor([0, 1]), torch.tensor([1, 2])
+    )
     assert buffers[0].tolist() == [[3, 4, 5], [6, 7, 8], [6, 7, 8], [9, 10, 11]]
     assert buffers[1].tolist() == [1, 2, 2, 3]
 
@@ -97,7 +109,9 @@ def test_a_chain_is_read_out_of_its_mask_and_what_hangs_nowhere_is_linked_to_not
 
 
 def test_siblings_have_one_parent() -> None:
-    assert read(0, 0, 1, 1, length=0) == Tree([0, 1, 1, 2, 2], [0, 1, 2, 3, 4], [1, 3, -1, -1, -1], [-1, 2, -1, 4, -1])
+    assert read(0, 0, 1, 1, length=0) == Tree(
+        [0, 1, 1, 2, 2], [0, 1, 2, 3, 4], [1, 3, -1, -1, -1], [-1, 2, -1, 4, -1]
+    )
 
 
 def test_rows_are_read_apart() -> None:
@@ -113,19 +127,32 @@ def test_rows_are_read_apart() -> None:
 
 
 def test_a_pass_that_verifies_drafts_attends_as_their_tokens_do_one_by_one() -> None:
-    """Two requests with 3 and 5 cached tokens, and drafts of 4; two heads of size 8 serve four of queries."""
+    """Two requests with 3 and 5 cached tokens, and drafts of 4; two heads of size 8 serve four of
+    queries.
+    """
     torch.manual_seed(0)
     query, keys, values = torch.randn(8, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
     slots = torch.randperm(20)[:18].view(2, 9)
     lengths = torch.tensor([3, 5])
 
-    def extend(backend: Any, query: Any, key: Any, value: Any, layer: Any, batch: Any, save: bool) -> Any:
+    def extend(
+        backend: Any, query: Any, key: Any, value: Any, layer: Any, batch: Any, save: bool
+    ) -> Any:
         """SGLang's `forward_extend`, which reads these lengths."""
         of_batch = (batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens)
         named = {"causal": True, "sliding_window_size": None, "enable_gqa": True, "scaling": None}
         rows = torch.arange(2)
         return attend_from_new_tokens(
-            extend, backend, query, torch.empty_like(query), keys, values, slots, rows, *of_batch, **named
+            extend,
+            backend,
+            query,
+            torch.empty_like(query),
+            keys,
+            values,
+            slots,
+            rows,
+            *of_batch,
+            **named,
         )
 
     batch = SimpleNamespace(
@@ -144,16 +171,38 @@ def test_a_pass_that_verifies_drafts_attends_as_their_tokens_do_one_by_one() -> 
             right = torch.einsum("ht,thd->hd", weights.softmax(-1), value)
             assert torch.allclose(found[4 * row + place], right, atol=1e-5)
             decoded = decode(
-                *(None, None, one[None], torch.empty(1, 4, 8), keys, values, slots, torch.tensor([row])),
+                *(
+                    None,
+                    None,
+                    one[None],
+                    torch.empty(1, 4, 8),
+                    keys,
+                    values,
+                    slots,
+                    torch.tensor([row]),
+                ),
                 torch.tensor([length + place + 1]),
-                **{"causal": False, "sliding_window_size": None, "enable_gqa": True, "scaling": None},
+                **{
+                    "causal": False,
+                    "sliding_window_size": None,
+                    "enable_gqa": True,
+                    "scaling": None,
+                },
             )
             assert torch.allclose(decoded[0], right, atol=1e-5)
 
 
 def test_other_passes_attend_as_before() -> None:
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: False))
-    assert verify(lambda *arguments: arguments, "backend", 1, 2, 3, 4, batch) == ("backend", 1, 2, 3, 4, batch, True)
+    assert verify(lambda *arguments: arguments, "backend", 1, 2, 3, 4, batch) == (
+        "backend",
+        1,
+        2,
+        3,
+        4,
+        batch,
+        True,
+    )
 
 
 def test_reordered_weights_give_the_same_products_also_after_they_are_loaded_anew() -> None:
@@ -171,4 +220,6 @@ def no_other_kernel(*_: Any) -> Any:
 
 def test_weights_of_other_types_are_multiplied_as_before() -> None:
     layer = torch.nn.Linear(24, 40).bfloat16()
-    assert multiply(lambda *arguments: arguments, "method", layer, torch.ones(2), None)[0] == "method"
+    assert (
+        multiply(lambda *arguments: arguments, "method", layer, torch.ones(2), None)[0] == "method"
+    )

@@ -27,14 +27,20 @@ def test_an_image_gets_all_that_the_wheel_is_built_from() -> None:
 def test_the_router_runs_as_the_user_of_its_image_who_is_not_root() -> None:
     dockerfile = (ROOT / "launch" / "Dockerfile").read_text(encoding="utf-8")
     (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.MULTILINE)
-    (in_chart,) = re.findall(r"runAsUser: (\d+)", (CHART / "templates" / "router.yaml").read_text(encoding="utf-8"))
+    (in_chart,) = re.findall(
+        r"runAsUser: (\d+)", (CHART / "templates" / "router.yaml").read_text(encoding="utf-8")
+    )
     assert int(in_chart) == int(user) > 0
 
 
 def test_the_chart_starts_images_of_this_version() -> None:
-    chart, values = (yaml.safe_load((CHART / f"{name}.yaml").read_text("utf-8")) for name in ("Chart", "values"))
+    chart, values = (
+        yaml.safe_load((CHART / f"{name}.yaml").read_text("utf-8")) for name in ("Chart", "values")
+    )
     assert chart["appVersion"] == __version__
-    assert {values["images"][one].rpartition(":")[2] for one in ("router", "engine")} == {__version__}
+    assert {values["images"][one].rpartition(":")[2] for one in ("router", "engine")} == {
+        __version__
+    }
 
 
 def test_an_images_extras_are_those_of_the_package() -> None:

@@ -94,7 +94,9 @@ async def test_an_engine_that_keeps_dying_is_left_down_and_an_error_says_what_to
     assert await engine.end() == []
     assert engine.keeping.done()
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert line.startswith(f"{ENDED} It ended too often and is left down; requests that need it fail.")
+    assert line.startswith(
+        f"{ENDED} It ended too often and is left down; requests that need it fail."
+    )
     assert line.endswith("then start this command again.")
 
 
@@ -105,7 +107,9 @@ async def test_ten_minutes_later_an_engine_has_all_its_restarts_again(engine: En
     assert await engine.end_and_come_back() == 1.0
 
 
-async def test_a_start_that_fails_is_tried_again_later(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_start_that_fails_is_tried_again_later(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine.broken = True
     await engine.end_and_come_back()
     assert engine.time.delays_s == [2.0]

@@ -24,7 +24,10 @@ def test_the_table_is_the_sum_over_agents_that_have_not_ended(seed: int) -> None
     running: dict[int, tuple[object, object, dict[str, tuple[str, float]]]] = {}
     for step in range(40):
         if rng.random() < 0.4 or not running:
-            expected = {str(n): (rng.choice(MODELS), float(rng.randint(1, 500))) for n in range(rng.randint(1, 5))}
+            expected = {
+                str(n): (rng.choice(MODELS), float(rng.randint(1, 500)))
+                for n in range(rng.randint(1, 5))
+            }
             context = activity.program(expected)
             running[step] = (context, context.__enter__(), dict(expected))
         elif rng.random() < 0.7:
@@ -39,7 +42,9 @@ def test_the_table_is_the_sum_over_agents_that_have_not_ended(seed: int) -> None
             context.__exit__(None, None, None)  # type: ignore[attr-defined] # however it ended
         wanted = Counter(dict.fromkeys(MODELS, 0.0))
         for _, _, left in running.values():
-            wanted.update({model: sum(t for m, t in left.values() if m == model) for model in MODELS})  # type: ignore[arg-type]
+            wanted.update(
+                {model: sum(t for m, t in left.values() if m == model) for model in MODELS}
+            )  # type: ignore[arg-type]
         assert {model: activity.in_flight(model) for model in MODELS} == dict(wanted)
 
 
@@ -56,7 +61,8 @@ GRAPH = Topology(
 
 
 async def ran(scripts: dict[str, Script | str], cut_after: int | None) -> ModelChooser:
-    """A request that ends, fails, exits early, or is cancelled after a number of turns of the loop."""
+    """A request that ends, fails, exits early, or is cancelled after a number of turns of the
+    loop."""
     moa = ScriptedMoa(scripts)
     chooser = ModelChooser(moa.models, clock=monotonic)
     executor = Executor(moa.models, moa.cache, moa.embedder, clock=monotonic, chooser=chooser)
@@ -73,13 +79,19 @@ async def ran(scripts: dict[str, Script | str], cut_after: int | None) -> ModelC
     st.dictionaries(st.sampled_from(["a", "b", "root"]), st.sampled_from(["text", "fail"])),
     st.none() | st.integers(0, 60),
 )
-def test_nothing_is_left_in_flight_however_a_request_ends(how: dict[str, str], cut_after: int | None) -> None:
+def test_nothing_is_left_in_flight_however_a_request_ends(
+    how: dict[str, str], cut_after: int | None
+) -> None:
     scripts: dict[str, Script | str] = {
-        agent: Script("never", error=EngineUnreachable("gone")) if kind == "fail" else "some words to say"
+        agent: Script("never", error=EngineUnreachable("gone"))
+        if kind == "fail"
+        else "some words to say"
         for agent, kind in how.items()
     }
     chooser = asyncio.run(ran(scripts, cut_after))
-    assert {model: chooser.activity.in_flight(model) for model in MODELS} == dict.fromkeys(MODELS, 0)
+    assert {model: chooser.activity.in_flight(model) for model in MODELS} == dict.fromkeys(
+        MODELS, 0
+    )
 
 
 async def test_while_a_request_runs_its_agents_count_until_each_has_ended() -> None:

@@ -29,11 +29,15 @@ LARGE = FixedPredictor(scores={"small": 0.2, "medium": 0.5, "large": 0.9})
 class ChoosingMoa(ScriptedMoa):
     """With a chooser that executor and programs share."""
 
-    def __init__(self, predictor: FixedPredictor | None = None, auto: Auto | None = None, **fields: object) -> None:
+    def __init__(
+        self, predictor: FixedPredictor | None = None, auto: Auto | None = None, **fields: object
+    ) -> None:
         super().__init__(**fields)  # type: ignore[arg-type]
         auto = auto or Auto(("small", "medium", "large"))
         self.chooser = ModelChooser(self.models, auto, predictor, clock=monotonic)
-        self.executor = Executor(self.models, self.cache, self.embedder, clock=monotonic, chooser=self.chooser)
+        self.executor = Executor(
+            self.models, self.cache, self.embedder, clock=monotonic, chooser=self.chooser
+        )
         self.programs = Programs(self.models, self.cache, clock=monotonic, chooser=self.chooser)
 
 
@@ -57,15 +61,24 @@ async def test_agents_with_the_same_candidates_share_one_choice_and_one_score() 
         "check": "medium",
     }
     assert [event.agents for event in events.of(ModelChosen)] == [("plan", "solve"), ("check",)]
-    assert [(one.stage, one.scored) for one in predictor.asked] == [("1", True), ("2", False), ("3", False)]
+    assert [(one.stage, one.scored) for one in predictor.asked] == [
+        ("1", True),
+        ("2", False),
+        ("3", False),
+    ]
 
 
 async def test_without_a_predictor_requests_spread_over_the_models_by_what_is_in_flight() -> None:
     gates = Gates(AUTO)
     moa = ChoosingMoa(pace=gates.pace)
-    running = [asyncio.create_task(moa.executor.run(PLAIN, ask(run_id=str(n)), lambda _: None)) for n in range(4)]
+    running = [
+        asyncio.create_task(moa.executor.run(PLAIN, ask(run_id=str(n)), lambda _: None))
+        for n in range(4)
+    ]
     await gates.until_waiting(4)
-    assert {alias: len(engine.running) for alias, engine in moa.engines.items() if engine.running} == {
+    assert {
+        alias: len(engine.running) for alias, engine in moa.engines.items() if engine.running
+    } == {
         "small": 2,
         "large": 2,
     }
@@ -91,14 +104,24 @@ async def test_a_predictor_in_trouble_costs_the_scores_and_is_reported() -> None
 
 
 async def test_scores_are_asked_for_only_while_another_model_is_within_the_slack() -> None:
-    gates, predictor = Gates(AUTO), FixedPredictor(scores=LARGE.scores, own_tokens={"small": 7.0, "large": 9.0})
+    gates, predictor = (
+        Gates(AUTO),
+        FixedPredictor(scores=LARGE.scores, own_tokens={"small": 7.0, "large": 9.0}),
+    )
     moa, events = ChoosingMoa(predictor, Auto(("small", "large")), pace=gates.pace), Recorder()
     running = []
     for run_id in ("first", "second"):
-        running.append(asyncio.create_task(moa.executor.run(PLAIN, ask(run_id=run_id), events.emit)))
+        running.append(
+            asyncio.create_task(moa.executor.run(PLAIN, ask(run_id=run_id), events.emit))
+        )
         await gates.until_waiting(len(running))
-    assert [one.scored for one in predictor.asked] == [True, False], "large is busy, small is idle: nothing is slack"
-    assert [(one.model, one.why) for one in events.of(ModelChosen)] == [("large", "better"), ("small", "fastest")]
+    assert [one.scored for one in predictor.asked] == [True, False], (
+        "large is busy, small is idle: nothing is slack"
+    )
+    assert [(one.model, one.why) for one in events.of(ModelChosen)] == [
+        ("large", "better"),
+        ("small", "fastest"),
+    ]
     gates.open(AUTO)
     await asyncio.gather(*running)
 
@@ -114,19 +137,25 @@ async def test_a_topology_without_choices_asks_for_lengths_and_for_no_scores() -
     predictor = FixedPredictor()
     moa = ChoosingMoa(predictor)
     await moa.executor.run(Topology("one", {"a": Agent("a", "small")}), ask(), lambda _: None)
-    assert [(one.workflow, one.models, one.scored) for one in predictor.asked] == [("one", ("small",), False)]
+    assert [(one.workflow, one.models, one.scored) for one in predictor.asked] == [
+        ("one", ("small",), False)
+    ]
 
 
 async def test_a_model_whose_context_is_too_short_is_not_considered() -> None:
     moa = ChoosingMoa(FixedPredictor(scores={"small": 0.9, "large": 0.1}), context_length=140)
-    moa.models["large"] = type(moa.models["large"])("large", moa.engines["large"], moa.tokenizers["large"], 4096)
+    moa.models["large"] = type(moa.models["large"])(
+        "large", moa.engines["large"], moa.tokenizers["large"], 4096
+    )
     answer = await moa.executor.run(PLAIN, ask("word " * 100), lambda _: None)
     assert answer.agents[AUTO].model == "large"
 
 
 async def test_what_the_client_wants_written_has_to_fit_too() -> None:
     moa = ChoosingMoa(FixedPredictor(scores={"small": 0.9, "large": 0.1}), context_length=140)
-    moa.models["large"] = type(moa.models["large"])("large", moa.engines["large"], moa.tokenizers["large"], 4096)
+    moa.models["large"] = type(moa.models["large"])(
+        "large", moa.engines["large"], moa.tokenizers["large"], 4096
+    )
     answer = await moa.executor.run(PLAIN, ask(sampling={"max_new_tokens": 500}), lambda _: None)
     assert answer.agents[AUTO].model == "large"
 
@@ -142,7 +171,9 @@ async def test_what_no_model_takes_is_refused_before_any_event() -> None:
 async def test_a_candidate_that_does_not_exist_is_named() -> None:
     moa = ChoosingMoa()
     with pytest.raises(UnknownModel, match="huge"):
-        await moa.executor.run(Topology("x", {"a": Agent("a", AUTO, candidates=("huge",))}), ask(), lambda _: None)
+        await moa.executor.run(
+            Topology("x", {"a": Agent("a", AUTO, candidates=("huge",))}), ask(), lambda _: None
+        )
 
 
 def send(agent: str, program: str = "p", **fields: object) -> AgentRequest:
@@ -153,7 +184,10 @@ async def test_an_agent_program_keeps_its_model_and_another_takes_its_own() -> N
     hold = Hold(0)
     moa, events = ChoosingMoa(auto=Auto(("small", "large")), pace=hold.pace), Recorder()
     sent = (("p", "first"), ("p", "second"), ("q", "first"))
-    running = [asyncio.create_task(moa.programs.run(send(agent, program), events.emit)) for program, agent in sent]
+    running = [
+        asyncio.create_task(moa.programs.run(send(agent, program), events.emit))
+        for program, agent in sent
+    ]
     await hold.until_waiting()
     hold.release()
     await asyncio.gather(*running)

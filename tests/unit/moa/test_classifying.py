@@ -14,7 +14,9 @@ MANY = Classifier("many", {"a": tuple(f"a{number}" for number in range(50)), "b"
 
 
 class LimitedEmbedder:
-    """Embeds `let` texts, each in a turn of its own. Of those after, one fails if `fails`, and the rest hang."""
+    """Embeds `let` texts, each in a turn of its own. Of those after, one fails if `fails`, and the
+    rest hang.
+    """
 
     def __init__(self, let: int, *, fails: bool = False) -> None:
         self._embedder = HashEmbedder()
@@ -54,9 +56,15 @@ async def test_who_leaves_while_examples_are_embedded_leaves_what_is_done_to_the
     leaves.cancel()
     await asyncio.wait({leaves})
     embedder.let = 1000
-    assert [(await classes.of("t", MANY, text)).name for text in ("a7", "a49", "b")] == ["a", "a", "b"]
+    assert [(await classes.of("t", MANY, text)).name for text in ("a7", "a49", "b")] == [
+        "a",
+        "a",
+        "b",
+    ]
     again = [text for text in set(embedder.embedded) if embedder.embedded.count(text) > 1]
-    assert len(again) <= 16 + 3  # the texts that were at work then, and the three that are classified
+    assert (
+        len(again) <= 16 + 3
+    )  # the texts that were at work then, and the three that are classified
 
 
 async def test_examples_are_embedded_a_few_at_a_time_so_that_none_waits_for_all_others() -> None:

@@ -26,30 +26,47 @@ def tree(more: str = "") -> str:
     return TREE % more
 
 
-async def asked_for_drafts(file: str, moa: ScriptedMoa | None = None, **fields: object) -> dict[str, object]:
+async def asked_for_drafts(
+    file: str, moa: ScriptedMoa | None = None, **fields: object
+) -> dict[str, object]:
     """The drafts that each agent's request asks for."""
     moa = moa or ScriptedMoa()
     request = replace(ask(), **fields)  # type: ignore[arg-type]
     await moa.executor.run(parse_topology(file, source="t.yaml"), request, Recorder().emit)
     return {
-        agent_of(one): one.sampling.get("custom_params") for engine in moa.engines.values() for one in engine.generated
+        agent_of(one): one.sampling.get("custom_params")
+        for engine in moa.engines.values()
+        for one in engine.generated
     }
 
 
 async def test_agents_that_read_others_ask_and_proposers_do_not() -> None:
-    assert await asked_for_drafts(tree()) == {"proposer-1": None, "proposer-2": None, "root": {"drafts": []}}
+    assert await asked_for_drafts(tree()) == {
+        "proposer-1": None,
+        "proposer-2": None,
+        "root": {"drafts": []},
+    }
 
 
 @pytest.mark.parametrize(("characters", "asked"), [(999, None), (1000, {"drafts": []})])
-async def test_a_plain_request_asks_where_its_messages_are_long(characters: int, asked: object) -> None:
-    moa, messages = ScriptedMoa(), [{"role": "user", "content": "a " * (characters // 2) + "b" * (characters % 2)}]
-    await moa.executor.run(straight_through("small"), replace(ask(), messages=messages), Recorder().emit)
+async def test_a_plain_request_asks_where_its_messages_are_long(
+    characters: int, asked: object
+) -> None:
+    moa, messages = (
+        ScriptedMoa(),
+        [{"role": "user", "content": "a " * (characters // 2) + "b" * (characters % 2)}],
+    )
+    await moa.executor.run(
+        straight_through("small"), replace(ask(), messages=messages), Recorder().emit
+    )
     assert [one.sampling.get("custom_params") for one in moa.engines["small"].generated] == [asked]
 
 
 async def test_a_topology_of_one_agent_drafts_as_it_says() -> None:
     for drafts in ("", ", drafts: off"):
-        found = await asked_for_drafts(f"name: one\nagents: {{one: {{model: small{drafts}}}}}", messages=LONG)
+        found = await asked_for_drafts(
+            f"name: one\nagents: {{one: {{model: small{drafts}}}}}", messages=LONG
+        )
         assert found == {"one": None}
 
 
@@ -74,7 +91,9 @@ async def test_custom_parameters_that_are_no_object_are_refused() -> None:
 async def test_agents_of_a_program_ask_where_they_read_an_output() -> None:
     moa = ScriptedMoa()
     for agent, prompt in (("a", ("say",)), ("b", ("read ", OutputOf("a")))):
-        await moa.programs.run(AgentRequest("me", "program", agent, "small", prompt), Recorder().emit)
+        await moa.programs.run(
+            AgentRequest("me", "program", agent, "small", prompt), Recorder().emit
+        )
     asked = [one.sampling.get("custom_params") for one in moa.engines["small"].generated]
     assert asked == [None, {"drafts": []}]
 
@@ -83,7 +102,9 @@ async def test_what_the_engine_accepted_is_in_the_answer() -> None:
     drafting = Script("so it is", drafted_tokens=7, accepted_tokens=5)
     moa = ScriptedMoa({"proposer-2": drafting, "root": drafting})
     answer = await moa.executor.run(parse_topology(tree(), source="t.yaml"), ask(), Recorder().emit)
-    assert {name: (one.drafted_tokens, one.accepted_tokens) for name, one in answer.agents.items()} == {
+    assert {
+        name: (one.drafted_tokens, one.accepted_tokens) for name, one in answer.agents.items()
+    } == {
         "proposer-1": (0, 0),
         "proposer-2": (7, 5),
         "root": (7, 5),
@@ -98,22 +119,38 @@ async def test_a_model_without_drafts_is_asked_for_none_not_even_for_a_predictio
     found = await asked_for_drafts(tree(), moa, prediction="two plus two")
     assert found == {"proposer-1": None, "proposer-2": None, "root": None}
     for agent, prompt in (("a", ("say",)), ("b", ("read ", OutputOf("a")))):
-        await moa.programs.run(AgentRequest("me", "program", agent, "medium", prompt), Recorder().emit)
-    assert [one.sampling.get("custom_params") for one in moa.engines["medium"].generated] == [None] * 4
+        await moa.programs.run(
+            AgentRequest("me", "program", agent, "medium", prompt), Recorder().emit
+        )
+    assert [one.sampling.get("custom_params") for one in moa.engines["medium"].generated] == [
+        None
+    ] * 4
 
 
 class World:
-    """An engine that takes `drafted_s` per token of requests that ask for drafts, and a second per token of others."""
+    """An engine that takes `drafted_s` per token of requests that ask for drafts, and a second per
+    token of others.
+    """
 
-    def __init__(self, drafted_s: float, drafts: bool | str = "auto", *, drafted_tokens: int = 4) -> None:
+    def __init__(
+        self, drafted_s: float, drafts: bool | str = "auto", *, drafted_tokens: int = 4
+    ) -> None:
         self.now_s, self.drafted_s, self.drafted_tokens = 0.0, drafted_s, drafted_tokens
         self.asked: list[bool] = []
         moa = ScriptedMoa()
-        models = {name: replace(one, engine=self, drafts=drafts) for name, one in moa.models.items()}
+        models = {
+            name: replace(one, engine=self, drafts=drafts) for name, one in moa.models.items()
+        }
         self.executor = Executor(
-            models, moa.cache, None, clock=lambda: self.now_s, holdouts=HoldoutSettings(share=0.2, retry_s=1e6)
+            models,
+            moa.cache,
+            None,
+            clock=lambda: self.now_s,
+            holdouts=HoldoutSettings(share=0.2, retry_s=1e6),
         )
-        self.programs = Programs(models, moa.cache, clock=lambda: self.now_s, holdouts=self.executor.holdouts)
+        self.programs = Programs(
+            models, moa.cache, clock=lambda: self.now_s, holdouts=self.executor.holdouts
+        )
 
     async def generate(self, request: Generation) -> AsyncIterator[Tokens | Finish]:
         asks = "custom_params" in request.sampling
@@ -132,16 +169,22 @@ class World:
         before = len(self.asked)
         graph = parse_topology(tree(), source="t.yaml")
         for number in range(count):
-            await self.executor.run(graph, ask(f"Question {number}?", run_id=f"run{number}"), Recorder().emit)
+            await self.executor.run(
+                graph, ask(f"Question {number}?", run_id=f"run{number}"), Recorder().emit
+            )
         return self.asked[before:]
 
     async def agents(self, count: int) -> list[bool]:
         """The same of agents that are sent one by one."""
         before = len(self.asked)
         for number in range(count):
-            for agent, prompt in (("proposer", ("say",)), ("reader", ("read ", OutputOf("proposer")))):
+            for agent, prompt in (
+                ("proposer", ("say",)),
+                ("reader", ("read ", OutputOf("proposer"))),
+            ):
                 await self.programs.run(
-                    AgentRequest("me", f"program-{before}-{number}", agent, "small", prompt), Recorder().emit
+                    AgentRequest("me", f"program-{before}-{number}", agent, "small", prompt),
+                    Recorder().emit,
                 )
         return self.asked[before:]
 
@@ -177,7 +220,9 @@ async def test_what_a_fallback_wrote_says_nothing_of_the_drafts_of_the_model_tha
     models = {name: replace(one, drafts="auto") for name, one in moa.models.items()}
     executor = Executor(models, moa.cache, None, clock=monotonic, holdouts=HoldoutSettings())
     graph = parse_topology(tree(), source="t.yaml")
-    graph = replace(graph, agents={**graph.agents, "root": replace(graph.root, fallbacks=("large",))})
+    graph = replace(
+        graph, agents={**graph.agents, "root": replace(graph.root, fallbacks=("large",))}
+    )
     moa.engines["medium"].answer = lambda request: Script(
         "so", error=EngineUnreachable("It is gone.") if agent_of(request) == "root" else None
     )
@@ -187,7 +232,9 @@ async def test_what_a_fallback_wrote_says_nothing_of_the_drafts_of_the_model_tha
     assert not list(executor.holdouts.comparisons())
 
 
-async def test_a_model_that_always_drafts_is_not_compared_and_an_engine_that_drafts_nothing_neither() -> None:
+async def test_a_model_that_always_drafts_is_not_compared_and_an_engine_that_drafts_nothing_neither() -> (
+    None
+):
     always = World(drafted_s=2.0, drafts=True)
     assert all(await always.trees(30))
     assert not list(always.executor.holdouts.comparisons())

@@ -62,7 +62,9 @@ TWO_BRANCHES = topology(
 
 async def test_the_root_answers_from_its_precursors_outputs_in_slot_order() -> None:
     moa = ScriptedMoa({"a": "first words", "b": "other words", "root": "the answer"})
-    answer = await moa.executor.run(topology(agent("a"), agent("b"), agent("root", "a", "b")), ask("Why?"), print)
+    answer = await moa.executor.run(
+        topology(agent("a"), agent("b"), agent("root", "a", "b")), ask("Why?"), print
+    )
     assert answer.text == "the answer"
     assert moa.prompt_of("root") == "<user>Q: Why? [1: first words] [2: other words] So?<assistant>"
 
@@ -89,26 +91,35 @@ async def test_a_successor_is_prefilled_while_its_precursor_still_decodes() -> N
     moa, events = ScriptedMoa({"a": "word " * 40}, pace=gates.pace), Recorder()
     graph = topology(agent("a"), agent("b"), agent("root", "a", "b"))
     run = asyncio.create_task(moa.executor.run(graph, ask(), events.emit))
-    await events.until(lambda r: any(e.agent == "root" and e.slot == "a" for e in r.of(PrefillIncrement)))
+    await events.until(
+        lambda r: any(e.agent == "root" and e.slot == "a" for e in r.of(PrefillIncrement))
+    )
     assert not events.of(PromptReady) or all(e.agent != "root" for e in events.of(PromptReady))
     gates.open("b")
     await run
 
 
 @pytest.mark.parametrize("model", ["large", "other"])
-async def test_the_complete_prompt_is_the_same_with_incremental_prefill_and_without(model: str) -> None:
+async def test_the_complete_prompt_is_the_same_with_incremental_prefill_and_without(
+    model: str,
+) -> None:
     graph = [agent("a"), agent("b", model="medium"), agent("root", "a", "b", model=model)]
     prompts = []
     for incremental in (True, False):
         moa = ScriptedMoa({"a": "pre fix " * 30, "b": "x"})
-        await moa.executor.run(topology(*graph, prefill=Prefill(incremental, chunk_tokens=8)), ask(), print)
+        await moa.executor.run(
+            topology(*graph, prefill=Prefill(incremental, chunk_tokens=8)), ask(), print
+        )
         prompts.append(moa.prompt_of("root"))
         assert bool(moa.engines[model].prefilled) == incremental
     assert prompts[0] == prompts[1]
 
 
 async def test_every_increment_finds_what_earlier_ones_prefilled() -> None:
-    moa, events = ScriptedMoa({name: f"{name} says things " * 50 for name in ("a1", "a2", "b1", "b2")}), Recorder()
+    moa, events = (
+        ScriptedMoa({name: f"{name} says things " * 50 for name in ("a1", "a2", "b1", "b2")}),
+        Recorder(),
+    )
     await moa.executor.run(TWO_BRANCHES, ask(), events.emit)
     later = [e for e in events.of(PrefillIncrement) if e.resident_tokens]
     assert later
@@ -123,7 +134,9 @@ async def test_early_exit_cuts_off_the_unfinished_and_leaves_their_slots_out() -
         agent("b"),
         agent("c", model="large"),
         agent("root", "c", "a", "b"),
-        clusters=(Cluster("one", ("a", "b", "c"), EarlyExit("threshold", threshold=0.0, min_completed=2)),),
+        clusters=(
+            Cluster("one", ("a", "b", "c"), EarlyExit("threshold", threshold=0.0, min_completed=2)),
+        ),
     )
     answer = await moa.executor.run(graph, ask("Why?"), events.emit)
     assert answer.text == "done"
@@ -138,14 +151,23 @@ IN_FLIGHT = EarlyExit("in_flight", threshold=0.6, min_completed=1)
 
 
 def judged_in_flight(gate: EarlyExit = IN_FLIGHT) -> Topology:
-    return topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), gate),))
+    return topology(
+        agent("a"),
+        agent("b"),
+        agent("root", "a", "b"),
+        clusters=(Cluster("one", ("a", "b"), gate),),
+    )
 
 
 def stalls_after(name: str, pieces: int, gates: Gates) -> Callable[[str, int], Awaitable[None]]:
     """A pace at which agent `name` writes some pieces, and then waits at its gate."""
 
     async def pace(rid: str, piece: int) -> None:
-        await (gates.pace(rid, piece) if rid.endswith(f".{name}") and piece >= pieces else asyncio.sleep(0))
+        await (
+            gates.pace(rid, piece)
+            if rid.endswith(f".{name}") and piece >= pieces
+            else asyncio.sleep(0)
+        )
 
     return pace
 
@@ -153,7 +175,9 @@ def stalls_after(name: str, pieces: int, gates: Gates) -> Callable[[str, int], A
 async def test_an_agent_in_flight_that_says_the_same_is_not_waited_for() -> None:
     said = "2 plus 2 is 4 Answer: 4"
     moa, events = (
-        ScriptedMoa({"a": said, "b": Script(said, piece_words=1)}, pace=stalls_after("b", 5, Gates("b"))),
+        ScriptedMoa(
+            {"a": said, "b": Script(said, piece_words=1)}, pace=stalls_after("b", 5, Gates("b"))
+        ),
         Recorder(),
     )
     answer = await moa.executor.run(judged_in_flight(), ask("Why?"), events.emit)
@@ -167,7 +191,10 @@ async def test_an_agent_in_flight_that_says_the_same_is_not_waited_for() -> None
 
 async def test_an_agent_in_flight_that_says_something_else_is_waited_for() -> None:
     gates = Gates("b")
-    scripts = {"a": "2 plus 2 is 4 Answer: 4", "b": "I have no idea what the two of us should say Answer: 5"}
+    scripts = {
+        "a": "2 plus 2 is 4 Answer: 4",
+        "b": "I have no idea what the two of us should say Answer: 5",
+    }
     moa, events = ScriptedMoa(scripts, pace=stalls_after("b", 4, gates)), Recorder()
     run = asyncio.create_task(moa.executor.run(judged_in_flight(), ask(), events.emit))
     await events.until(lambda r: bool(r.of(ExitScored)))
@@ -188,7 +215,10 @@ async def test_an_agent_is_cut_off_by_its_own_words_as_soon_as_they_agree() -> N
     assert answer.agents["b"].state == "early_exit"
     assert 0 < answer.agents["b"].completion_tokens < answer.agents["a"].completion_tokens
     stopped = events.events.index(events.of(AgentStopped)[0])
-    assert not any(isinstance(e, AgentTokens | AgentFinished) and e.agent == "b" for e in events.events[stopped:])
+    assert not any(
+        isinstance(e, AgentTokens | AgentFinished) and e.agent == "b"
+        for e in events.events[stopped:]
+    )
     assert not moa.running
 
 
@@ -215,7 +245,9 @@ async def test_a_half_read_slot_that_is_cut_off_leaves_no_token_behind() -> None
         prefill=Prefill(chunk_tokens=4),
     )
     run = asyncio.create_task(moa.executor.run(graph, ask("Why?"), events.emit))
-    await events.until(lambda r: any(e.slot == "c" and e.agent == "root" for e in r.of(PrefillIncrement)))
+    await events.until(
+        lambda r: any(e.slot == "c" and e.agent == "root" for e in r.of(PrefillIncrement))
+    )
     gates.open("b")
     await run
     assert moa.prompt_of("root") == "<user>Q: Why? [2: yes] So?<assistant>"
@@ -246,7 +278,12 @@ async def test_exit_draws_depend_on_the_seed_alone() -> None:
         gates = Gates("b")
         moa, events = ScriptedMoa({"a": "yes"}, pace=gates.pace), Recorder()
         gate = EarlyExit("stochastic", min_completed=1)
-        graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), gate),))
+        graph = topology(
+            agent("a"),
+            agent("b"),
+            agent("root", "a", "b"),
+            clusters=(Cluster("one", ("a", "b"), gate),),
+        )
         run = asyncio.create_task(moa.executor.run(graph, ask(seed=seed), events.emit))
         await events.until(lambda r: bool(r.of(ExitScored)))
         gates.open("b")
@@ -265,7 +302,12 @@ async def test_a_cluster_whose_embedder_fails_goes_on_without_early_exit_and_say
     gates = Gates("b")
     moa, events = ScriptedMoa(pace=gates.pace), Recorder()
     executor = Executor(moa.models, moa.cache, NoEmbedder(), clock=monotonic)
-    graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), ALWAYS),))
+    graph = topology(
+        agent("a"),
+        agent("b"),
+        agent("root", "a", "b"),
+        clusters=(Cluster("one", ("a", "b"), ALWAYS),),
+    )
     run = asyncio.create_task(executor.run(graph, ask(), events.emit))
     await events.until(lambda r: bool(r.of(Degraded)))
     gates.open("b")
@@ -281,7 +323,12 @@ async def test_states_that_are_no_numbers_leave_their_output_out_of_the_judgemen
     gates = Gates("b")
     moa, events = ScriptedMoa(pace=gates.pace), Recorder()
     executor = Executor(moa.models, moa.cache, BrokenEmbedder(), clock=monotonic)
-    graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), ALWAYS),))
+    graph = topology(
+        agent("a"),
+        agent("b"),
+        agent("root", "a", "b"),
+        clusters=(Cluster("one", ("a", "b"), ALWAYS),),
+    )
     run = asyncio.create_task(executor.run(graph, ask(), events.emit))
     await events.until(lambda r: bool(r.of(Degraded)))
     gates.open("b")
@@ -291,7 +338,12 @@ async def test_states_that_are_no_numbers_leave_their_output_out_of_the_judgemen
 async def test_early_exit_without_an_embedder_is_refused_before_anything_runs() -> None:
     moa = ScriptedMoa()
     executor = Executor(moa.models, moa.cache, None, clock=monotonic)
-    graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), ALWAYS),))
+    graph = topology(
+        agent("a"),
+        agent("b"),
+        agent("root", "a", "b"),
+        clusters=(Cluster("one", ("a", "b"), ALWAYS),),
+    )
     with pytest.raises(ConfigError, match="embedder"):
         await executor.run(graph, ask(), print)
     assert not moa.engines["small"].generated
@@ -302,7 +354,9 @@ async def test_a_failed_agent_fails_the_request_by_default_and_ends_all_others()
     broken = Script("never", error=EngineUnreachable("The engine is gone."))
     moa, events = ScriptedMoa({"a": broken}, pace=gates.pace), Recorder()
     with pytest.raises(AgentFailed, match="engine is gone"):
-        await moa.executor.run(topology(agent("a"), agent("b"), agent("root", "a", "b")), ask(), events.emit)
+        await moa.executor.run(
+            topology(agent("a"), agent("b"), agent("root", "a", "b")), ask(), events.emit
+        )
     assert not moa.running
     assert len(moa.cache) == 0
     assert [(e.agent, e.dropped) for e in events.of(AgentErred)] == [("a", False)]
@@ -326,7 +380,9 @@ async def test_a_failed_agent_that_may_be_dropped_leaves_its_slot_out() -> None:
 async def test_an_agent_whose_every_precursor_was_dropped_fails() -> None:
     broken = Script("never", error=EngineUnreachable("The engine is gone."))
     moa = ScriptedMoa({"a": broken, "b": broken})
-    graph = topology(agent("a", on_failure="drop"), agent("b", on_failure="drop"), agent("root", "a", "b"))
+    graph = topology(
+        agent("a", on_failure="drop"), agent("b", on_failure="drop"), agent("root", "a", "b")
+    )
     with pytest.raises(AgentFailed, match="no precursor left"):
         await moa.executor.run(graph, ask(), print)
     assert not moa.running
@@ -386,7 +442,9 @@ async def test_models_that_are_not_configured_are_named_before_anything_runs() -
 
 async def test_the_clients_sampling_goes_to_the_root_alone() -> None:
     moa = ScriptedMoa()
-    graph = topology(agent("a", sampling={"temperature": 1}), agent("root", "a", sampling={"top_k": 5}))
+    graph = topology(
+        agent("a", sampling={"temperature": 1}), agent("root", "a", sampling={"top_k": 5})
+    )
     await moa.executor.run(graph, ask(sampling={"temperature": 0}), print)
     leaf, root = moa.engines["small"].generated
     assert root.sampling == {"top_k": 5, "temperature": 0, "max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
@@ -394,7 +452,12 @@ async def test_the_clients_sampling_goes_to_the_root_alone() -> None:
 
 
 async def test_a_seed_reaches_every_agent_and_seeds_each_in_its_own_way() -> None:
-    graph = topology(agent("a"), agent("b"), agent("c", sampling={"sampling_seed": 7}), agent("root", "a", "b", "c"))
+    graph = topology(
+        agent("a"),
+        agent("b"),
+        agent("c", sampling={"sampling_seed": 7}),
+        agent("root", "a", "b", "c"),
+    )
 
     async def seeds(seed: int) -> dict[str, object]:
         moa = ScriptedMoa()
@@ -409,11 +472,19 @@ async def test_a_seed_reaches_every_agent_and_seeds_each_in_its_own_way() -> Non
     assert first["a"] != other["a"]
 
 
-async def test_precursors_stream_in_pieces_unless_the_topology_says_otherwise_and_the_root_token_by_token() -> None:
+async def test_precursors_stream_in_pieces_unless_the_topology_says_otherwise_and_the_root_token_by_token() -> (
+    None
+):
     moa = ScriptedMoa()
-    graph = topology(agent("a"), agent("b", sampling={"stream_interval": 1}), agent("root", "a", "b"))
+    graph = topology(
+        agent("a"), agent("b", sampling={"stream_interval": 1}), agent("root", "a", "b")
+    )
     await moa.executor.run(graph, ask(), print)
-    assert [one.sampling.get("stream_interval") for one in moa.engines["small"].generated] == [8, 1, None]
+    assert [one.sampling.get("stream_interval") for one in moa.engines["small"].generated] == [
+        8,
+        1,
+        None,
+    ]
 
 
 async def test_with_expected_finish_the_slower_model_comes_last() -> None:
@@ -443,19 +514,27 @@ async def test_earlier_turns_and_system_messages_reach_every_agent() -> None:
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": "Why?"},
     )
-    graph = topology(agent("a"), Agent("root", "small", ("a",), Prompt(system="Judge.", slot=" {output}")))
+    graph = topology(
+        agent("a"), Agent("root", "small", ("a",), Prompt(system="Judge.", slot=" {output}"))
+    )
     request = ask()
     await moa.executor.run(graph, type(request)("run", "tenant", chat), print)
     assert moa.prompt_of("a") == "<system>Be kind.<user>Hi<assistant>Hello<user>Why?<assistant>"
-    assert moa.prompt_of("root").startswith("<system>Judge.\n\nBe kind.<user>Hi<assistant>Hello<user>Why?")
+    assert moa.prompt_of("root").startswith(
+        "<system>Judge.\n\nBe kind.<user>Hi<assistant>Hello<user>Why?"
+    )
 
 
 async def test_requests_at_once_do_not_meet() -> None:
     moa = ScriptedMoa()
     for engine in moa.engines.values():
-        engine.answer = lambda request: Script(f"{request.rid.partition('.')[0]} says {agent_of(request)}")
+        engine.answer = lambda request: Script(
+            f"{request.rid.partition('.')[0]} says {agent_of(request)}"
+        )
     names = ["ann", "bob", "cat", "dan", "eve"]
-    answers = await asyncio.gather(*(moa.executor.run(TWO_BRANCHES, ask(run_id=name), print) for name in names))
+    answers = await asyncio.gather(
+        *(moa.executor.run(TWO_BRANCHES, ask(run_id=name), print) for name in names)
+    )
     assert [answer.text for answer in answers] == [f"{name} says root" for name in names]
     for request in moa.engines["large"].generated:
         prompt = moa.tokenizers["large"].decode(request.input_ids)
@@ -464,10 +543,14 @@ async def test_requests_at_once_do_not_meet() -> None:
 
 
 async def test_what_a_run_has_held_needs_no_garbage_collector() -> None:
-    """Neither do agents that were cut off, whose tasks keep what they were at; with thousands of runs it is much."""
+    """Neither do agents that were cut off, whose tasks keep what they were at; with thousands of
+    runs it is much.
+    """
     moa = ScriptedMoa({"a": "said", "b": "said, too"}, pace=Gates("c").pace, kept_requests=0)
     exiting = Cluster("cluster", ("a", "b", "c"), replace(ALWAYS, min_completed=2))
-    graph = topology(agent("a"), agent("b"), agent("c"), agent("root", "a", "b", "c"), clusters=(exiting,))
+    graph = topology(
+        agent("a"), agent("b"), agent("c"), agent("root", "a", "b", "c"), clusters=(exiting,)
+    )
     gc.collect()
     gc.disable()
     try:
@@ -483,7 +566,9 @@ async def test_what_a_run_has_held_needs_no_garbage_collector() -> None:
 LONG = {"a": "word " * 200, "b": "word " * 200}
 
 
-def priced(moa: ScriptedMoa, cost: PrefillCost, holdouts: HoldoutSettings | None = None) -> Executor:
+def priced(
+    moa: ScriptedMoa, cost: PrefillCost, holdouts: HoldoutSettings | None = None
+) -> Executor:
     """An executor of the same models, whose updates cost this much."""
     models = {alias: replace(model, prefill_cost=cost) for alias, model in moa.models.items()}
     return Executor(models, moa.cache, moa.embedder, clock=monotonic, holdouts=holdouts)
@@ -505,10 +590,14 @@ async def test_where_no_update_can_pay_the_run_is_that_of_the_plain_tree(
     moa = ScriptedMoa(LONG)
     await priced(moa, cost).run(adaptive(), ask(), print)
     assert bool(moa.engines["large"].prefilled) is updates
-    assert [one.sampling["stream_interval"] for one in moa.engines["small"].generated] == [interval] * 2
+    assert [one.sampling["stream_interval"] for one in moa.engines["small"].generated] == [
+        interval
+    ] * 2
 
 
-async def test_programs_that_are_held_out_run_as_the_plain_tree_and_equal_seeds_are_held_out_alike() -> None:
+async def test_programs_that_are_held_out_run_as_the_plain_tree_and_equal_seeds_are_held_out_alike() -> (
+    None
+):
     held_out = []
     graph = topology(agent("a"), agent("b"), agent("root", "a", "b", model="large"))
     for _ in range(2):
@@ -532,7 +621,9 @@ async def test_a_program_that_fails_compares_nothing() -> None:
     assert not list(executor.holdouts.comparisons())
 
 
-async def test_a_reader_whose_aggregation_is_skipped_time_and_again_is_no_longer_prefilled() -> None:
+async def test_a_reader_whose_aggregation_is_skipped_time_and_again_is_no_longer_prefilled() -> (
+    None
+):
     says = "word " * 60 + "Answer: 4"
     moa = ScriptedMoa({"a": says, "b": says})
     gate = EarlyExit("in_flight", threshold=0.6, min_completed=1, skip_aggregation=True)
@@ -547,10 +638,15 @@ async def test_a_reader_whose_aggregation_is_skipped_time_and_again_is_no_longer
     assert len(moa.engines["large"].prefilled) == before
 
 
-async def test_a_quorum_that_fails_as_a_whole_fails_the_request_though_the_root_reads_others() -> None:
+async def test_a_quorum_that_fails_as_a_whole_fails_the_request_though_the_root_reads_others() -> (
+    None
+):
     broken = Script("never", error=EngineUnreachable("The engine is gone."))
     moa = ScriptedMoa({"a": broken, "b": broken})
-    agents = [agent(name, on_failure="drop") for name in "ab"] + [agent("c"), agent("root", "a", "b", "c")]
+    agents = [agent(name, on_failure="drop") for name in "ab"] + [
+        agent("c"),
+        agent("root", "a", "b", "c"),
+    ]
     quorum = Cluster("panel", ("a", "b"), EarlyExit("quorum", min_completed=1))
     with pytest.raises(AgentFailed, match="No agent of 'panel' has answered"):
         await moa.executor.run(topology(*agents, clusters=(quorum,)), ask(), print)

@@ -29,7 +29,9 @@ def hints(pace: LatencyEstimates) -> dict[str, Hints]:
 def paced(**tokens: int) -> LatencyEstimates:
     pace = LatencyEstimates()
     for agent, written in tokens.items():
-        pace.observe_run(TREE.agents[agent].model, Hints(topology="tree", agent=agent), written, 1.0, None)
+        pace.observe_run(
+            TREE.agents[agent].model, Hints(topology="tree", agent=agent), written, 1.0, None
+        )
     return pace
 
 
@@ -67,12 +69,19 @@ def test_what_was_written_of_late_counts_more() -> None:
     assert 195 < (pace.output_tokens("small", "tree", "a") or 0) <= 200
 
 
-async def test_agents_that_tenants_name_alike_are_expected_to_write_what_each_tenants_own_did() -> None:
+async def test_agents_that_tenants_name_alike_are_expected_to_write_what_each_tenants_own_did() -> (
+    None
+):
     moa = ScriptedMoa()
     engine = moa.engines["small"]
     engine.answer = lambda request: Script("so" + " so" * (len(request.input_ids) - 1))
     for number, (tenant, agent, said) in enumerate(
-        (("ann", "writer", "a"), ("ann", "critic", "a b c d e f"), ("ann", "writer", "a"), ("bob", "writer", "a"))
+        (
+            ("ann", "writer", "a"),
+            ("ann", "critic", "a b c d e f"),
+            ("ann", "writer", "a"),
+            ("bob", "writer", "a"),
+        )
     ):
         await moa.programs.run(AgentRequest(tenant, f"p{number}", agent, "small", (said,)), print)
     expected = [request.hints.output_tokens for request in engine.generated]

@@ -9,7 +9,13 @@ from agent_cache import Chunk, End, LogKey, LogRead, LogWriter
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.core.engine import Generation, PrefillCost, Prefilled, ServedModel
 from shell_router.core.events import Degraded, PrefillIncrement
-from shell_router.errors import AgentFailed, EngineUnreachable, PrecursorTimeout, PromptTooLong, ShellRouterError
+from shell_router.errors import (
+    AgentFailed,
+    EngineUnreachable,
+    PrecursorTimeout,
+    PromptTooLong,
+    ShellRouterError,
+)
 from shell_router.moa.agent import AgentTask, Source
 from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.prompt import Part, Slot
@@ -23,7 +29,11 @@ class Scene:
     """One agent whose precursors' logs the test writes by hand."""
 
     def __init__(
-        self, *parts: Part, chunk_tokens: ChunkTokens = 4, shares_ids: bool = True, context_length: int = 4096
+        self,
+        *parts: Part,
+        chunk_tokens: ChunkTokens = 4,
+        shares_ids: bool = True,
+        context_length: int = 4096,
     ) -> None:
         self.tokenizer = WordTokenizer()
         self.engine = ScriptedEngine(self.tokenizer, lambda _request: Script(""))
@@ -39,7 +49,9 @@ class Scene:
             ServedModel("model", self.engine, self.tokenizer, context_length),
             parts,
             {},
-            sources={agent: Source(LogKey("t", "p", agent), lambda: shares_ids) for agent in agents},
+            sources={
+                agent: Source(LogKey("t", "p", agent), lambda: shares_ids) for agent in agents
+            },
             prefill=Prefill(chunk_tokens=chunk_tokens),
             begin_s=5.0,
             silence_s=5.0,
@@ -56,7 +68,12 @@ class Scene:
 
     async def ids(self) -> list[int]:
         prompt = await complete_prompt(
-            self.task, self.cache, self.load, lambda _read: self.remainder, self.events.emit, self.clock
+            self.task,
+            self.cache,
+            self.load,
+            lambda _read: self.remainder,
+            self.events.emit,
+            self.clock,
         )
         return prompt.ids
 
@@ -103,7 +120,9 @@ async def test_a_fixed_chunk_waits_for_that_many_new_tokens() -> None:
     await task
 
 
-async def test_an_adaptive_update_waits_until_it_is_worth_three_fixed_parts_and_the_end_is_near() -> None:
+async def test_an_adaptive_update_waits_until_it_is_worth_three_fixed_parts_and_the_end_is_near() -> (
+    None
+):
     scene = Scene("Q.", Slot("a"), chunk_tokens="adaptive")
     scene.remainder = Remainder(tokens=10_000.0)
     writer = await scene.log("a")
@@ -140,7 +159,9 @@ async def test_a_precursors_end_does_not_wait_for_an_update_under_way_which_is_a
     assert scene.load.outstanding_s == 0
 
 
-async def test_reading_goes_on_while_an_update_is_under_way_and_the_next_holds_all_that_came() -> None:
+async def test_reading_goes_on_while_an_update_is_under_way_and_the_next_holds_all_that_came() -> (
+    None
+):
     scene, hold = Scene("Q.", Slot("a")), Hold()
     engine = ScriptedEngine(scene.tokenizer, lambda _request: Script(""), pace=hold.pace)
     scene.engine = engine
@@ -166,7 +187,9 @@ async def test_without_incremental_prefill_an_output_is_read_in_two_goes() -> No
     class Counting(MemoryAgentPromptCache):
         reads = 0
 
-        async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
+        async def read(
+            self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float
+        ) -> LogRead:
             self.reads += 1
             return await super().read(key, position, at_least=at_least, wait_s=wait_s)
 
@@ -183,7 +206,9 @@ async def test_without_incremental_prefill_an_output_is_read_in_two_goes() -> No
     assert cache.reads == 2
 
 
-async def test_what_the_next_precursor_has_written_already_goes_along_with_the_last_ones_rest() -> None:
+async def test_what_the_next_precursor_has_written_already_goes_along_with_the_last_ones_rest() -> (
+    None
+):
     scene = Scene("Q.", Slot("a"), Slot("b"), chunk_tokens=50)
     first, second = await scene.log("a"), await scene.log("b")
     task = scene.start()
@@ -226,7 +251,12 @@ async def test_a_complete_prompt_is_never_sent_as_an_update() -> None:
 @pytest.mark.parametrize("shares_ids", [True, False])
 async def test_increments_are_true_prefixes_of_the_complete_prompt(shares_ids: bool) -> None:
     scene = Scene(
-        "Question", Slot("a", " A:", ";"), Slot("b", " B:", ";"), " end", chunk_tokens=1, shares_ids=shares_ids
+        "Question",
+        Slot("a", " A:", ";"),
+        Slot("b", " B:", ";"),
+        " end",
+        chunk_tokens=1,
+        shares_ids=shares_ids,
     )
     task = scene.start()
     for agent in ("a", "b"):
@@ -239,7 +269,10 @@ async def test_increments_are_true_prefixes_of_the_complete_prompt(shares_ids: b
     ids = await task
     assert len(scene.engine.prefilled) > 4
     assert all(is_prefix(request.input_ids, ids) for request in scene.engine.prefilled)
-    assert scene.tokenizer.decode(ids) == "Question A:word by word it  grows; B:word by word it  grows; end"
+    assert (
+        scene.tokenizer.decode(ids)
+        == "Question A:word by word it  grows; B:word by word it  grows; end"
+    )
 
 
 async def test_a_needed_precursor_that_failed_fails_the_agent_with_its_reason() -> None:
@@ -257,8 +290,12 @@ async def test_a_precursor_that_never_begins_is_given_up_after_its_limit() -> No
         await scene.start()
 
 
-@pytest.mark.parametrize("refusal", [EngineUnreachable("No prefill today."), PromptTooLong("Over the context length.")])
-async def test_an_engine_that_refuses_an_increment_costs_only_the_overlap(refusal: ShellRouterError) -> None:
+@pytest.mark.parametrize(
+    "refusal", [EngineUnreachable("No prefill today."), PromptTooLong("Over the context length.")]
+)
+async def test_an_engine_that_refuses_an_increment_costs_only_the_overlap(
+    refusal: ShellRouterError,
+) -> None:
     class Refusing(ScriptedEngine):
         async def prefill(self, request: Generation) -> Prefilled:
             raise refusal
@@ -301,7 +338,9 @@ async def test_cancelling_the_agent_aborts_the_increment_under_way() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_a_last_piece_of_text_alone_changes_nothing_in_token_mode_however_it_is_read() -> None:
+async def test_a_last_piece_of_text_alone_changes_nothing_in_token_mode_however_it_is_read() -> (
+    None
+):
     async def prompt(*, read_apart: bool) -> str:
         scene = Scene("Q.", Slot("a"), chunk_tokens=1)
         writer = await scene.log("a")
@@ -309,7 +348,9 @@ async def test_a_last_piece_of_text_alone_changes_nothing_in_token_mode_however_
         scene.write(writer, " yes")
         if read_apart:
             await scene.until_sent(1)
-        writer.append(Chunk("\n"))  # a stop token is not among the ids, and it let go of held-back text
+        writer.append(
+            Chunk("\n")
+        )  # a stop token is not among the ids, and it let go of held-back text
         writer.end(End.FINISHED)
         return scene.tokenizer.decode(await task)
 

@@ -1,4 +1,6 @@
-"""Runs that go on where another attempt broke off: what engines gave is repeated, and only the rest is asked for."""
+"""Runs that go on where another attempt broke off: what engines gave is repeated, and only the rest
+is asked for.
+"""
 
 import asyncio
 import logging
@@ -53,7 +55,9 @@ def going_on(moa: ScriptedMoa, scripts: Mapping[str, Script]) -> None:
     def answer(request: Generation) -> Script:
         script = scripts[agent_of(request)]
         prompt = moa.tokenizers["small"].decode(request.input_ids)
-        written = max(size for size in range(len(script.text) + 1) if prompt.endswith(script.text[:size]))
+        written = max(
+            size for size in range(len(script.text) + 1) if prompt.endswith(script.text[:size])
+        )
         return replace(script, text=script.text[written:])
 
     for engine in moa.engines.values():
@@ -87,11 +91,15 @@ async def attempt(
 
 
 def asked(moa: ScriptedMoa) -> list[str]:
-    return sorted(agent_of(request) for engine in moa.engines.values() for request in engine.generated)
+    return sorted(
+        agent_of(request) for engine in moa.engines.values() for request in engine.generated
+    )
 
 
 def kinds(records: list[bytes], kind: str) -> set[str]:
-    return {name.rpartition(".")[2] for found, name, *_ in map(orjson.loads, records) if found == kind}
+    return {
+        name.rpartition(".")[2] for found, name, *_ in map(orjson.loads, records) if found == kind
+    }
 
 
 async def test_a_run_that_ended_is_repeated_without_an_engine() -> None:
@@ -103,7 +111,10 @@ async def test_a_run_that_ended_is_repeated_without_an_engine() -> None:
         one: used.completion_tokens for one, used in first.agents.items()
     }
     assert not asked(again) and not any(engine.prefilled for engine in again.engines.values())
-    assert "".join(event.text for event in events.of(AgentTokens) if event.agent == "root") == TEXTS["root"]
+    assert (
+        "".join(event.text for event in events.of(AgentTokens) if event.agent == "root")
+        == TEXTS["root"]
+    )
 
 
 class CountingHoldouts(Holdouts):
@@ -114,7 +125,9 @@ class CountingHoldouts(Holdouts):
     def __contains__(self, key: Compared) -> bool:
         return True
 
-    def observe(self, key: Compared, *, held_out: bool, seconds: float, now_s: float) -> Comparison | None:
+    def observe(
+        self, key: Compared, *, held_out: bool, seconds: float, now_s: float
+    ) -> Comparison | None:
         self.compared += 1
         return super().observe(key, held_out=held_out, seconds=seconds, now_s=now_s)
 
@@ -134,7 +147,10 @@ async def test_nothing_is_learned_from_an_agent_requests_repeated_output() -> No
         assert records is not None
         journal = Journal(store, "tenant", "key", run_id, records)
         await programs.write(AgentRequest("tenant", "p", "first", ""), texts())
-        await programs.run(AgentRequest("tenant", "p", "second", "large", (OutputOf("first"),), journal=journal), print)
+        await programs.run(
+            AgentRequest("tenant", "p", "second", "large", (OutputOf("first"),), journal=journal),
+            print,
+        )
         await journal.close(void=False)
         return chooser.estimates.output_tokens("large", None, None), holdouts.compared
 
@@ -154,7 +170,10 @@ async def test_wherever_the_router_died_the_next_asks_only_for_what_was_not_fini
         assert answer.agents.keys() == first.agents.keys()
         for name, used in answer.agents.items():
             before = first.agents[name]
-            assert (used.prompt_tokens, used.completion_tokens) == (before.prompt_tokens, before.completion_tokens)
+            assert (used.prompt_tokens, used.completion_tokens) == (
+                before.prompt_tokens,
+                before.completion_tokens,
+            )
         assert asked(again) == sorted(TEXTS.keys() - kinds(left.records[:died], "finish"))
         third = moa_of()
         assert (await attempt(third, left, "third")).text == first.text and not asked(third)
@@ -177,12 +196,18 @@ async def test_an_output_that_broke_off_is_continued_from_its_tokens() -> None:
     assert continued.sampling["max_new_tokens"] == 128 - len(ids)
 
 
-@pytest.mark.parametrize("sampling", [{"json_schema": "{}"}, {"stop": ["end"]}, {"frequency_penalty": 0.5}])
-async def test_an_output_whose_rules_count_from_its_beginning_is_asked_for_again(sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{"json_schema": "{}"}, {"stop": ["end"]}, {"frequency_penalty": 0.5}]
+)
+async def test_an_output_whose_rules_count_from_its_beginning_is_asked_for_again(
+    sampling: dict[str, Any],
+) -> None:
     store, again = MemoryJournals(), moa_of()
     await attempt(moa_of(), store, sampling=sampling)
     at = next(place for place, one in enumerate(store.records) if b"of this" in one)
-    answer = await attempt(again, MemoryJournals(store.records[: at + 1]), "second", sampling=sampling)
+    answer = await attempt(
+        again, MemoryJournals(store.records[: at + 1]), "second", sampling=sampling
+    )
     (request,) = (one for one in again.engines["large"].generated if agent_of(one) == "root")
     assert request.sampling["max_new_tokens"] == 128 and answer.text == TEXTS["root"]
 
@@ -190,7 +215,9 @@ async def test_an_output_whose_rules_count_from_its_beginning_is_asked_for_again
 async def test_an_output_for_another_prompt_is_not_repeated() -> None:
     store, again = MemoryJournals(), moa_of()
     await attempt(moa_of(), store)
-    changed = tree().agents | {"b": Agent("b", "medium", (), Prompt(prefix="Otherwise: {question}"))}
+    changed = tree().agents | {
+        "b": Agent("b", "medium", (), Prompt(prefix="Otherwise: {question}"))
+    }
     await attempt(again, store, "second", replace(tree(), agents=changed))
     assert asked(again) == ["b"]
 
@@ -202,7 +229,8 @@ async def test_an_exit_falls_as_before_and_what_it_cut_off_is_not_asked_for() ->
     topology = Topology("exits", leaves | {"root": root}, (Cluster("c", ("x", "y", "z"), exits),))
     gates = Gates("x")  # the first in the graph is cut off
     scripts = {
-        name: Script(f"{name} says seven words and then some", piece_words=1) for name in ("x", "y", "z", "root")
+        name: Script(f"{name} says seven words and then some", piece_words=1)
+        for name in ("x", "y", "z", "root")
     }
     store, moa, events = (
         MemoryJournals(),
@@ -214,7 +242,9 @@ async def test_an_exit_falls_as_before_and_what_it_cut_off_is_not_asked_for() ->
     second = await attempt(again, MemoryJournals(store.records), "second", topology, repeated)
     assert [event.agent for event in events.of(AgentStopped)] == ["x"]
     assert [event.agent for event in repeated.of(AgentStopped)] == ["x"]
-    assert [event.completed for event in repeated.of(ExitScored)] == [one.completed for one in events.of(ExitScored)]
+    assert [event.completed for event in repeated.of(ExitScored)] == [
+        one.completed for one in events.of(ExitScored)
+    ]
     assert second.text == first.text and not asked(again)
 
 
@@ -247,7 +277,9 @@ async def test_agents_keep_the_model_that_was_chosen_for_them() -> None:
     chosen = first.agents["root"].model
     again = ScriptedMoa()
     moved = [one for one in ("small", "medium") if one != chosen]
-    changed = replace(topology, agents={"root": Agent("root", AUTO, (), LEAF, candidates=(*moved, chosen))})
+    changed = replace(
+        topology, agents={"root": Agent("root", AUTO, (), LEAF, candidates=(*moved, chosen))}
+    )
     assert (await attempt(again, store, "second", changed)).agents["root"].model == chosen
     assert not asked(again)
 
@@ -301,12 +333,18 @@ async def test_ends_come_in_their_order_so_that_an_exit_in_flight_falls_as_befor
     root = Agent("root", "large", ("x", "y", "z"), SUM)
     topology = Topology("exits", leaves | {"root": root}, (Cluster("c", ("x", "y", "z"), exits),))
     answers = {"x": 7, "y": 7, "z": 9}
-    scripts = {name: Script(f"It is \\boxed{{{said}}}.\n", piece_words=9) for name, said in answers.items()}
+    scripts = {
+        name: Script(f"It is \\boxed{{{said}}}.\n", piece_words=9) for name, said in answers.items()
+    }
     scripts["root"] = Script("done now")
     gates, store, events, repeated = Gates("x", "y"), MemoryJournals(), Recorder(), Recorder()
-    running = asyncio.create_task(attempt(moa_of(scripts, pace=gates.pace), store, topology=topology, events=events))
+    running = asyncio.create_task(
+        attempt(moa_of(scripts, pace=gates.pace), store, topology=topology, events=events)
+    )
     for ended, opened in (("z", "y"), ("y", "x")):  # the graph has them the other way round
-        await events.until(lambda seen, ended=ended: any(one.agent == ended for one in seen.of(AgentFinished)))
+        await events.until(
+            lambda seen, ended=ended: any(one.agent == ended for one in seen.of(AgentFinished))
+        )
         gates.open(opened)
     await running
     again = moa_of(scripts)
@@ -335,7 +373,9 @@ async def test_an_output_is_continued_where_its_text_was_whole() -> None:
     first = await attempt(moa_of(), whole)
     at = next(place for place, one in enumerate(whole.records) if b"of this" in one)
     kind, name, ids, text, *rest = orjson.loads(whole.records[at])
-    held_back = orjson.dumps([kind, name, ids, text.removesuffix(" this"), *rest])  # its last token's text is to come
+    held_back = orjson.dumps(
+        [kind, name, ids, text.removesuffix(" this"), *rest]
+    )  # its last token's text is to come
     answer = await attempt(again, MemoryJournals([*whole.records[:at], held_back]), "second")
     assert answer.text == first.text and asked(again) == ["root"]
     assert answer.agents["root"].completion_tokens == first.agents["root"].completion_tokens
@@ -394,7 +434,7 @@ async def test_a_renewal_that_failed_is_sent_again_well_before_the_lease_ends() 
     journal = await begun(store)
     store.away = True
     async with asyncio.timeout(30):
-        while not store.refused:  # noqa: ASYNC110 - the store is written in the background
+        while not store.refused:  # noqa: ASYNC110
             await asyncio.sleep(0)
         store.away = False
         await asyncio.sleep(store.lease_s / 3)
@@ -409,4 +449,7 @@ def test_pieces_are_joined_without_copying_what_was_joined_before() -> None:
 
     pieces = [(place // 2, Tokens(Ids((place,)), f"{place} ", (-0.5,))) for place in range(4)]
     joined = Past("digest", pieces).joined.pieces
-    assert joined == [(0, Tokens((0, 1), "0 1 ", (-0.5, -0.5))), (1, Tokens((2, 3), "2 3 ", (-0.5, -0.5)))]
+    assert joined == [
+        (0, Tokens((0, 1), "0 1 ", (-0.5, -0.5))),
+        (1, Tokens((2, 3), "2 3 ", (-0.5, -0.5))),
+    ]

@@ -25,7 +25,9 @@ from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script
 
 
-def send(agent: str, *prompt: Segment, program: str = "p", model: str = "small", **fields: object) -> AgentRequest:
+def send(
+    agent: str, *prompt: Segment, program: str = "p", model: str = "small", **fields: object
+) -> AgentRequest:
     return AgentRequest("tenant", program, agent, model, prompt, **fields)  # type: ignore[arg-type]
 
 
@@ -33,13 +35,17 @@ def send(agent: str, *prompt: Segment, program: str = "p", model: str = "small",
 async def test_an_output_goes_where_output_of_stands(model: str) -> None:
     moa = ScriptedMoa()
     first = await moa.programs.run(send("first", "Say something."), print)
-    await moa.programs.run(send("second", "They said: ", OutputOf("first"), ". Right?", model=model), print)
+    await moa.programs.run(
+        send("second", "They said: ", OutputOf("first"), ". Right?", model=model), print
+    )
     assert moa.prompts(model)[-1] == f"They said: {first.text}. Right?"
 
 
 async def test_a_precursor_may_be_sent_later() -> None:
     moa, events = ScriptedMoa(), Recorder()
-    later = asyncio.create_task(moa.programs.run(send("second", OutputOf("first"), model="large"), events.emit))
+    later = asyncio.create_task(
+        moa.programs.run(send("second", OutputOf("first"), model="large"), events.emit)
+    )
     await events.until(lambda r: bool(r.of(AgentStarted)))
     first = await moa.programs.run(send("first", "Say something."), print)
     await later
@@ -56,21 +62,31 @@ async def test_a_precursor_that_never_comes_is_given_up_after_wait_s() -> None:
 async def test_messages_go_through_the_chat_template() -> None:
     moa = ScriptedMoa()
     first = await moa.programs.run(send("first", "Hi"), print)
-    request = AgentRequest("tenant", "p", "second", "large", messages=(("user", ("Judge: ", OutputOf("first"))),))
+    request = AgentRequest(
+        "tenant", "p", "second", "large", messages=(("user", ("Judge: ", OutputOf("first"))),)
+    )
     await moa.programs.run(request, print)
     assert moa.prompts("large") == [f"<user>Judge: {first.text}<assistant>"]
 
 
-async def test_the_same_request_again_waits_for_the_agent_or_gets_its_answer_and_another_is_refused() -> None:
+async def test_the_same_request_again_waits_for_the_agent_or_gets_its_answer_and_another_is_refused() -> (
+    None
+):
     hold = Hold(0)
     moa = ScriptedMoa(pace=hold.pace)
-    first, again = (asyncio.create_task(moa.programs.run(send("first", "Hi"), print)) for _ in range(2))
+    first, again = (
+        asyncio.create_task(moa.programs.run(send("first", "Hi"), print)) for _ in range(2)
+    )
     await hold.until_waiting()
     first.cancel()
     await asyncio.wait([first])
     hold.release()
     assert await again == await moa.programs.run(send("first", "Hi"), print)
-    for other in (send("first", "Ho"), send("first", "Hi", model="large"), send("first", "Hi", timeout_s=1.0)):
+    for other in (
+        send("first", "Ho"),
+        send("first", "Hi", model="large"),
+        send("first", "Hi", timeout_s=1.0),
+    ):
         with pytest.raises(DuplicateAgent, match="first"):
             await moa.programs.run(other, print)
     assert len(moa.engines["small"].generated) == 1
@@ -78,7 +94,9 @@ async def test_the_same_request_again_waits_for_the_agent_or_gets_its_answer_and
 
 async def test_an_agent_that_failed_or_whose_callers_have_all_left_runs_again() -> None:
     hold, moa = Hold(0), ScriptedMoa()
-    moa.engines["small"].answer = lambda _: Script("x", error=EngineUnreachable("The engine is gone."))
+    moa.engines["small"].answer = lambda _: Script(
+        "x", error=EngineUnreachable("The engine is gone.")
+    )
     with pytest.raises(EngineUnreachable):
         await moa.programs.run(send("first", "Hi"), print)
     moa.engines["small"].answer = lambda _: Script("now it works")
@@ -148,7 +166,9 @@ async def test_a_precursor_that_has_begun_may_be_silent_for_longer_than_wait_s()
     second = asyncio.create_task(
         moa.programs.run(send("second", OutputOf("first"), model="large", wait_s=0.1), events.emit)
     )
-    third = asyncio.create_task(moa.programs.run(send("third", OutputOf("missing"), wait_s=0.3), events.emit))
+    third = asyncio.create_task(
+        moa.programs.run(send("third", OutputOf("missing"), wait_s=0.3), events.emit)
+    )
     with pytest.raises(PrecursorTimeout):  # by then the second has waited longer than its wait_s
         await third
     hold.release()
@@ -159,7 +179,9 @@ async def test_a_precursor_that_has_begun_may_be_silent_for_longer_than_wait_s()
 @pytest.mark.parametrize("wanted", ["many", 1.5, True, -1])
 async def test_a_max_new_tokens_that_is_no_number_of_tokens_is_refused(wanted: object) -> None:
     with pytest.raises(InvalidRequest, match="max_new_tokens"):
-        await ScriptedMoa().programs.run(send("first", "Hi", sampling={"max_new_tokens": wanted}), print)
+        await ScriptedMoa().programs.run(
+            send("first", "Hi", sampling={"max_new_tokens": wanted}), print
+        )
 
 
 async def test_an_ended_program_is_forgotten_after_its_time_and_its_name_is_free() -> None:
@@ -182,7 +204,9 @@ async def test_the_output_of_an_ended_agent_can_still_be_asked_for() -> None:
 
 async def test_a_failed_agent_fails_those_that_need_it_with_its_reason() -> None:
     moa = ScriptedMoa()
-    moa.engines["small"].answer = lambda _request: Script("x", error=EngineUnreachable("The engine is gone."))
+    moa.engines["small"].answer = lambda _request: Script(
+        "x", error=EngineUnreachable("The engine is gone.")
+    )
     with pytest.raises(EngineUnreachable):
         await moa.programs.run(send("first", "Hi"), print)
     with pytest.raises(AgentFailed, match="engine is gone"):
@@ -194,7 +218,9 @@ async def test_cancelling_a_program_ends_its_agents_and_frees_its_name() -> None
     moa, events = ScriptedMoa(pace=hold.pace), Recorder()
     before = asyncio.all_tasks()
     running = asyncio.create_task(moa.programs.run(send("first", "Hi"), events.emit))
-    reading = asyncio.create_task(moa.programs.run(send("second", OutputOf("first"), model="large"), events.emit))
+    reading = asyncio.create_task(
+        moa.programs.run(send("second", OutputOf("first"), model="large"), events.emit)
+    )
     await events.until(lambda r: len(r.of(AgentTokens)) >= 2)
     assert moa.programs.state("tenant", "p").agents == {"first": "running", "second": "waiting"}
     await moa.programs.cancel("tenant", "p")
@@ -246,7 +272,9 @@ async def test_tenants_do_not_see_each_others_programs() -> None:
 
 async def test_the_oldest_ended_program_makes_room_and_running_ones_do_not() -> None:
     hold, moa = Hold(), ScriptedMoa()
-    programs = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=1)
+    programs = Programs(
+        moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=1
+    )
     await programs.run(send("first", "Hi", program="old"), print)
     moa.engines["small"].pace = hold.pace
     running = asyncio.create_task(programs.run(send("first", "Hi", program="new"), print))
@@ -274,7 +302,9 @@ class SlowCache(MemoryAgentPromptCache):
 
 
 @pytest.mark.parametrize("limits", [{"ttl_s": 10.0}, {"max_programs": 200}])
-async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(limits: dict[str, Any]) -> None:
+async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(
+    limits: dict[str, Any],
+) -> None:
     async def texts() -> AsyncIterator[str]:
         yield "x"
 
@@ -297,7 +327,9 @@ async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(limi
 
 async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
     moa = ScriptedMoa()
-    programs = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=4)
+    programs = Programs(
+        moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=4
+    )
     await programs.run(replace(send("a", "Hi", program="only"), tenant="bob"), print)
     for number in range(10):
         await programs.run(send("a", "Hi", program=f"p{number}"), print)
@@ -328,6 +360,8 @@ async def test_what_a_tenant_writes_elsewhere_is_bounded_in_all_its_programs() -
         programs.state("alice", "first")
     with pytest.raises(Overloaded):
         await write("second", "b")
-    await programs.run(replace(send("reads", "Hi", program="second"), tenant="alice"), print)  # no text of a client's
+    await programs.run(
+        replace(send("reads", "Hi", program="second"), tenant="alice"), print
+    )  # no text of a client's
     await programs.cancel("alice", "second")
     await write("second", "a")

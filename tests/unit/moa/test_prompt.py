@@ -77,7 +77,8 @@ def test_going_back_forgets_ids_and_text_added_since() -> None:
 def test_the_chat_template_writes_around_the_holes() -> None:
     first, second = Slot("a", "[", "]"), Slot("b")
     parts = render(
-        WordTokenizer(), [Message("system", ("Be kind.",)), Message("user", ("Question", first, " and ", second))]
+        WordTokenizer(),
+        [Message("system", ("Be kind.",)), Message("user", ("Question", first, " and ", second))],
     )
     assert parts == ("<system>Be kind.<user>Question", first, " and ", second, "<assistant>")
 
@@ -85,7 +86,11 @@ def test_the_chat_template_writes_around_the_holes() -> None:
 def test_text_that_looks_like_a_hole_stays_text() -> None:
     sly = "\ue0000\ue0010\ue0000\ue001"
     slot = Slot("a")
-    assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
+    assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (
+        f"<user>{sly}",
+        slot,
+        "<assistant>",
+    )
 
 
 def test_neither_the_templates_options_nor_pieces_put_together_make_a_hole() -> None:
@@ -127,7 +132,11 @@ def test_a_mark_is_found_in_one_look_however_many_texts_hold_one() -> None:
     texts = Texts([sly])
     assert unused_mark(texts) == "\ue00050000\ue001"
     assert (texts.times, sly.searches) == (1, 0), "one search for each mark takes seconds"
-    assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
+    assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (
+        f"<user>{sly}",
+        slot,
+        "<assistant>",
+    )
 
 
 class Watching(WordTokenizer):
@@ -138,7 +147,9 @@ class Watching(WordTokenizer):
         self.on_loop = 0
 
     def encode(self, text: str) -> list[int]:
-        self.on_loop += len(text) >= LONG_TEXT and threading.current_thread() is threading.main_thread()
+        self.on_loop += (
+            len(text) >= LONG_TEXT and threading.current_thread() is threading.main_thread()
+        )
         return super().encode(text)
 
 
@@ -165,7 +176,9 @@ async def test_a_hopeless_prompt_is_refused_before_it_is_tokenized() -> None:
     executor = Executor(models, moa.cache, None, clock=time.monotonic)
     with pytest.raises(PromptTooLong):
         single = Topology("a", {"a": Agent("a", "small")})
-        await executor.run(single, MoaRequest("r", "t", ({"role": "user", "content": text},)), lambda _: None)
+        await executor.run(
+            single, MoaRequest("r", "t", ({"role": "user", "content": text},)), lambda _: None
+        )
     with pytest.raises(PromptTooLong):
         await Programs(models, moa.cache, clock=time.monotonic).run(
             AgentRequest("t", "p", "a", "small", (text,)), lambda _: None

@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from shell_router.core.events import AgentErred, AgentFinished, AgentStopped, AggregationSkipped, Event
+from shell_router.core.events import (
+    AgentErred,
+    AgentFinished,
+    AgentStopped,
+    AggregationSkipped,
+    Event,
+)
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import EngineUnreachable
 from shell_router.moa.requests import AgentUsage
@@ -25,14 +31,21 @@ def agent(name: str, *precursors: str, model: str = "small", **fields: object) -
     return Agent(name, model, precursors, prompt, **fields)  # type: ignore[arg-type]
 
 
-def graph(*agents: Agent, clusters: tuple[tuple[str, ...], ...], gate: EarlyExit = SKIP_AGGREGATION) -> Topology:
+def graph(
+    *agents: Agent, clusters: tuple[tuple[str, ...], ...], gate: EarlyExit = SKIP_AGGREGATION
+) -> Topology:
     judged = tuple(Cluster(f"cluster-{n}", names, gate) for n, names in enumerate(clusters))
     return Topology("graph", {one.id: one for one in agents}, judged, Prefill(chunk_tokens=8))
 
 
 def one_cluster(gate: EarlyExit = SKIP_AGGREGATION) -> Topology:
     return graph(
-        agent("a"), agent("b"), agent("c"), agent("root", "a", "b", "c"), clusters=(("a", "b", "c"),), gate=gate
+        agent("a"),
+        agent("b"),
+        agent("c"),
+        agent("root", "a", "b", "c"),
+        clusters=(("a", "b", "c"),),
+        gate=gate,
     )
 
 
@@ -52,7 +65,10 @@ def asked(moa: ScriptedMoa) -> set[str]:
 
 
 async def test_an_agreed_answer_is_forwarded_and_its_reader_writes_nothing() -> None:
-    moa, events = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_5}, pace=Gates("c").pace), Recorder()
+    moa, events = (
+        ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_5}, pace=Gates("c").pace),
+        Recorder(),
+    )
     answer = await moa.executor.run(one_cluster(), ask(), events.emit)
     assert answer.text == SAYS_4
     assert answer.agents["root"] == AgentUsage("small", 0, 0, 0, "skipped")
@@ -76,7 +92,10 @@ async def test_it_is_forwarded_too_when_none_is_left_to_be_cut_off() -> None:
 
 
 async def test_without_agreement_the_reader_writes() -> None:
-    moa, events = ScriptedMoa({"a": SAYS_4, "b": SAYS_5, "c": "Answer: 6", "root": "I think 4"}), Recorder()
+    moa, events = (
+        ScriptedMoa({"a": SAYS_4, "b": SAYS_5, "c": "Answer: 6", "root": "I think 4"}),
+        Recorder(),
+    )
     answer = await moa.executor.run(one_cluster(), ask("Why?"), events.emit)
     assert answer.text == "I think 4"
     assert answer.agents["root"].state == "finished"
@@ -91,7 +110,10 @@ async def test_agreement_is_aggregated_where_aggregation_is_not_to_be_skipped() 
 
 
 async def test_the_surest_of_those_that_agree_is_heard() -> None:
-    said = {"a": Script("It is so. Answer: 4", logprob=-0.3), "b": Script("I know. Answer: 4", logprob=-0.1)}
+    said = {
+        "a": Script("It is so. Answer: 4", logprob=-0.3),
+        "b": Script("I know. Answer: 4", logprob=-0.1),
+    }
     moa = ScriptedMoa({**said, "c": Script("Answer: 5", logprob=0.0)})
     gate = EarlyExit("in_flight", threshold=0.5, min_completed=2, skip_aggregation=True)
     assert (await moa.executor.run(one_cluster(gate), ask(), print)).text == "I know. Answer: 4"
@@ -119,9 +141,13 @@ async def test_an_output_that_was_cut_at_its_limit_is_not_forwarded() -> None:
 async def test_an_output_is_forwarded_only_in_the_form_that_its_readers_prompt_asks_for(
     asks: dict[str, str], said: str, forwards: bool
 ) -> None:
-    root = replace(agent("root", "a", "b", "c"), prompt=replace(Prompt(prefix="Q: {question} "), **asks))
+    root = replace(
+        agent("root", "a", "b", "c"), prompt=replace(Prompt(prefix="Q: {question} "), **asks)
+    )
     asked = graph(*map(agent, "abc"), root, clusters=(("a", "b", "c"),))
-    answer = await ScriptedMoa(dict.fromkeys("abc", said) | {"root": "4"}).executor.run(asked, ask(), print)
+    answer = await ScriptedMoa(dict.fromkeys("abc", said) | {"root": "4"}).executor.run(
+        asked, ask(), print
+    )
     assert answer.text == (said if forwards else "4")
 
 
@@ -144,7 +170,14 @@ async def test_agreement_climbs_the_tree_and_ends_the_branch_that_is_not_needed(
 
 @pytest.mark.parametrize("root", ["medium", "other"])
 async def test_a_forwarded_output_is_read_like_one_that_was_written(root: str) -> None:
-    scripts = {"a1": SAYS_4, "a2": SAYS_4, "b1": SAYS_4, "b2": SAYS_5, "b": "Answer: 5", "root": "4 or 5"}
+    scripts = {
+        "a1": SAYS_4,
+        "a2": SAYS_4,
+        "b1": SAYS_4,
+        "b2": SAYS_5,
+        "b": "Answer: 5",
+        "root": "4 or 5",
+    }
     moa, events = ScriptedMoa(scripts), Recorder()
     two = graph(
         *map(agent, ("a1", "a2", "b1", "b2")),
@@ -160,7 +193,9 @@ async def test_a_forwarded_output_is_read_like_one_that_was_written(root: str) -
 
 
 async def test_an_agent_that_also_reads_others_writes() -> None:
-    two = graph(*map(agent, ("a", "b", "other")), agent("root", "a", "b", "other"), clusters=(("a", "b"),))
+    two = graph(
+        *map(agent, ("a", "b", "other")), agent("root", "a", "b", "other"), clusters=(("a", "b"),)
+    )
     moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "other": "hm", "root": "together"})
     assert (await moa.executor.run(two, ask(), print)).text == "together"
 
@@ -168,7 +203,12 @@ async def test_an_agent_that_also_reads_others_writes() -> None:
 def test_only_who_reads_just_a_whole_cluster_is_its_reader() -> None:
     given = agent("given", "a", "b", given=(("earlier", "4"),))
     readers = [agent("part", "a"), agent("whole", "b", "a"), agent("more", "a", "b", "c"), given]
-    read = graph(*map(agent, "abc"), *readers, agent("root", "part", "whole", "more", "given"), clusters=(("a", "b"),))
+    read = graph(
+        *map(agent, "abc"),
+        *readers,
+        agent("root", "part", "whole", "more", "given"),
+        clusters=(("a", "b"),),
+    )
     assert read.readers_of(read.clusters[0]) == ("whole",)
 
 
@@ -182,7 +222,9 @@ def test_only_who_reads_just_a_whole_cluster_is_its_reader() -> None:
         {"min_new_tokens": 50},
     ],
 )
-async def test_what_the_client_wants_of_the_answer_is_not_passed_by(asked: dict[str, object]) -> None:
+async def test_what_the_client_wants_of_the_answer_is_not_passed_by(
+    asked: dict[str, object],
+) -> None:
     moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_4, "root": "4"})
     answer = await moa.executor.run(one_cluster(), ask(sampling=asked), print)
     assert answer.agents["root"].state == "finished"
@@ -192,7 +234,11 @@ async def test_what_the_client_wants_of_the_answer_is_not_passed_by(asked: dict[
 @pytest.mark.parametrize("first", ["b", "c"])
 async def test_those_who_are_left_agree_whenever_another_fails(first: str) -> None:
     gates = Gates("b", "c")
-    scripts = {"a": SAYS_4, "b": SAYS_4, "c": Script(SAYS_5, error=EngineUnreachable("gone."), error_after=1)}
+    scripts = {
+        "a": SAYS_4,
+        "b": SAYS_4,
+        "c": Script(SAYS_5, error=EngineUnreachable("gone."), error_after=1),
+    }
     moa, events = ScriptedMoa(scripts, pace=gates.pace), Recorder()
     gate = EarlyExit("in_flight", threshold=0.7, min_completed=2, skip_aggregation=True)
     tolerant = graph(
@@ -208,7 +254,11 @@ async def test_those_who_are_left_agree_whenever_another_fails(first: str) -> No
     gates.open("b")
     gates.open("c")
     answer = await run
-    assert (answer.text, answer.agents["root"].state, answer.agents["c"].state) == (SAYS_4, "skipped", "failed")
+    assert (answer.text, answer.agents["root"].state, answer.agents["c"].state) == (
+        SAYS_4,
+        "skipped",
+        "failed",
+    )
 
 
 async def test_a_prompt_update_under_way_is_aborted_when_its_reader_passes_on() -> None:
@@ -243,15 +293,23 @@ def unsteady(seed: int) -> Callable[[str, int], Awaitable[None]]:
     return pace
 
 
-async def test_in_whatever_order_agents_end_each_ends_once_and_the_answer_is_one_that_agrees() -> None:
-    said = f"{SAYS_4}\nThat is all."  # what follows makes the answer count before the agent has ended
-    scripts = {f"{branch}{n}": said if branch != "c" else SAYS_5 for branch in "abc" for n in (1, 2)}
+async def test_in_whatever_order_agents_end_each_ends_once_and_the_answer_is_one_that_agrees() -> (
+    None
+):
+    said = (
+        f"{SAYS_4}\nThat is all."  # what follows makes the answer count before the agent has ended
+    )
+    scripts = {
+        f"{branch}{n}": said if branch != "c" else SAYS_5 for branch in "abc" for n in (1, 2)
+    }
     scripts |= {"c": said, "root": "my own"}
     for seed in range(400):
         moa, events = ScriptedMoa(scripts, pace=unsteady(seed)), Recorder()
         answer = await moa.executor.run(three_branches(), ask(), events.emit)
         ends = Counter(
-            e.agent for e in events.events if isinstance(e, AgentFinished | AggregationSkipped | AgentStopped)
+            e.agent
+            for e in events.events
+            if isinstance(e, AgentFinished | AggregationSkipped | AgentStopped)
         )
         assert set(ends.values()) == {1}, f"seed {seed}: {ends}"
         assert (answer.text, answer.agents["root"].state) == (said, "skipped"), f"seed {seed}"
@@ -259,7 +317,9 @@ async def test_in_whatever_order_agents_end_each_ends_once_and_the_answer_is_one
 
 
 @pytest.mark.parametrize("last", [AgentFinished, AggregationSkipped])
-async def test_a_request_that_is_given_up_as_its_root_passes_on_ends_all_the_same(last: type[Event]) -> None:
+async def test_a_request_that_is_given_up_as_its_root_passes_on_ends_all_the_same(
+    last: type[Event],
+) -> None:
     moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_4})
 
     def emit(event: Event) -> None:

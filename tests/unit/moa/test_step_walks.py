@@ -1,4 +1,5 @@
-"""Any steps, whatever their outputs: the way taken is the one that reading the rules by hand gives."""
+"""Any steps, whatever their outputs: the way taken is the one that reading the rules by hand
+gives."""
 
 import asyncio
 from collections.abc import Mapping
@@ -19,7 +20,9 @@ Rules = list[tuple[str, str]]
 
 @st.composite
 def ways(draw: st.DrawFn) -> Mapping[str, Rules]:
-    """Rules per step; each step leads to later ones or the end, and every step but the first is led to."""
+    """Rules per step; each step leads to later ones or the end, and every step but the first is led
+    to.
+    """
     size = draw(st.integers(1, 6))
     names = [f"s{number}" for number in range(size)]
     rules: dict[str, Rules] = {name: [] for name in names}
@@ -29,7 +32,10 @@ def ways(draw: st.DrawFn) -> Mapping[str, Rules]:
     for name in names:
         rules[name] = draw(st.permutations(rules[name]))
         if draw(st.booleans()):
-            rules[name] = [*rules[name], ("", draw(st.sampled_from([*names[names.index(name) + 1 :], "end"])))]
+            rules[name] = [
+                *rules[name],
+                ("", draw(st.sampled_from([*names[names.index(name) + 1 :], "end"]))),
+            ]
     return rules
 
 
@@ -80,7 +86,10 @@ def test_the_way_taken_its_usage_and_its_stream_are_those_of_the_rules(
     assert answer.text == outputs[expected[-1]] == streamed(events, graph)
     assert [event.step for event in events.of(StepChosen)] == [*expected, "end"]
     read = moa.prompt_of(expected[-1])
-    assert all(f"Draft {place}:\n{outputs[step]}" in read for place, step in enumerate(before(expected, graph), 1))
+    assert all(
+        f"Draft {place}:\n{outputs[step]}" in read
+        for place, step in enumerate(before(expected, graph), 1)
+    )
     assert not moa.running and len(moa.cache) == 0
 
 

@@ -7,14 +7,22 @@ import pytest
 
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.core.events import Degraded, ModelChosen, StepChosen
-from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
+from shell_router.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    EngineUnreachable,
+    PromptTooLong,
+)
 from shell_router.moa.executor import Executor
 from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
 from tests.fakes.scripted_engine import Gates, Script
 from tests.fakes.topologies import parse_steps
 
-TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml")
+TREE = parse_topology(
+    "name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml"
+)
 
 FIRST = """name: first
 start: quick
@@ -46,7 +54,11 @@ async def test_the_output_leads_to_another_step_whose_output_is_the_answer() -> 
     assert (answer.text, list(answer.agents)) == ("it is 2", ["quick", "careful"])
     assert sum(spent.completion_tokens for spent in answer.agents.values()) == 7
     assert chosen(events) == [("start", 1, "quick"), ("quick", 1, "careful"), ("careful", 1, "end")]
-    assert [event.why for event in events.of(StepChosen)] == ["always", "output matches 'unsure'", "always"]
+    assert [event.why for event in events.of(StepChosen)] == [
+        "always",
+        "output matches 'unsure'",
+        "always",
+    ]
     assert moa.prompt_of("careful") == "<user>How much?<assistant>"
 
 
@@ -70,9 +82,15 @@ steps: {together: {topology: tree}, alone: {model: small}}
         moa = ScriptedMoa({"together/root": "all of us"})
         answer = await moa.executor.run(steps(text), request, print)
         assert answer.text == "all of us"
-        assert list(answer.agents) == ["together/proposer-1", "together/proposer-2", "together/root"]
+        assert list(answer.agents) == [
+            "together/proposer-1",
+            "together/proposer-2",
+            "together/root",
+        ]
         assert "together/proposer-1 thinks" in moa.prompt_of("together/root")
-    assert list((await ScriptedMoa().executor.run(steps(text), ask("How?"), print)).agents) == ["alone"]
+    assert list((await ScriptedMoa().executor.run(steps(text), ask("How?"), print)).agents) == [
+        "alone"
+    ]
 
 
 async def test_a_tree_is_asked_the_same_in_a_step_as_on_its_own() -> None:
@@ -84,7 +102,9 @@ async def test_a_tree_is_asked_the_same_in_a_step_as_on_its_own() -> None:
         "  aggregator: {prompt: {slot: '[{agent} {index} {output}]'}}\n",
         source="t.yaml",
     )
-    whole = parse_steps("start: whole\nsteps: {whole: {topology: tree}}", source="f.yaml", topologies={"tree": tree})
+    whole = parse_steps(
+        "start: whole\nsteps: {whole: {topology: tree}}", source="f.yaml", topologies={"tree": tree}
+    )
     await alone.executor.run(tree, ask("Why?"), print)
     await inside.executor.run(whole, ask("Why?"), print)
     assert inside.prompt_of("whole/root") == alone.prompt_of("root")
@@ -105,14 +125,21 @@ steps:
     await moa.executor.run(steps(text), ask("why?"), print)
     assert moa.prompt_of("c") == "<user>Q why? [1 a: first {question}] [2 b: second] So<assistant>"
     await moa.executor.run(steps(text), ask("short?", run_id="other"), print)
-    assert moa.prompt_of("b") and any("Q short? [1 b: second] So" in prompt for prompt in prompts(moa, "large"))
+    assert moa.prompt_of("b") and any(
+        "Q short? [1 b: second] So" in prompt for prompt in prompts(moa, "large")
+    )
 
 
 def prompts(moa: ScriptedMoa, model: str) -> list[str]:
-    return [moa.tokenizers[model].decode(request.input_ids) for request in moa.engines[model].generated]
+    return [
+        moa.tokenizers[model].decode(request.input_ids) for request in moa.engines[model].generated
+    ]
 
 
-CONFIDENCE = "start: a\nsteps: {a: {model: small, then: [{when: {confidence_below: 0.5}, go: b}]}, b: {model: large}}"
+CONFIDENCE = (
+    "start: a\nsteps: {a: {model: small, then: [{when: {confidence_below: 0.5}, go: "
+    "b}]}, b: {model: large}}"
+)
 
 
 @pytest.mark.parametrize(("logprob", "ran"), [(-0.1, ["a"]), (-1.0, ["a", "b"])])
@@ -140,18 +167,28 @@ steps:
     request = ask(sampling={"sampling_seed": 3, "max_new_tokens": 7})
     await moa.executor.run(steps(text), request, print)
     (first,), (second,) = moa.engines["small"].generated, moa.engines["medium"].generated
-    assert first.sampling == {"sampling_seed": 3, "stream_interval": 32, "max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
+    assert first.sampling == {
+        "sampling_seed": 3,
+        "stream_interval": 32,
+        "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
+    }
     assert second.sampling == {"sampling_seed": 3, "max_new_tokens": 7, "stream_interval": 32}
 
 
-async def test_what_is_held_back_comes_in_large_pieces_and_the_last_step_as_its_client_asks() -> None:
+async def test_what_is_held_back_comes_in_large_pieces_and_the_last_step_as_its_client_asks() -> (
+    None
+):
     moa = ScriptedMoa({"quick": "unsure"})
-    text = FIRST.replace("quick: {model: small,", "quick: {model: small, sampling: {stream_interval: 2},")
+    text = FIRST.replace(
+        "quick: {model: small,", "quick: {model: small, sampling: {stream_interval: 2},"
+    )
     await moa.executor.run(steps(), ask(), print)
     await moa.executor.run(steps(text), ask(run_id="other"), print)
     asked = [request.sampling.get("stream_interval") for request in moa.engines["small"].generated]
     assert asked == [32, 2]
-    assert all("stream_interval" not in request.sampling for request in moa.engines["large"].generated)
+    assert all(
+        "stream_interval" not in request.sampling for request in moa.engines["large"].generated
+    )
 
 
 async def test_each_step_has_request_ids_of_which_none_begins_another() -> None:
@@ -184,7 +221,8 @@ classifiers:
 
 
 @pytest.mark.parametrize(
-    ("question", "step"), [("how much is three and two", "a"), ("now sing of ships", "b"), ("xyz", "c")]
+    ("question", "step"),
+    [("how much is three and two", "a"), ("now sing of ships", "b"), ("xyz", "c")],
 )
 async def test_the_example_most_like_the_question_decides(question: str, step: str) -> None:
     answer = await ScriptedMoa().executor.run(steps(CLASSES), ask(question), print)
@@ -205,7 +243,10 @@ classifiers: {mood: {examples: {glad: [so glad of it], sad: [so sad of it]}}}
 
 async def test_agents_that_are_given_other_outputs_are_asked_other_things() -> None:
     same = Prompt(slot=" <{agent}: {output}>")
-    given = {name: Agent(name, "small", prompt=same, given=((name, f"said {name}"),)) for name in ("a", "b")}
+    given = {
+        name: Agent(name, "small", prompt=same, given=((name, f"said {name}"),))
+        for name in ("a", "b")
+    }
     moa = ScriptedMoa()
     graph = Topology("t", {**given, "root": Agent("root", "large", ("a", "b"))})
     await moa.executor.run(graph, ask("q"), print)
@@ -236,9 +277,17 @@ async def test_examples_are_embedded_once_and_a_text_once_per_request() -> None:
     moa = ScriptedMoa()
     embedder = CountingEmbedder(moa)
     executor = with_embedder(moa, embedder)
-    runs = (executor.run(steps(CLASSES), ask("xyz", run_id=f"run{number}"), print) for number in range(3))
+    runs = (
+        executor.run(steps(CLASSES), ask("xyz", run_id=f"run{number}"), print)
+        for number in range(3)
+    )
     await asyncio.gather(*runs)
-    assert sorted(embedder.asked) == ["how much is one and two", "sing of the sea", "tell me a tale", *["xyz"] * 3]
+    assert sorted(embedder.asked) == [
+        "how much is one and two",
+        "sing of the sea",
+        "tell me a tale",
+        *["xyz"] * 3,
+    ]
 
 
 async def test_a_long_text_is_classified_by_its_beginning() -> None:
@@ -254,7 +303,9 @@ async def test_an_embedder_that_fails_lets_its_rules_not_hold_and_is_reported() 
     executor = with_embedder(moa, CountingEmbedder(moa, EngineUnreachable("the embedder is gone")))
     answer = await executor.run(steps(CLASSES), ask("how much is one and two"), events.emit)
     assert list(answer.agents) == ["c"]
-    assert [(event.what, event.error) for event in events.of(Degraded)] == [("classifier", "the embedder is gone")]
+    assert [(event.what, event.error) for event in events.of(Degraded)] == [
+        ("classifier", "the embedder is gone")
+    ]
 
 
 async def test_a_classifier_without_an_embedder_is_refused_by_its_name() -> None:
@@ -270,14 +321,19 @@ steps: {a: {model: small, then: [{when: {score_below: {small: 0.9, medium: 0.6}}
 
 
 @pytest.mark.parametrize(
-    ("small", "medium", "ran"), [(0.4, 0.9, ["b"]), (0.6, 0.5, ["a", "b"]), (0.6, 0.7, ["a"]), (0.95, 0.1, ["a"])]
+    ("small", "medium", "ran"),
+    [(0.4, 0.9, ["b"]), (0.6, 0.5, ["a", "b"]), (0.6, 0.7, ["a"]), (0.95, 0.1, ["a"])],
 )
-async def test_predicted_chances_of_being_right_decide(small: float, medium: float, ran: list[str]) -> None:
+async def test_predicted_chances_of_being_right_decide(
+    small: float, medium: float, ran: list[str]
+) -> None:
     predictor = FixedPredictor({"small": small, "medium": medium})
     moa, events = ScriptedMoa(predictor=predictor), Recorder()
     answer = await moa.executor.run(steps(SCORED), ask("Why not?"), events.emit)
     assert list(answer.agents) == ran
-    assert [(one.user, one.models) for one in predictor.asked if one.scored] == [("Why not?", ("small", "medium"))]
+    assert [(one.user, one.models) for one in predictor.asked if one.scored] == [
+        ("Why not?", ("small", "medium"))
+    ]
     assert not events.of(Degraded)
 
 
@@ -292,20 +348,26 @@ async def test_a_predictor_that_fails_lets_its_rules_not_hold_and_is_reported() 
 
 async def test_a_model_that_the_predictor_does_not_know_is_reported() -> None:
     moa, events = ScriptedMoa(predictor=FixedPredictor({"small": 0.1})), Recorder()
-    answer = await moa.executor.run(steps(SCORED.replace("small: 0.5", "other: 0.5")), ask(), events.emit)
+    answer = await moa.executor.run(
+        steps(SCORED.replace("small: 0.5", "other: 0.5")), ask(), events.emit
+    )
     assert list(answer.agents) == ["a"]
     assert events.of(Degraded)[0].error == "the router does not know other, medium"
 
 
 async def test_scores_without_a_predictor_are_refused_by_their_setting() -> None:
-    with pytest.raises(ConfigError, match=r"asks how probably small or medium would be right.*prediction\.scores"):
+    with pytest.raises(
+        ConfigError, match=r"asks how probably small or medium would be right.*prediction\.scores"
+    ):
         await ScriptedMoa().executor.run(steps(SCORED), ask(), print)
 
 
 # --- failures, limits, and being left
 
 
-async def test_what_is_refused_before_the_first_step_has_begun_is_refused_before_any_event() -> None:
+async def test_what_is_refused_before_the_first_step_has_begun_is_refused_before_any_event() -> (
+    None
+):
     events = Recorder()
     with pytest.raises(PromptTooLong):
         await ScriptedMoa(context_length=60).executor.run(steps(), ask("a " * 100), events.emit)
@@ -313,7 +375,10 @@ async def test_what_is_refused_before_the_first_step_has_begun_is_refused_before
 
 
 async def test_a_step_that_fails_fails_the_request() -> None:
-    moa, events = ScriptedMoa({"quick": "unsure", "careful": Script("x", error=EngineUnreachable("gone"))}), Recorder()
+    moa, events = (
+        ScriptedMoa({"quick": "unsure", "careful": Script("x", error=EngineUnreachable("gone"))}),
+        Recorder(),
+    )
     with pytest.raises(EngineUnreachable, match="gone"):
         await moa.executor.run(steps(), ask(), events.emit)
     assert not moa.running
@@ -340,9 +405,16 @@ async def test_a_request_that_is_left_leaves_nothing_running(at: str) -> None:
     assert len(moa.cache) == 0
 
 
-@pytest.mark.parametrize(("when", "off_loop"), [("matches: needle$", True), ("label: {kind: easy}", False)])
-async def test_patterns_are_compiled_and_looked_for_off_the_event_loop(when: str, off_loop: bool) -> None:
-    text = f"start: [{{when: {{{when}}}, go: a}}, {{go: b}}]\nsteps: {{a: {{model: small}}, b: {{model: large}}}}"
+@pytest.mark.parametrize(
+    ("when", "off_loop"), [("matches: needle$", True), ("label: {kind: easy}", False)]
+)
+async def test_patterns_are_compiled_and_looked_for_off_the_event_loop(
+    when: str, off_loop: bool
+) -> None:
+    text = (
+        f"start: [{{when: {{{when}}}, go: a}}, {{go: b}}]\nsteps: {{a: {{model: small}}, b: "
+        f"{{model: large}}}}"
+    )
     moa, events = ScriptedMoa(context_length=100_000), Recorder()
     asked = replace(ask("hay needle"), labels={"kind": "easy"})
     running = asyncio.create_task(moa.executor.run(steps(text), asked, events.emit))

@@ -31,16 +31,24 @@ def thinking(scripts: dict[str, Script | str]) -> ScriptedMoa:
     return ScriptedMoa(scripts, reasoning=REASONING_PARSERS["qwen3"])
 
 
-async def ask(moa: ScriptedMoa, topology: Topology, events: Recorder | None = None, **request: Any) -> Answer:
+async def ask(
+    moa: ScriptedMoa, topology: Topology, events: Recorder | None = None, **request: Any
+) -> Answer:
     asked = MoaRequest("r", "t", ({"role": "user", "content": "How many?"},), **request)
     return await moa.executor.run(topology, asked, (events or Recorder()).emit)
 
 
 async def test_readers_get_answers_alone_also_in_prefill_updates() -> None:
-    moa, events = thinking({"left": Script(SAID, piece_words=1), "right": SAID, "root": SAID}), Recorder()
+    moa, events = (
+        thinking({"left": Script(SAID, piece_words=1), "right": SAID, "root": SAID}),
+        Recorder(),
+    )
     answer = await ask(moa, tree(), events)
     large = moa.engines["large"]
-    prompts = [moa.tokenizers["large"].decode(one.input_ids) for one in (*large.prefilled, *large.generated)]
+    prompts = [
+        moa.tokenizers["large"].decode(one.input_ids)
+        for one in (*large.prefilled, *large.generated)
+    ]
     assert large.prefilled, "updates went out"
     assert not any(word in prompt for prompt in prompts for word in ("maybe", "think"))
     assert prompts[-1] == "<user>How many?It is seven.It is seven.\nSum up.<assistant>"
@@ -112,12 +120,18 @@ async def test_thinking_ends_at_its_limit_and_the_answer_follows() -> None:
 
 async def test_an_answer_that_the_limit_of_thinking_cut_goes_on() -> None:
     moa = thinking({})
-    scripts = iter([Script("<think>hm</think> It is", piece_words=1, reason="length"), Script(" seven.")])
+    scripts = iter(
+        [Script("<think>hm</think> It is", piece_words=1, reason="length"), Script(" seven.")]
+    )
     moa.engines["large"].answer = lambda _request: next(scripts)
     answer = await ask(moa, tree(max_thinking_tokens=11), sampling={"max_new_tokens": 50})
     first, second = moa.engines["large"].generated
     added = moa.tokenizers["large"].decode(second.input_ids[len(first.input_ids) :])
-    assert (added, answer.text, answer.reasoning) == ("<think>hm</think> It is", "It is seven.", "hm")
+    assert (added, answer.text, answer.reasoning) == (
+        "<think>hm</think> It is",
+        "It is seven.",
+        "hm",
+    )
 
 
 async def test_a_constraint_holds_for_the_answer_and_not_for_the_thinking() -> None:
@@ -141,7 +155,9 @@ async def test_a_fallback_whose_thinking_is_not_known_has_no_limit_of_it(of_requ
     assert (answer.text, answer.agents["root"].model) == ("Seven.", "medium")
 
 
-async def test_options_of_the_template_come_from_the_agent_and_for_the_root_from_the_request() -> None:
+async def test_options_of_the_template_come_from_the_agent_and_for_the_root_from_the_request() -> (
+    None
+):
     moa = thinking({})
     topology = tree(chat_template_kwargs={"enable_thinking": True, "style": "x"})
     await ask(moa, topology, chat_template_kwargs={"enable_thinking": False})

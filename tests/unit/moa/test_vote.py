@@ -22,7 +22,8 @@ SAYS_4, SAYS_5 = "2 plus 2 is 4 Answer: 4", "no idea at all Answer: 5"
 def panel(size: int = 3, more: str = "") -> Topology:
     """Samples of one model, and a root that votes."""
     return parse_topology(
-        f"tree: {{shape: [{size}, 1], models: [small], root: {{vote: majority}}}}\n{more}", source="panel.yaml"
+        f"tree: {{shape: [{size}, 1], models: [small], root: {{vote: majority}}}}\n{more}",
+        source="panel.yaml",
     )
 
 
@@ -46,8 +47,14 @@ async def test_the_answer_of_most_is_forwarded_and_no_model_is_asked_for_it() ->
     assert (answer.text, answer.reason) == (SAYS_4, "stop")
     assert answer.agents["root"] == AgentUsage("vote", 0, 0, 0, "skipped")
     (forwarded,) = events.of(AggregationSkipped)
-    assert (forwarded.agent, forwarded.text, forwarded.confidence) == ("root", SAYS_4, answer.confidence)
-    assert {agent_of(request) for request in moa.engines["small"].generated} == set(proposers("", "", ""))
+    assert (forwarded.agent, forwarded.text, forwarded.confidence) == (
+        "root",
+        SAYS_4,
+        answer.confidence,
+    )
+    assert {agent_of(request) for request in moa.engines["small"].generated} == set(
+        proposers("", "", "")
+    )
 
 
 async def test_nothing_is_predicted_of_an_agent_that_votes() -> None:
@@ -56,10 +63,17 @@ async def test_nothing_is_predicted_of_an_agent_that_votes() -> None:
 
 
 async def test_a_decided_vote_cuts_the_voters_that_are_left() -> None:
-    moa, events = ScriptedMoa(proposers(*[SAYS_4] * 3), pace=Gates("proposer-4", "proposer-5").pace), Recorder()
+    moa, events = (
+        ScriptedMoa(proposers(*[SAYS_4] * 3), pace=Gates("proposer-4", "proposer-5").pace),
+        Recorder(),
+    )
     answer = await moa.executor.run(panel(5), ask(), events.emit)
     assert answer.text == SAYS_4
-    assert Counter(one.state for one in answer.agents.values()) == {"finished": 3, "unneeded": 2, "skipped": 1}
+    assert Counter(one.state for one in answer.agents.values()) == {
+        "finished": 3,
+        "unneeded": 2,
+        "skipped": 1,
+    }
     assert {event.agent for event in events.of(AgentStopped)} == {"proposer-4", "proposer-5"}
     assert moa.aborted == {"proposer-4", "proposer-5"}
     assert not moa.running
@@ -67,7 +81,10 @@ async def test_a_decided_vote_cuts_the_voters_that_are_left() -> None:
 
 async def test_a_vote_waits_while_another_answer_could_win() -> None:
     gates = Gates("proposer-3", "proposer-4")
-    moa, events = ScriptedMoa(proposers(SAYS_4, SAYS_4, SAYS_5, SAYS_5), pace=gates.pace), Recorder()
+    moa, events = (
+        ScriptedMoa(proposers(SAYS_4, SAYS_4, SAYS_5, SAYS_5), pace=gates.pace),
+        Recorder(),
+    )
     run = asyncio.create_task(moa.executor.run(panel(4), ask(), events.emit))
     await events.until(lambda r: len(r.of(AgentFinished)) == 2)
     assert not events.of(AggregationSkipped)
@@ -91,17 +108,24 @@ async def test_updates_of_a_votes_reader_are_prefixes_of_its_prompt() -> None:
     moa = ScriptedMoa({**proposers(*[long] * 9), "root": "4"})
     await moa.executor.run(read_vote(), ask("Why?"), print)
     whole, tokenizer = moa.prompt_of("root"), moa.tokenizers["small"]
-    assert all(whole.startswith(tokenizer.decode(update.input_ids)) for update in moa.engines["small"].prefilled)
+    assert all(
+        whole.startswith(tokenizer.decode(update.input_ids))
+        for update in moa.engines["small"].prefilled
+    )
 
 
 async def test_a_voter_that_another_agent_reads_too_goes_on() -> None:
     graph = parse_topology(
         "agents:\n  a: {}\n  b: {}\n  c: {}\n  most: {vote: majority, precursors: [a, b, c]}\n"
-        "  other: {precursors: [c]}\n  root: {precursors: [most, other]}\ndefaults: {model: small}\n",
+        "  other: {precursors: [c]}\n  root: {precursors: [most, other]}\ndefaults: {model: "
+        "small}\n",
         source="graph.yaml",
     )
     gates = Gates("c")
-    moa, events = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_5, "root": "so"}, pace=gates.pace), Recorder()
+    moa, events = (
+        ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_5, "root": "so"}, pace=gates.pace),
+        Recorder(),
+    )
     run = asyncio.create_task(moa.executor.run(graph, ask(), events.emit))
     await events.until(lambda r: bool(r.of(AggregationSkipped)))
     gates.open("c")
@@ -120,7 +144,9 @@ async def test_an_output_cut_at_its_limit_is_forwarded_only_if_there_is_no_other
 async def test_failed_voters_have_no_vote_and_a_vote_of_none_fails() -> None:
     gone = Script("Answer: 5", error=EngineUnreachable("gone."))
     drop = "on_failure: drop\n"
-    answer = await ScriptedMoa(proposers(gone, gone, SAYS_4)).executor.run(panel(3, drop), ask(), print)
+    answer = await ScriptedMoa(proposers(gone, gone, SAYS_4)).executor.run(
+        panel(3, drop), ask(), print
+    )
     assert answer.text == SAYS_4
     with pytest.raises(AgentFailed, match="'root' has no output to count"):
         await ScriptedMoa(proposers(gone, gone, gone)).executor.run(panel(3, drop), ask(), print)
@@ -129,7 +155,9 @@ async def test_failed_voters_have_no_vote_and_a_vote_of_none_fails() -> None:
 async def test_the_clients_length_and_form_hold_for_those_whose_output_may_be_the_answer() -> None:
     sampling = {"max_new_tokens": 7, "stop": ["x"], "temperature": 0.1}
     moa = ScriptedMoa(proposers(SAYS_4, SAYS_4, SAYS_4))
-    await moa.executor.run(panel(more="defaults: {sampling: {temperature: 0.8}}"), ask(sampling=sampling), print)
+    await moa.executor.run(
+        panel(more="defaults: {sampling: {temperature: 0.8}}"), ask(sampling=sampling), print
+    )
     asked = moa.engines["small"].generated[0].sampling
     assert (asked["max_new_tokens"], asked["stop"], asked["temperature"]) == (7, ["x"], 0.8)
     await moa.executor.run(read_vote(), ask(sampling=sampling, run_id="second"), print)
@@ -150,7 +178,10 @@ async def test_votes_that_a_cluster_judges_in_flight_end_it() -> None:
 
 
 async def test_a_cancelled_vote_leaves_nothing_running() -> None:
-    moa, events = ScriptedMoa(proposers(SAYS_4), pace=Gates("proposer-2", "proposer-3").pace), Recorder()
+    moa, events = (
+        ScriptedMoa(proposers(SAYS_4), pace=Gates("proposer-2", "proposer-3").pace),
+        Recorder(),
+    )
     run = asyncio.create_task(moa.executor.run(panel(), ask(), events.emit))
     await events.until(lambda r: bool(r.of(AgentFinished)))
     run.cancel()
@@ -167,7 +198,9 @@ async def test_an_exit_of_a_layer_ends_the_branches_that_it_leaves_nothing_to_re
     )
     assert [len(cluster.agents) for cluster in tree.clusters] == [9, 3]
     waiting = [f"proposer-{n}" for n in range(2, 10)]
-    moa = ScriptedMoa({"proposer-1": SAYS_4, "aggregator-1": "4", "root": "so 4"}, pace=Gates(*waiting).pace)
+    moa = ScriptedMoa(
+        {"proposer-1": SAYS_4, "aggregator-1": "4", "root": "so 4"}, pace=Gates(*waiting).pace
+    )
     answer = await moa.executor.run(tree, ask(), print)
     assert answer.text == "so 4"
     assert {name for name, one in answer.agents.items() if one.state == "finished"} == {
@@ -176,7 +209,9 @@ async def test_an_exit_of_a_layer_ends_the_branches_that_it_leaves_nothing_to_re
         "root",
     }
     assert {answer.agents[one].state for one in ("aggregator-2", *waiting)} == {"early_exit"}
-    assert tree.clusters[0].early_exit == EarlyExit("threshold", threshold=0, scope="layer", min_completed=1)
+    assert tree.clusters[0].early_exit == EarlyExit(
+        "threshold", threshold=0, scope="layer", min_completed=1
+    )
 
 
 async def test_a_vote_does_not_wait_for_the_judgement_of_its_voters() -> None:

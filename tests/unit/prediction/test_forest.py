@@ -15,13 +15,21 @@ TARGETS = np.round(np.exp(ROWS[:, 0] + RNG.normal(size=300)) * 10)
 
 @pytest.mark.parametrize("leaf", [1, 5, 40])
 def test_medians_are_the_librarys(leaf: int) -> None:
-    fitted = RandomForestQuantileRegressor(20, min_samples_leaf=leaf, max_samples_leaf=None, random_state=0)
+    fitted = RandomForestQuantileRegressor(
+        20, min_samples_leaf=leaf, max_samples_leaf=None, random_state=0
+    )
     fitted.fit(ROWS, TARGETS)
     fresh = RNG.normal(size=(50, 6)).astype(np.float32)
-    assert exported(fitted).medians(fresh) == pytest.approx(list(fitted.predict(fresh, quantiles=0.5)))
+    assert exported(fitted).medians(fresh) == pytest.approx(
+        list(fitted.predict(fresh, quantiles=0.5))
+    )
 
 
-TEXTS = ["Tom has 12 pens and buys more pens", "Amy has apples", "Kim has 45 stamps. Amy has 8 times as many."] * 3
+TEXTS = [
+    "Tom has 12 pens and buys more pens",
+    "Amy has apples",
+    "Kim has 45 stamps. Amy has 8 times as many.",
+] * 3
 
 
 def test_sketches_are_scikit_learns() -> None:

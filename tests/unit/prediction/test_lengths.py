@@ -51,7 +51,9 @@ def test_the_total_is_what_an_agent_and_all_that_follow_it_wrote(tmp_path: Path)
 
 
 def test_a_program_that_did_not_end_is_not_whole(tmp_path: Path) -> None:
-    folder = write(tmp_path / "one.jsonl", line("p", "a", 1), line("p", "b", 1, reads=["a"], state="failed")).parent
+    folder = write(
+        tmp_path / "one.jsonl", line("p", "a", 1), line("p", "b", 1, reads=["a"], state="failed")
+    ).parent
     assert [run.whole for run in read_traces([folder])] == [False, False]
 
 
@@ -64,7 +66,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, wrong: bytes) -> None:
 
 
 def runs(count: int, seed: int = 0) -> list[TracedRun]:
-    """Programs whose questions name how much will be written; the large model writes twice as much."""
+    """Programs whose questions name how much will be written; the large model writes twice as
+    much."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -72,7 +75,11 @@ def runs(count: int, seed: int = 0) -> list[TracedRun]:
         tokens = size * 20 * (1 + (model == "large")) + rng.randint(0, 5)
         text = f"please write {'many ' * size} lines"
         prospect = Prospect("w", "1", text, 0, size, rng.randint(1, 9), (model,), scored=False)
-        made.append(TracedRun(str(number), prospect, model, tokens, 2 * tokens, 10, rng.random(), whole=True))
+        made.append(
+            TracedRun(
+                str(number), prospect, model, tokens, 2 * tokens, 10, rng.random(), whole=True
+            )
+        )
     return made
 
 
@@ -86,11 +93,24 @@ def test_what_was_learned_orders_unseen_programs_better_than_arrival_and_input()
 def test_a_saved_predictor_tells_the_same(tmp_path: Path) -> None:
     model, _ = train_lengths(runs(100))
     model.save(tmp_path / "lengths")
-    asked = [Prospect("w", "1", "please write many many lines", 0, 2, 5, ("small", "large", "unknown"), scored=False)]
+    asked = [
+        Prospect(
+            "w",
+            "1",
+            "please write many many lines",
+            0,
+            2,
+            5,
+            ("small", "large", "unknown"),
+            scored=False,
+        )
+    ]
     predicted = LengthModel.load(tmp_path / "lengths").answers(asked)
     assert predicted == model.answers(asked)
     assert set(predicted[0]["own_tokens"]) == {"small", "large"}
-    assert predicted[0]["total_tokens"]["large"] == pytest.approx(2 * predicted[0]["own_tokens"]["large"], rel=0.2)
+    assert predicted[0]["total_tokens"]["large"] == pytest.approx(
+        2 * predicted[0]["own_tokens"]["large"], rel=0.2
+    )
 
 
 def test_models_that_training_did_not_meet_get_no_prediction() -> None:
@@ -100,7 +120,11 @@ def test_models_that_training_did_not_meet_get_no_prediction() -> None:
 
 def test_without_texts_the_counts_alone_are_learned() -> None:
     bare = [
-        TracedRun(one.program, Prospect("w", "1", "", 0, one.prospect.user_tokens, 1, (one.model,), False), *rest)
+        TracedRun(
+            one.program,
+            Prospect("w", "1", "", 0, one.prospect.user_tokens, 1, (one.model,), False),
+            *rest,
+        )
         for one in runs(100)
         for rest in [(one.model, one.own_tokens, one.total_tokens, 10, one.arrived_s, True)]
     ]
@@ -114,7 +138,9 @@ def test_too_few_programs_are_refused() -> None:
         train_lengths(runs(5))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # scikit-learn's share of one text's variance
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered"
+)  # scikit-learn's share of one text's variance
 def test_the_largest_held_out_share_leaves_a_program_to_learn_from() -> None:
     _, scores = train_lengths(runs(10), held_out=0.98)
     assert sum(score.runs for score in scores) > 0
@@ -135,9 +161,12 @@ def test_a_folder_of_another_form_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("predicted", "distance"), [([1, 2, 3], 0.0), ([3, 2, 1], 1.0), ([5, 5, 5], 0.5), ([1, 3, 2], 1 / 3)]
+    ("predicted", "distance"),
+    [([1, 2, 3], 0.0), ([3, 2, 1], 1.0), ([5, 5, 5], 0.5), ([1, 3, 2], 1 / 3)],
 )
-def test_the_distance_counts_pairs_in_the_wrong_order(predicted: list[float], distance: float) -> None:
+def test_the_distance_counts_pairs_in_the_wrong_order(
+    predicted: list[float], distance: float
+) -> None:
     assert kendall_distance(predicted, [1, 2, 3]) == pytest.approx(distance)
 
 

@@ -10,7 +10,14 @@ from shell_router.cli import main
 from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError
 from shell_router.prediction.files import Vectors
-from shell_router.prediction.scores import ENCODER, Graded, Head, ScoreModel, load_scores, save_scores
+from shell_router.prediction.scores import (
+    ENCODER,
+    Graded,
+    Head,
+    ScoreModel,
+    load_scores,
+    save_scores,
+)
 from shell_router.prediction.teaching import (
     Lessons,
     TuningSettings,
@@ -42,13 +49,19 @@ def test_a_head_tells_who_will_be_right() -> None:
 
 
 def test_a_model_that_is_always_right_has_a_high_score_everywhere() -> None:
-    taught = Lessons(("a", "b", "c"), ("small", "large"), np.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]))
+    taught = Lessons(
+        ("a", "b", "c"), ("small", "large"), np.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    )
     assert (fit_head(VECTORS[:3], taught).scores(VECTORS)[:, 0] > 0.7).all()
 
 
 def test_answers_are_gathered_by_question_and_model() -> None:
-    answers = [Graded(f"q{n}", model, right=n % 2 == 0) for n in range(30) for model in ("small", "large")]
-    found = lessons_of([*answers, Graded("q0", "small", right=False), Graded("new", "small", right=True)])
+    answers = [
+        Graded(f"q{n}", model, right=n % 2 == 0) for n in range(30) for model in ("small", "large")
+    ]
+    found = lessons_of(
+        [*answers, Graded("q0", "small", right=False), Graded("new", "small", right=True)]
+    )
     assert found.models == ("small", "large")
     assert found.right[0].tolist() == [0.5, 1.0]
     assert np.isnan(found.right[found.questions.index("new"), 1])
@@ -58,7 +71,15 @@ def test_answers_are_gathered_by_question_and_model() -> None:
 def test_options_of_fine_tuning_are_refused_without_it(
     option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", "router", "graded.jsonl", "--data", "questions.jsonl", "--out", str(tmp_path / "out")]
+    arguments = [
+        "train",
+        "router",
+        "graded.jsonl",
+        "--data",
+        "questions.jsonl",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main([*arguments, *option]) == 2
     assert "--epochs and --learning-rate go with --tune" in capsys.readouterr().err
 
@@ -81,8 +102,13 @@ def test_held_out_questions_are_not_learned_from() -> None:
 
 def test_known_models_that_were_asked_for_get_scores() -> None:
     head = Head(("small", "large"), np.array([[1.0, -1.0]]), np.zeros(2))
-    model = ScoreModel(lambda texts: np.array([[len(text)] for text in texts], dtype=np.float32), head)
-    asked = [Prospect("w", "1", text, 0, 0, 0, ("large", "huge"), scored=True) for text in ("", "long", "")]
+    model = ScoreModel(
+        lambda texts: np.array([[len(text)] for text in texts], dtype=np.float32), head
+    )
+    asked = [
+        Prospect("w", "1", text, 0, 0, 0, ("large", "huge"), scored=True)
+        for text in ("", "long", "")
+    ]
     scores = [answer["scores"] for answer in model.answers(asked)]
     assert [set(one) for one in scores] == [{"large"}] * 3
     assert scores[0]["large"] == scores[2]["large"] == pytest.approx(0.5)
@@ -92,7 +118,15 @@ def test_known_models_that_were_asked_for_get_scores() -> None:
 def tiny_encoder(folder: Path) -> Path:
     """A BERT of random weights that knows its letters."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789?"
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+    ]
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=32).save_pretrained(folder)
@@ -109,7 +143,9 @@ def tiny_encoder(folder: Path) -> Path:
 
 
 def tiny_decoder(folder: Path) -> Path:
-    """A decoder of random weights with the tiny models' tokenizer, which puts no token before a text."""
+    """A decoder of random weights with the tiny models' tokenizer, which puts no token before a
+    text.
+    """
     size = Size(32, 1, heads=2, kv_heads=1, inner=64, learning_rate=0.0, solve_tokens=0)
     tokenizer = make_tokenizer()
     save(make_network(size, tokenizer, seed=0), tokenizer, folder)
@@ -147,7 +183,9 @@ def test_a_frozen_folder_is_found_again_when_both_are_moved(tmp_path: Path) -> N
     moved.mkdir()
     for name in ("bert", "out"):
         (tmp_path / name).rename(moved / name)
-    assert load_scores(moved / "out", device="cpu", threads=1).scores(["item 7?"]) == pytest.approx(before)
+    assert load_scores(moved / "out", device="cpu", threads=1).scores(["item 7?"]) == pytest.approx(
+        before
+    )
 
 
 def test_an_encoder_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -158,5 +196,16 @@ def test_an_encoder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_fine_tuning_writes_weights_that_hold_no_code(tmp_path: Path) -> None:
     encoder = tiny_encoder(tmp_path / "bert")
-    fine_tune(str(encoder), separable(), TuningSettings(epochs=1), tmp_path / ENCODER, device="cpu", threads=1)
-    assert {file.suffix for file in (tmp_path / ENCODER).iterdir()} <= {".json", ".safetensors", ".txt"}
+    fine_tune(
+        str(encoder),
+        separable(),
+        TuningSettings(epochs=1),
+        tmp_path / ENCODER,
+        device="cpu",
+        threads=1,
+    )
+    assert {file.suffix for file in (tmp_path / ENCODER).iterdir()} <= {
+        ".json",
+        ".safetensors",
+        ".txt",
+    }

@@ -32,13 +32,17 @@ def slot(dispatcher: Dispatcher[str], features: RoutingFeatures) -> EngineSlot[s
 
 def sums(living: list[Expected]) -> tuple[int, int, int, int]:
     """Requests, prompt tokens to be prefilled, output tokens to be written, tokens held."""
-    prefill = sum(one.asked.new_tokens for one in living if not one.prefilled and one.asked.prefills)
+    prefill = sum(
+        one.asked.new_tokens for one in living if not one.prefilled and one.asked.prefills
+    )
     output = sum(max(0, one.asked.output_tokens - sum(one.written)) for one in living)
     held = sum(one.asked.prompt_tokens * one.prefilled + sum(one.written) for one in living)
     return len(living), prefill, output, held
 
 
-@given(data=st.data(), requests=st.lists(st.tuples(TOKENS, TOKENS, TOKENS, st.booleans()), max_size=8))
+@given(
+    data=st.data(), requests=st.lists(st.tuples(TOKENS, TOKENS, TOKENS, st.booleans()), max_size=8)
+)
 def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
     data: st.DataObject, requests: list[tuple[int, int, int, bool]]
 ) -> None:
@@ -48,7 +52,9 @@ def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
         asked = RoutingFeatures(max(1, prompt), new, output, prefills=prefills)
         living.append(Expected(asked, slot(dispatcher, asked)))
     ended: list[Expected] = []
-    for step in data.draw(st.lists(st.tuples(st.sampled_from("pwe"), st.integers(0, 7), st.integers(1, 300)))):
+    for step in data.draw(
+        st.lists(st.tuples(st.sampled_from("pwe"), st.integers(0, 7), st.integers(1, 300)))
+    ):
         what, index, tokens = step
         if not living:
             break
@@ -70,7 +76,9 @@ def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
             gone.entry.close()
             gone.entry.wrote(5)
             gone.entry.prefilled()
-        assert (load.running, load.prefill_tokens, load.output_tokens, load.held_tokens) == sums(living)
+        assert (load.running, load.prefill_tokens, load.output_tokens, load.held_tokens) == sums(
+            living
+        )
     for one in living:
         one.entry.close()
     assert (load.running, load.updates, load.tokens) == (0, 0, 0)
@@ -86,7 +94,10 @@ def test_a_request_that_writes_more_than_expected_owes_nothing() -> None:
 
 def test_updates_are_counted_apart() -> None:
     dispatcher = tracked()
-    load, entry = dispatcher.tracked[0].load, slot(dispatcher, RoutingFeatures(10, 3, 0, update=True))
+    load, entry = (
+        dispatcher.tracked[0].load,
+        slot(dispatcher, RoutingFeatures(10, 3, 0, update=True)),
+    )
     assert (load.running, load.updates, load.prefill_tokens) == (1, 1, 3)
     entry.close()
     assert (load.running, load.updates, load.tokens) == (0, 0, 0)

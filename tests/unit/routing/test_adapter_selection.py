@@ -2,24 +2,39 @@
 
 import pytest
 
-from shell_router.routing.engine_selection import POLICIES, SCORERS, Scene, SelectionSettings, choose, with_adapter
+from shell_router.routing.engine_selection import (
+    POLICIES,
+    SCORERS,
+    Scene,
+    SelectionSettings,
+    choose,
+    with_adapter,
+)
 from shell_router.routing.placement import ChoiceMemory, EngineState, RoutingFeatures
 
 WANTED = RoutingFeatures(adapter="algebra")
 
 
 def engines(*running: int, having: tuple[int, ...]) -> list[EngineState]:
-    return [EngineState(at, running=count, has_adapter=at in having) for at, count in enumerate(running)]
+    return [
+        EngineState(at, running=count, has_adapter=at in having) for at, count in enumerate(running)
+    ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_engine_that_has_the_adapter_is_chosen_whatever_the_policy(policy: str) -> None:
-    choice = choose(Scene(WANTED, engines(0, 1, 0, having=(1,)), ChoiceMemory(1.0), SelectionSettings(policy), 0.0))
+    choice = choose(
+        Scene(
+            WANTED, engines(0, 1, 0, having=(1,)), ChoiceMemory(1.0), SelectionSettings(policy), 0.0
+        )
+    )
     assert (choice.index, policy == "scored" or choice.why == "has_adapter") == (1, True)
 
 
 def test_of_several_that_have_it_the_policy_chooses() -> None:
-    choice = choose(Scene(WANTED, engines(0, 5, 3, having=(1, 2)), ChoiceMemory(1.0), SelectionSettings(), 0.0))
+    choice = choose(
+        Scene(WANTED, engines(0, 5, 3, having=(1, 2)), ChoiceMemory(1.0), SelectionSettings(), 0.0)
+    )
     assert (choice.index, choice.why) == (2, "fewest_requests")
 
 

@@ -31,7 +31,9 @@ def test_an_open_breaker_lets_one_request_through_per_interval() -> None:
     assert breaker.wait_s(15.0) == 0.0
     breaker.tried(15.0)
     assert breaker.wait_s(15.0) == 5.0, "a second request went with the first"
-    assert breaker.wait_s(20.0) == 0.0, "a trial that never came back keeps the server away for ever"
+    assert breaker.wait_s(20.0) == 0.0, (
+        "a trial that never came back keeps the server away for ever"
+    )
 
 
 def test_one_success_closes_it() -> None:

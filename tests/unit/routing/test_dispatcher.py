@@ -1,4 +1,6 @@
-"""Who gets which engine, and when: the dispatcher with engines that are mere names, under a virtual clock."""
+"""Who gets which engine, and when: the dispatcher with engines that are mere names, under a virtual
+clock.
+"""
 
 import asyncio
 import random
@@ -54,7 +56,14 @@ def virtually(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 def nothing_on(load: EngineState) -> bool:
     return not any(
-        (load.running, load.updates, load.prefill_tokens, load.output_tokens, load.held_tokens, load.waiting)
+        (
+            load.running,
+            load.updates,
+            load.prefill_tokens,
+            load.output_tokens,
+            load.held_tokens,
+            load.waiting,
+        )
     ) and (load.waiting_tokens == 0)
 
 
@@ -108,7 +117,9 @@ async def test_a_prompt_that_grows_for_one_adapter_has_no_home_for_another() -> 
 
 
 @virtually
-async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_others_pass() -> None:
+async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_others_pass() -> (
+    None
+):
     at = dispatcher()
     first = await engine_slot(at, wanted(affinity="tree"))
     other = await engine_slot(at, wanted())
@@ -125,7 +136,9 @@ async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_
 
 
 @virtually
-async def test_a_clients_routing_key_chooses_the_engine_of_one_tenant_and_counts_every_prompt_in_full() -> None:
+async def test_a_clients_routing_key_chooses_the_engine_of_one_tenant_and_counts_every_prompt_in_full() -> (
+    None
+):
     at = dispatcher(QueueSettings(), engines=3)
     slots = [
         await engine_slot(at, PlacementRequest(2000, affinity="1", hints=Hints(user)))
@@ -211,7 +224,10 @@ async def test_of_those_that_wait_only_one_probes_an_engine_that_failed() -> Non
     await asyncio.sleep(6.0)  # the breaker of engine 0 allows a probe again
     held[0].close()
     await soon()
-    assert sorted(task.result().engine for task in waiting if task.done()) == ["engine 0", "engine 1"]
+    assert sorted(task.result().engine for task in waiting if task.done()) == [
+        "engine 0",
+        "engine 1",
+    ]
     at.tracked[0].breaker.succeeded()
     held[1].close()
     assert [(await task).engine for task in waiting].count("engine 0") == 2
@@ -299,7 +315,9 @@ async def test_requests_that_share_a_long_prefix_meet_on_one_engine() -> None:
     shared = list(range(640))
 
     async def ask(*more: int) -> EngineSlot[str]:
-        return await engine_slot(at, PlacementRequest(len(shared) + 1, ids=[*shared, *more], max_output_tokens=1))
+        return await engine_slot(
+            at, PlacementRequest(len(shared) + 1, ids=[*shared, *more], max_output_tokens=1)
+        )
 
     first = await ask(1)
     first.wrote(1)
@@ -328,7 +346,9 @@ def given_a_slot(at: Dispatcher[str], **hints: object) -> EngineSlot[str]:
 
 @pytest.mark.parametrize("busiest", [0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_one_user_among_ten_never_holds_more_than_a_bounded_share_of_an_engine(busiest: float, seed: int) -> None:
+def test_one_user_among_ten_never_holds_more_than_a_bounded_share_of_an_engine(
+    busiest: float, seed: int
+) -> None:
     at, draw, running = without_a_queue(), random.Random(seed), list[tuple[str, EngineSlot[str]]]()
     for _ in range(400):
         user = "user 0" if draw.random() < busiest else f"user {draw.randrange(10)}"
@@ -337,7 +357,9 @@ def test_one_user_among_ten_never_holds_more_than_a_bounded_share_of_an_engine(b
         here = [whose for whose, other in running if other.engine == slot.engine]
         bound = ceil(1.5 * len(running) / ENGINES)
         assert here.count(user) <= bound
-        assert slot.why == "turn" or len(here) <= bound, "but for users that come for the first time"
+        assert slot.why == "turn" or len(here) <= bound, (
+            "but for users that come for the first time"
+        )
         while running and draw.random() < 0.45:
             running.pop(draw.randrange(len(running)))[1].close()
     assert at.choices["user_affinity"] > 100, "and yet users come back to their engines"
@@ -353,7 +375,10 @@ def test_one_tenants_requests_go_to_one_engine_as_long_as_it_has_its_share() -> 
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["ask", "cancel", "prefilled", "write", "complete", "fail"]), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["ask", "cancel", "prefilled", "write", "complete", "fail"]),
+        st.integers(0, 9),
+    ),
     max_size=60,
 )
 
@@ -370,8 +395,14 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
         for number, (what, which) in enumerate(steps):
             had = [task.result() for task in tasks if task.done() and not task.cancelled()]
             if what == "ask":
-                one = PlacementRequest(10 * (1 + which), update=which == 3, affinity="a" if which > 7 else None)
-                tasks.append(asyncio.create_task(engine_slot(at, replace(one, hints=Hints(f"u{which}", f"p{number}")))))
+                one = PlacementRequest(
+                    10 * (1 + which), update=which == 3, affinity="a" if which > 7 else None
+                )
+                tasks.append(
+                    asyncio.create_task(
+                        engine_slot(at, replace(one, hints=Hints(f"u{which}", f"p{number}")))
+                    )
+                )
             elif what == "cancel" and tasks:
                 tasks[which % len(tasks)].cancel()
             elif had:
@@ -379,7 +410,9 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
             await soon()
             for candidate in at.tracked:
                 assert candidate.load.running - candidate.load.updates <= 2
-        while any(not task.done() for task in tasks):  # requests with a slot leave: all others get theirs
+        while any(
+            not task.done() for task in tasks
+        ):  # requests with a slot leave: all others get theirs
             for task in tasks:
                 if task.done() and not task.cancelled():
                     task.result().close()

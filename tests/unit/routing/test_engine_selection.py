@@ -5,8 +5,19 @@ import pytest
 
 from shell_router.core.engine import Hints
 from shell_router.errors import ConfigError
-from shell_router.routing.engine_selection import POLICIES, GimbalThresholds, Scene, SelectionSettings
-from shell_router.routing.placement import Choice, ChoiceMemory, EngineReport, EngineState, RoutingFeatures
+from shell_router.routing.engine_selection import (
+    POLICIES,
+    GimbalThresholds,
+    Scene,
+    SelectionSettings,
+)
+from shell_router.routing.placement import (
+    Choice,
+    ChoiceMemory,
+    EngineReport,
+    EngineState,
+    RoutingFeatures,
+)
 
 SETTINGS = SelectionSettings()
 ALICE = RoutingFeatures(100, 100, 50, Hints(user="alice"))
@@ -26,7 +37,8 @@ def chosen(
 def reporting(*states: tuple[float, int]) -> list[EngineState]:
     """Engines that just reported their KV usage and their tokens."""
     return [
-        EngineState(index, reported=EngineReport(usage, tokens, 0, 0)) for index, (usage, tokens) in enumerate(states)
+        EngineState(index, reported=EngineReport(usage, tokens, 0, 0))
+        for index, (usage, tokens) in enumerate(states)
     ]
 
 
@@ -40,7 +52,11 @@ def with_home(index: int, at_s: float = 0.0) -> ChoiceMemory:
 
 
 def test_the_fewest_requests_win_those_held_back_included() -> None:
-    engines = [EngineState(0, running=3), EngineState(1, running=1, waiting=4), EngineState(2, running=4)]
+    engines = [
+        EngineState(0, running=3),
+        EngineState(1, running=1, waiting=4),
+        EngineState(2, running=4),
+    ]
     assert chosen("least_running", engines) == Choice(0, "fewest_requests")
 
 
@@ -50,7 +66,11 @@ def test_between_equals_the_one_that_was_chosen_longest_ago_is_next() -> None:
 
 
 def test_round_robin_goes_on_with_each_choice() -> None:
-    engines, memory, turns = [EngineState(0), EngineState(1, running=99), EngineState(2)], ChoiceMemory(300.0), []
+    engines, memory, turns = (
+        [EngineState(0), EngineState(1, running=99), EngineState(2)],
+        ChoiceMemory(300.0),
+        [],
+    )
     for _ in range(4):
         turns.append(chosen("round_robin", engines, memory=memory).index)
         memory.note(ALICE, turns[-1], 0.0)
@@ -69,7 +89,9 @@ def test_full_kv_and_a_difference_send_to_the_lowest_usage() -> None:
     assert chosen("gimbal", reporting((0.95, 100), (0.84, 9000))) == Choice(1, "lowest_kv_usage")
 
 
-def test_full_kv_everywhere_sends_to_the_lowest_load_where_loads_differ_by_more_than_theta() -> None:
+def test_full_kv_everywhere_sends_to_the_lowest_load_where_loads_differ_by_more_than_theta() -> (
+    None
+):
     assert chosen("gimbal", reporting((0.95, 9001), (0.9, 6000))) == Choice(1, "lowest_load")
     assert chosen("gimbal", reporting((0.95, 9000), (0.9, 6000))) == Choice(0, "turn")
 
@@ -93,15 +115,24 @@ def test_an_expired_affinity_is_none() -> None:
 
 
 def test_an_affinity_to_an_engine_that_is_not_there_is_none() -> None:
-    assert chosen("gimbal", reporting((0.5, 0), (0.5, 0))[:1], memory=with_home(1)) == Choice(0, "turn")
+    assert chosen("gimbal", reporting((0.5, 0), (0.5, 0))[:1], memory=with_home(1)) == Choice(
+        0, "turn"
+    )
 
 
-def test_users_of_a_tenant_have_homes_of_their_own_and_those_of_two_tenants_never_share_one() -> None:
+def test_users_of_a_tenant_have_homes_of_their_own_and_those_of_two_tenants_never_share_one() -> (
+    None
+):
     engines, memory = reporting((0.5, 0), (0.5, 0)), ChoiceMemory(300.0)
     known = replace(ALICE, hints=Hints("alice", end_user="ann"))
     memory.note(known, 1, 0.0)
     assert chosen("gimbal", engines, known, memory) == Choice(1, "user_affinity")
-    for other in (Hints("alice", end_user="ben"), Hints("alice"), Hints("bob", end_user="ann"), Hints(None)):
+    for other in (
+        Hints("alice", end_user="ben"),
+        Hints("alice"),
+        Hints("bob", end_user="ann"),
+        Hints(None),
+    ):
         assert chosen("gimbal", engines, replace(ALICE, hints=other), memory).why == "turn"
 
 
@@ -109,7 +140,9 @@ def test_users_of_a_tenant_have_homes_of_their_own_and_those_of_two_tenants_neve
 def test_a_user_leaves_an_engine_that_has_its_share_of_all_requests(running: int, why: str) -> None:
     engines = reporting((0.5, 0), (0.5, 0))
     engines[0] = replace(engines[0], running=running - 1, waiting=1)
-    engines[1] = replace(engines[1], running=2)  # 1.5 times the mean, with the new one, rounded up, is 9
+    engines[1] = replace(
+        engines[1], running=2
+    )  # 1.5 times the mean, with the new one, rounded up, is 9
     assert chosen("gimbal", engines, memory=with_home(0)) == Choice(int(why == "home_busy"), why)
 
 
@@ -132,20 +165,31 @@ def test_outputs_that_are_still_to_be_written_weigh_more_than_prompts() -> None:
     assert chosen("scored", engines).index == 0
 
 
-def test_siblings_are_put_together_exactly_where_their_prefix_saves_more_than_the_wait_costs() -> None:
+def test_siblings_are_put_together_exactly_where_their_prefix_saves_more_than_the_wait_costs() -> (
+    None
+):
     sibling = RoutingFeatures(1000, 1000, 0, overlaps={0: 900})
-    assert chosen("scored", [EngineState(0, prefill_tokens=800), EngineState(1)], sibling).index == 0
-    assert chosen("scored", [EngineState(0, prefill_tokens=1000), EngineState(1)], sibling).index == 1
+    assert (
+        chosen("scored", [EngineState(0, prefill_tokens=800), EngineState(1)], sibling).index == 0
+    )
+    assert (
+        chosen("scored", [EngineState(0, prefill_tokens=1000), EngineState(1)], sibling).index == 1
+    )
 
 
 def test_a_prefix_is_worth_nothing_where_another_engine_prefills() -> None:
     handed_over = RoutingFeatures(1000, 1000, 0, overlaps={0: 900}, prefills=False)
-    assert chosen("scored", [EngineState(0, output_tokens=9), EngineState(1)], handed_over).index == 1
+    assert (
+        chosen("scored", [EngineState(0, output_tokens=9), EngineState(1)], handed_over).index == 1
+    )
 
 
 def test_agents_of_one_tree_that_share_a_user_do_not_collapse_onto_one_engine() -> None:
     memory = ChoiceMemory(300.0)
-    first, second = (RoutingFeatures(100, 100, 50, Hints("alice", topology="tree", agent=f"p-{at}")) for at in (1, 2))
+    first, second = (
+        RoutingFeatures(100, 100, 50, Hints("alice", topology="tree", agent=f"p-{at}"))
+        for at in (1, 2)
+    )
     memory.note(first, 0, 0.0)
     busy = [EngineState(0, running=1, prefill_tokens=1), EngineState(1)]
     assert chosen("scored", busy, first, memory) == Choice(0, "affinity")
@@ -156,11 +200,18 @@ def test_engines_whose_kv_is_full_are_left_out_unless_all_are() -> None:
     engines = reporting((0.95, 0), (0.5, 0))
     engines[1] = replace(engines[1], prefill_tokens=9000)
     assert chosen("scored", engines).index == 1
-    assert chosen("scored", [engines[0], replace(engines[1], reported=EngineReport(0.99, 0, 0, 0))]).index == 0
+    assert (
+        chosen(
+            "scored", [engines[0], replace(engines[1], reported=EngineReport(0.99, 0, 0, 0))]
+        ).index
+        == 0
+    )
 
 
 def test_equal_engines_are_a_tie_and_take_turns() -> None:
-    assert chosen("scored", [EngineState(0, chosen=2), EngineState(1, chosen=1)]) == Choice(1, "tie")
+    assert chosen("scored", [EngineState(0, chosen=2), EngineState(1, chosen=1)]) == Choice(
+        1, "tie"
+    )
 
 
 # --- settings, and a policy of one's own

@@ -11,7 +11,9 @@ KEY = Compared("incremental_prefill", "tree", "large, small")
 
 
 class World:
-    """Programs one after the other, a second apart; those with the optimization take `factor` as long."""
+    """Programs one after the other, a second apart; those with the optimization take `factor` as
+    long.
+    """
 
     def __init__(self, seed: int = 0, noise: float = 0.2, **settings: float) -> None:
         self.holdouts = Holdouts(HoldoutSettings(**settings))
@@ -26,7 +28,9 @@ class World:
             self.now_s += 1.0
             without = self.holdouts.holds_out(KEY, self.draws.random(), self.now_s)
             self.held_out += without
-            seconds = 10.0 * (1.0 if without else factor) * self.draws.lognormvariate(0.0, self.noise)
+            seconds = (
+                10.0 * (1.0 if without else factor) * self.draws.lognormvariate(0.0, self.noise)
+            )
             change = self.holdouts.observe(KEY, held_out=without, seconds=seconds, now_s=self.now_s)
             if change is not None:
                 changes.append(change)
@@ -66,7 +70,9 @@ def test_where_it_harms_from_the_start_it_is_switched_off(seed: int) -> None:
     assert world.state().state == "off"
 
 
-def test_while_it_is_off_every_program_runs_without_until_it_is_tried_again_and_comes_back() -> None:
+def test_while_it_is_off_every_program_runs_without_until_it_is_tried_again_and_comes_back() -> (
+    None
+):
     world = World(retry_s=100.0)
     world.run(300, factor=0.9)
     world.run(50, factor=2.0)
@@ -108,7 +114,8 @@ def test_optimizations_topologies_models_and_roles_are_compared_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"), [({"share": 0.6}, "share"), ({"share": -0.1}, "share"), ({"retry_s": 0}, "retry_s")]
+    ("fields", "named"),
+    [({"share": 0.6}, "share"), ({"share": -0.1}, "share"), ({"retry_s": 0}, "retry_s")],
 )
 def test_settings_out_of_range_are_refused_by_name(fields: dict[str, float], named: str) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -21,7 +21,9 @@ FAR = Remainder(tokens=1000)
 
 def due_at(load: PrefillLoad, rest: Remainder = FAR) -> int:
     """The fewest unsent tokens at which an update is due."""
-    return next(unsent for unsent in range(1, 100_000) if tokens_until_due(load, 0.0, unsent, rest) == 0)
+    return next(
+        unsent for unsent in range(1, 100_000) if tokens_until_due(load, 0.0, unsent, rest) == 0
+    )
 
 
 # --- when an update is due
@@ -45,7 +47,9 @@ def test_the_nearer_the_end_the_smaller_the_update() -> None:
 
 
 def test_the_dearer_the_fixed_part_the_larger_the_update() -> None:
-    sizes = [due_at(PrefillLoad(PrefillCost(fixed_s, 0.001))) for fixed_s in (0.001, 0.01, 0.1, 1.0)]
+    sizes = [
+        due_at(PrefillLoad(PrefillCost(fixed_s, 0.001))) for fixed_s in (0.001, 0.01, 0.1, 1.0)
+    ]
     assert sizes == sorted(set(sizes))
 
 
@@ -96,7 +100,12 @@ def test_a_prompt_that_will_hardly_be_decoded_is_not_prefilled() -> None:
     per_token_s=st.floats(1e-9, 1),
 )
 def test_it_says_wait_for_at_least_one_token_or_send(
-    unsent: int, left: float, token_s: float | None, survives: float, fixed_s: float, per_token_s: float
+    unsent: int,
+    left: float,
+    token_s: float | None,
+    survives: float,
+    fixed_s: float,
+    per_token_s: float,
 ) -> None:
     cost = PrefillCost(fixed_s, per_token_s)
     wait = tokens_until_due(PrefillLoad(cost), 0.0, unsent, Remainder(left, token_s, survives))
@@ -128,7 +137,9 @@ def test_samples_of_several_sizes_tell_the_two_terms_apart(fixed_s: float, token
         for tokens in (10, 100, 1000, 3000):
             measured.add(tokens, real.seconds(tokens))
     assert measured.cost.seconds(3000) == pytest.approx(real.seconds(3000), rel=0.3)
-    assert measured.cost.seconds(10) == pytest.approx(real.seconds(10), rel=0.5, abs=0.1 * real.seconds(1000))
+    assert measured.cost.seconds(10) == pytest.approx(
+        real.seconds(10), rel=0.5, abs=0.1 * real.seconds(1000)
+    )
 
 
 @given(samples=st.lists(st.tuples(st.integers(0, 5000), st.floats(1e-6, 100)), max_size=50))
@@ -172,6 +183,8 @@ def test_outstanding_work_is_what_began_and_has_not_ended() -> None:
 
 
 @pytest.mark.parametrize(("fewest", "tokens"), [(None, 32), (0.1, 8), (20.0, 20), (1000.0, 32)])
-def test_precursors_write_in_pieces_no_smaller_than_their_readers_use(fewest: float | None, tokens: int) -> None:
+def test_precursors_write_in_pieces_no_smaller_than_their_readers_use(
+    fewest: float | None, tokens: int
+) -> None:
     assert tokens_per_event(fewest, judged=False) == tokens
     assert tokens_per_event(fewest, judged=True) == 4

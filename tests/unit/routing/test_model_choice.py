@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from benchmarks.chimera.baselines import enter_baselines
 from shell_router.errors import ConfigError
 from shell_router.routing import model_choice
-from shell_router.routing.model_choice import Candidate, ModelChoiceSettings, choose_model, scores_decide
+from shell_router.routing.model_choice import (
+    Candidate,
+    ModelChoiceSettings,
+    choose_model,
+    scores_decide,
+)
 
 
 def small(tokens: float = 0.0, score: float | None = 0.5, cost: float | None = 0.01) -> Candidate:
@@ -26,7 +31,9 @@ def test_the_wait_is_the_tokens_in_flight_at_what_they_cost_shared_by_the_batch(
 
 
 @pytest.mark.parametrize(("slack", "chosen"), [(0.9, "small"), (1.0, "large"), (5.0, "large")])
-def test_a_better_model_is_chosen_within_the_slack_and_not_beyond(slack: float, chosen: str) -> None:
+def test_a_better_model_is_chosen_within_the_slack_and_not_beyond(
+    slack: float, chosen: str
+) -> None:
     settings = ModelChoiceSettings(latency_slack=slack)
     choice = choose_model([small(1000), large(500)], settings)
     assert (choice.model, choice.why) == (chosen, "better" if chosen == "large" else "fastest")
@@ -39,7 +46,10 @@ def test_a_score_that_is_hardly_higher_changes_no_choice(margin: float, chosen: 
 
 
 def test_a_busy_model_is_never_preferred_to_an_idle_one() -> None:
-    assert choose_model([small(), large(tokens=100)], ModelChoiceSettings(latency_slack=100)).model == "small"
+    assert (
+        choose_model([small(), large(tokens=100)], ModelChoiceSettings(latency_slack=100)).model
+        == "small"
+    )
 
 
 def test_the_first_model_within_the_slack_ends_the_search() -> None:
@@ -51,18 +61,24 @@ def test_the_first_model_within_the_slack_ends_the_search() -> None:
 
 def test_without_all_scores_the_load_alone_decides() -> None:
     for policy in ("chimera", "worth", "best_score"):
-        choice = choose_model([small(1000), large(240, score=None)], ModelChoiceSettings(policy=policy))
+        choice = choose_model(
+            [small(1000), large(240, score=None)], ModelChoiceSettings(policy=policy)
+        )
         assert (choice.model, choice.why) == ("large", "no_scores")
 
 
 def test_as_long_as_one_is_not_measured_tokens_are_compared_instead_of_seconds() -> None:
-    choice = choose_model([small(100, score=None), large(90, score=None, cost=None)], ModelChoiceSettings())
+    choice = choose_model(
+        [small(100, score=None), large(90, score=None, cost=None)], ModelChoiceSettings()
+    )
     assert (choice.model, choice.unmeasured) == ("large", ("large",))
     assert choice.waits == {"small": 10.0, "large": 9.0}
 
 
 def test_of_idle_models_the_one_whose_tokens_cost_least_is_the_fastest() -> None:
-    assert choose_model([large(score=None), small(score=None)], ModelChoiceSettings()).model == "small"
+    assert (
+        choose_model([large(score=None), small(score=None)], ModelChoiceSettings()).model == "small"
+    )
 
 
 def test_benchmarks_compare_with_the_load_alone_and_with_turns() -> None:
@@ -95,7 +111,10 @@ def test_the_only_candidate_needs_no_policy() -> None:
 def algorithm_1(candidates: Sequence[Candidate], slack: float, margin: float) -> str:
     """Lines 4 to 22 of the paper's pseudocode, as they stand there."""
     q = {m.model: m.score or 0.0 for m in candidates}
-    wait = {m.model: m.tokens_in_flight * (m.decode_s_per_token or 0.0) / m.max_batch for m in candidates}
+    wait = {
+        m.model: m.tokens_in_flight * (m.decode_s_per_token or 0.0) / m.max_batch
+        for m in candidates
+    }
     fast = min(wait, key=wait.__getitem__)
     best, best_q = fast, q[fast]
     for model in sorted(q, key=q.__getitem__, reverse=True):
@@ -110,7 +129,13 @@ def algorithm_1(candidates: Sequence[Candidate], slack: float, margin: float) ->
 def test_chimera_is_the_papers_algorithm(seed: int, slack: float, margin: float) -> None:
     rng = random.Random(seed)
     candidates = [
-        Candidate(str(number), rng.random(), rng.uniform(1, 1000), rng.uniform(0.001, 0.1), rng.randint(1, 64))
+        Candidate(
+            str(number),
+            rng.random(),
+            rng.uniform(1, 1000),
+            rng.uniform(0.001, 0.1),
+            rng.randint(1, 64),
+        )
         for number in range(rng.randint(2, 6))
     ]
     settings = ModelChoiceSettings("chimera", slack, margin)
@@ -126,13 +151,17 @@ def test_chimera_is_the_papers_algorithm(seed: int, slack: float, margin: float)
         (ModelChoiceSettings("best_score"), True),
     ],
 )
-def test_scores_decide_where_another_model_may_be_waited_for(settings: ModelChoiceSettings, decide: bool) -> None:
+def test_scores_decide_where_another_model_may_be_waited_for(
+    settings: ModelChoiceSettings, decide: bool
+) -> None:
     assert scores_decide([small(1000, score=None), large(500, score=None)], settings) == decide
     assert not scores_decide([small(score=None)], settings)
 
 
 @given(st.integers(), st.floats(0, 3))
-def test_where_scores_do_not_decide_all_scores_give_the_choice_that_none_gives(seed: int, slack: float) -> None:
+def test_where_scores_do_not_decide_all_scores_give_the_choice_that_none_gives(
+    seed: int, slack: float
+) -> None:
     rng = random.Random(seed)
     candidates = [
         Candidate(str(number), None, rng.uniform(0, 100), rng.choice((None, 0.01, 0.1)), 1)
@@ -141,7 +170,9 @@ def test_where_scores_do_not_decide_all_scores_give_the_choice_that_none_gives(s
     settings = ModelChoiceSettings("chimera", slack, 0.0)
     chosen = {choose_model(candidates, settings).model}
     for _ in range(20):
-        chosen.add(choose_model([replace(one, score=rng.random()) for one in candidates], settings).model)
+        chosen.add(
+            choose_model([replace(one, score=rng.random()) for one in candidates], settings).model
+        )
     assert scores_decide(candidates, settings) or len(chosen) == 1
 
 

@@ -70,16 +70,35 @@ def test_of_a_very_long_prompt_only_the_beginning_is_looked_at() -> None:
     assert index.overlaps(blocks_of(endless)) == {0: MAX_BLOCKS * BLOCK_TOKENS}
 
 
-@given(prompts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=12))
-def test_overlaps_are_the_longest_common_prefixes_in_whole_blocks(prompts: list[tuple[int, int, int]]) -> None:
-    """Prompts of `shared` blocks that all have and `own` blocks of `which`, sent to the engine of that number."""
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=12
+    )
+)
+def test_overlaps_are_the_longest_common_prefixes_in_whole_blocks(
+    prompts: list[tuple[int, int, int]],
+) -> None:
+    """Prompts of `shared` blocks that all have and `own` blocks of `which`, sent to the engine of
+    that number.
+    """
     index, sent = PrefixIndex(), list[tuple[int, list[int]]]()
     for shared, own, which in prompts:
         ids = list(range(shared * BLOCK_TOKENS)) + [10_000 + which] * (own * BLOCK_TOKENS)
         best: dict[int, int] = {}
         for engine, before in sent:
-            same = next((at for at, pair in enumerate(zip(ids, before, strict=False)) if pair[0] != pair[1]), None)
-            common = (min(len(ids), len(before)) if same is None else same) // BLOCK_TOKENS * BLOCK_TOKENS
+            same = next(
+                (
+                    at
+                    for at, pair in enumerate(zip(ids, before, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                None,
+            )
+            common = (
+                (min(len(ids), len(before)) if same is None else same)
+                // BLOCK_TOKENS
+                * BLOCK_TOKENS
+            )
             if common > best.get(engine, 0):
                 best[engine] = common
         assert index.overlaps(blocks_of(ids)) == best

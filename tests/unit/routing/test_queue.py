@@ -18,7 +18,9 @@ def asked(tokens: int = 10, **hints: object) -> RoutingFeatures:
     return RoutingFeatures(tokens, tokens, tokens, Hints(**hints))  # type: ignore[arg-type]
 
 
-def first(order: str, *waiting: QueueEntry, queue: RequestQueue | None = None, now_s: float = 1.0) -> int:
+def first(
+    order: str, *waiting: QueueEntry, queue: RequestQueue | None = None, now_s: float = 1.0
+) -> int:
     """The index of the one that is next."""
     known = queue or RequestQueue(QueueSettings(order))
     return min(range(len(waiting)), key=lambda at: turn(waiting[at], known, now_s))
@@ -30,7 +32,9 @@ def test_first_come_first_served() -> None:
 
 def test_the_shortest_prefill_first_by_what_is_new() -> None:
     long_but_known = replace(asked(900), new_tokens=5)
-    assert first("shortest_prefill", QueueEntry(asked(30), 0.0), QueueEntry(long_but_known, 0.5)) == 1
+    assert (
+        first("shortest_prefill", QueueEntry(asked(30), 0.0), QueueEntry(long_but_known, 0.5)) == 1
+    )
 
 
 def test_aged_requests_go_first_the_longest_waiting_before_all() -> None:
@@ -48,7 +52,10 @@ def test_missing_s_turns_raises_a_request_above_all_that_missed_fewer() -> None:
     long, short = asked(900, total_tokens=900.0), asked(5, total_tokens=5.0)
     misses = QueueSettings().starvation_misses
     assert first("shortest_total", QueueEntry(long, 0.0, misses - 1), QueueEntry(short, 0.5)) == 1
-    assert first("shortest_total", QueueEntry(long, 0.0, misses), QueueEntry(short, 0.5, misses - 1)) == 0
+    assert (
+        first("shortest_total", QueueEntry(long, 0.0, misses), QueueEntry(short, 0.5, misses - 1))
+        == 0
+    )
 
 
 def test_a_promoted_programs_next_q_requests_start_as_high() -> None:
@@ -58,7 +65,9 @@ def test_a_promoted_programs_next_q_requests_start_as_high() -> None:
         queue.join(entry)
         queue.chosen(entry, 900)
         assert queue.level(entry.features.hints) == level
-        assert queue.level(Hints("bob", "slow")) == 0, "another tenant's program of that name has not risen"
+        assert queue.level(Hints("bob", "slow")) == 0, (
+            "another tenant's program of that name has not risen"
+        )
 
 
 def test_the_user_who_was_served_least_goes_first() -> None:
@@ -68,7 +77,10 @@ def test_the_user_who_was_served_least_goes_first() -> None:
     queue.served("quiet", 20, 20)
     queue.served("busy", 20, 500)
     assert first(
-        "least_attained", QueueEntry(asked(user="busy"), 0.0), QueueEntry(asked(user="quiet"), 0.5), queue=queue
+        "least_attained",
+        QueueEntry(asked(user="busy"), 0.0),
+        QueueEntry(asked(user="quiet"), 0.5),
+        queue=queue,
     )
 
 
@@ -85,7 +97,9 @@ def test_a_users_weight_is_its_share() -> None:
 
 
 def test_a_flood_of_one_users_old_requests_does_not_go_before_anothers() -> None:
-    """Were they to age, the fair order would become first come, first served just when it is needed."""
+    """Were they to age, the fair order would become first come, first served just when it is
+    needed.
+    """
     queue = RequestQueue(QueueSettings("least_attained"))
     flood = [QueueEntry(asked(user="flood"), float(number)) for number in range(100)]
     for entry in flood:
@@ -152,22 +166,31 @@ def test_no_real_request_waits_longer_than_to_age_and_for_those_before_it(
         queue.left(one.features)
         assert (
             one.features.update
-            or now_s - one.arrived_s <= queue.settings.age_s + service_s * (1 + before[id(one)]) + 1e-6
+            or now_s - one.arrived_s
+            <= queue.settings.age_s + service_s * (1 + before[id(one)]) + 1e-6
         )
         now_s += service_s
 
 
-@given(arrivals=st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=3), min_size=1, max_size=30))
+@given(
+    arrivals=st.lists(
+        st.lists(st.integers(1, 3000), min_size=1, max_size=3), min_size=1, max_size=30
+    )
+)
 def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_requests(
     arrivals: list[list[int]],
 ) -> None:
-    """One is served after each turn's arrivals. Only who came before, or while S others were served, can go before."""
+    """One is served after each turn's arrivals. Only who came before, or while S others were
+    served, can go before.
+    """
     queue = RequestQueue(QueueSettings("shortest_total", age_s=NEVER_AGE, starvation_misses=3))
     waiting: list[tuple[int, int]] = []  # turn of arrival, tokens
     arrived_by: list[int] = []  # how many had arrived when each turn was given
     served = 0
     while served < len(arrivals) or waiting:
-        waiting += [(served, tokens) for tokens in (arrivals[served] if served < len(arrivals) else ())]
+        waiting += [
+            (served, tokens) for tokens in (arrivals[served] if served < len(arrivals) else ())
+        ]
         arrived_by.append(served + len(waiting))
 
         def key(one: tuple[int, int], given: int = served) -> tuple[float, ...]:
@@ -193,7 +216,10 @@ def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_re
         ({"wait_s": 0.0}, "wait_s"),
         ({"age_s": -1.0}, "age_s"),
         ({"order": "least_attained", "weights": {"alice": 0.0}}, "weights.alice"),
-        ({"weights": {"alice": 2.0}}, "weights count under order: least_attained, and order is fcfs"),
+        (
+            {"weights": {"alice": 2.0}},
+            "weights count under order: least_attained, and order is fcfs",
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str) -> None:

@@ -18,10 +18,15 @@ MIDDLE = 0.5
 
 @pytest.mark.parametrize(
     "error",
-    [EngineUnreachable("reset"), *(EngineRejected("busy", status=status) for status in (408, 429, 500, 502, 503, 504))],
+    [
+        EngineUnreachable("reset"),
+        *(EngineRejected("busy", status=status) for status in (408, 429, 500, 502, 503, 504)),
+    ],
     ids=str,
 )
-def test_what_may_pass_is_sent_again_until_the_attempts_are_used_up(error: ShellRouterError) -> None:
+def test_what_may_pass_is_sent_again_until_the_attempts_are_used_up(
+    error: ShellRouterError,
+) -> None:
     assert [SETTINGS.wait_s(error, attempt, MIDDLE) for attempt in (1, 2, 3)] == [0.1, 0.2, None]
 
 

@@ -1,8 +1,9 @@
-"""No request starves: 1,000 arrival traces through the router's queue and the plugin's order of SGLang's, in virtual
-time.
+"""No request starves: 1,000 arrival traces through the router's queue and the plugin's order of
+SGLang's, in virtual time.
 
-The bound: a request that has waited `age_s` is overtaken by none that arrived later. From then on the places that it
-may take do only what ran there at that moment and what had not arrived after it, so that it waits at most
+The bound: a request that has waited `age_s` is overtaken by none that arrived later. From then on
+the places that it may take do only what ran there at that moment and what had not arrived after it,
+so that it waits at most
 
     age_s + (what was left to run there + the durations of earlier requests that waited) / places
 """
@@ -30,7 +31,9 @@ TRACES = 1000
 
 @dataclass(eq=False)
 class Asked:
-    """A request, and what became of it: when it started, and the engines that it might have been sent to."""
+    """A request, and what became of it: when it started, and the engines that it might have been
+    sent to.
+    """
 
     arrived_s: float
     tokens: int
@@ -54,7 +57,9 @@ class Trace:
 
 
 def drawn(seed: int) -> Trace:
-    """Floods of short requests around a few long ones, at about the capacity or twice it, in bursts or evenly."""
+    """Floods of short requests around a few long ones, at about the capacity or twice it, in bursts
+    or evenly.
+    """
     draw = random.Random(seed)
     engines, places = draw.choice(((1, 1), (1, 3), (2, 1), (3, 2)))
     mean_s = draw.uniform(0.2, 3.0)
@@ -62,16 +67,24 @@ def drawn(seed: int) -> Trace:
     bursts, growing, updates = draw.random() < 0.3, draw.random() < 0.3, draw.random() < 0.3
     asked, now_s = [], 0.0
     for _ in range(draw.randint(15, 40)):
-        now_s += draw.expovariate(1 / gap_s) if not bursts else draw.choice((0.0, 0.0, 0.0, 4 * gap_s))
+        now_s += (
+            draw.expovariate(1 / gap_s) if not bursts else draw.choice((0.0, 0.0, 0.0, 4 * gap_s))
+        )
         is_long = draw.random() < 0.15
         duration_s = draw.uniform(0.1, 2.0) * mean_s * (2 if is_long else 0.7)
         key = f"prompt {draw.randrange(3)}" if growing and draw.random() < 0.4 else None
         update = updates and key is not None and draw.random() < 0.5
         tokens = draw.randint(2000, 9000) if is_long else draw.randint(1, 300)
         asked.append(Asked(now_s, tokens, 0.3 * duration_s, duration_s, key, update))
-    limits = ({"max_running": places}, {"max_prefill_tokens": 2000 * places}, {"max_tokens": 4000 * places})
+    limits = (
+        {"max_running": places},
+        {"max_prefill_tokens": 2000 * places},
+        {"max_tokens": 4000 * places},
+    )
     limit = draw.choice((limits[0], *limits))
-    queue = QueueSettings("shortest_prefill", draw.choice(("place", "arrival")), age_s=AGE_S, **limit)
+    queue = QueueSettings(
+        "shortest_prefill", draw.choice(("place", "arrival")), age_s=AGE_S, **limit
+    )
     return Trace(asked, engines, places, queue)
 
 
@@ -100,7 +113,9 @@ def through_the_router(trace: Trace) -> None:
     clock = Clock()
     engines = [(at, f"engine-{at}", Breaker(BreakerSettings())) for at in range(trace.engines)]
     selection = SelectionSettings("gimbal")
-    dispatcher: Dispatcher[int] = Dispatcher(engines, SchedulingSettings(selection, trace.queue), clock)
+    dispatcher: Dispatcher[int] = Dispatcher(
+        engines, SchedulingSettings(selection, trace.queue), clock
+    )
 
     def started(one: Asked, slot: EngineSlot[int]) -> None:
         one.started_s, one.engine = clock(), slot.engine
@@ -111,7 +126,9 @@ def through_the_router(trace: Trace) -> None:
         for at in range(trace.engines):
             dispatcher.report(at, EngineReport(0.1, 0, 0, 0))
         hints = Hints("tenant", end_user=one.growing)
-        found = dispatcher.submit(PlacementRequest(one.tokens, None, 10, hints, one.growing, one.update))
+        found = dispatcher.submit(
+            PlacementRequest(one.tokens, None, 10, hints, one.growing, one.update)
+        )
         if isinstance(found, EngineSlot):
             one.able = (found.engine,)
             started(one, found)
@@ -146,7 +163,11 @@ def through_sglang(trace: Trace) -> None:
         one.able, one.update = (0,), False  # an update ages as well there
         stats = SimpleNamespace(wait_queue_entry_time=clock())
         request = SimpleNamespace(
-            one=one, time_stats=stats, origin_input_ids=range(one.tokens), bootstrap_host=None, bootstrap_port=None
+            one=one,
+            time_stats=stats,
+            origin_input_ids=range(one.tokens),
+            bootstrap_host=None,
+            bootstrap_port=None,
         )
         waiting.append(request)
         fill()
@@ -163,7 +184,8 @@ EPSILON_S = 1e-6
 def starved(trace: Trace, *, by_places: bool) -> list[tuple[Asked, str]]:
     """The requests of clients that waited longer than the bound allows, and how that was found.
 
-    Seconds are known only `by_places`: under other limits than `max_running` a place is no fixed number.
+    Seconds are known only `by_places`: under other limits than `max_running` a place is no fixed
+    number.
     """
     found = []
     for one in trace.asked:
@@ -182,7 +204,10 @@ def starved(trace: Trace, *, by_places: bool) -> list[tuple[Asked, str]]:
                 if other.started_s <= aged_s < other.started_s + other.duration_s
             )
             ahead_s = sum(other.duration_s for other in after if other.arrived_s <= one.arrived_s)
-            if one.started_s > aged_s + (left_s + ahead_s) / (len(one.able) * trace.places) + EPSILON_S:
+            if (
+                one.started_s
+                > aged_s + (left_s + ahead_s) / (len(one.able) * trace.places) + EPSILON_S
+            ):
                 found.append((one, "too long"))
     return found
 

@@ -1,4 +1,6 @@
-"""Drafted decoding without SGLang: a short worker stands in for its NGRAM worker; tests/sglang has the real one."""
+"""Drafted decoding without SGLang: a short worker stands in for its NGRAM worker; tests/sglang has
+the real one.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -48,7 +50,11 @@ def sampling(drafts: Any, **other: Any) -> SimpleNamespace:
         **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_new_tokens"), 0),
         **{"repetition_penalty": 1.0, "logit_bias": None},
     }
-    asking = None if drafts is None else {"drafts": list(drafts) if isinstance(drafts, tuple) else drafts}
+    asking = (
+        None
+        if drafts is None
+        else {"drafts": list(drafts) if isinstance(drafts, tuple) else drafts}
+    )
     return SimpleNamespace(custom_params=asking, **{**usual, **other})
 
 
@@ -61,7 +67,9 @@ class Logits:
 
 
 class Worker:
-    """SGLang's NGRAM worker: `forward` computes what `chains` made of a batch, and `sample_and_compare` verifies it."""
+    """SGLang's NGRAM worker: `forward` computes what `chains` made of a batch, and
+    `sample_and_compare` verifies it.
+    """
 
     def __init__(self, decoding: DraftedDecoding, device: str = "cpu") -> None:
         self.decoding, self.device = decoding, device
@@ -77,10 +85,16 @@ class Worker:
 
     def alone(self, batch: Any) -> SimpleNamespace:
         assert batch.input_ids.tolist() == [request.output_ids[-1] for request in batch.reqs]
-        assert batch.out_cache_loc.tolist() == [100 * row + int(length) for row, length in enumerate(batch.lengths)]
-        assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == (batch.lengths + 1).tolist()
+        assert batch.out_cache_loc.tolist() == [
+            100 * row + int(length) for row, length in enumerate(batch.lengths)
+        ]
+        assert (
+            batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == (batch.lengths + 1).tolist()
+        )
         found = torch.tensor([request.plan[len(request.output_ids)] for request in batch.reqs])
-        return SimpleNamespace(next_token_ids=found, logits_output=Logits(torch.zeros(1), torch.zeros(len(found))))
+        return SimpleNamespace(
+            next_token_ids=found, logits_output=Logits(torch.zeros(1), torch.zeros(len(found)))
+        )
 
     def forward(self, worker: Any, batch: Any) -> SimpleNamespace:
         tokens, masks = self.decoding.chains(lambda: None, worker, batch)
@@ -89,7 +103,9 @@ class Worker:
         for row, request in enumerate(batch.reqs):
             at = len(request.output_ids)
             for place in range(width):
-                right = list(tokens.reshape(rows, width)[row, : place + 1]) == [*request.plan[at - 1 : at + place]]
+                right = list(tokens.reshape(rows, width)[row, : place + 1]) == [
+                    *request.plan[at - 1 : at + place]
+                ]
                 right = right and masks.reshape(rows, width, width)[row, place, : place + 1].all()
                 logits[row, place, request.plan[at + place] if right else 0] = 1.0
         self.widths.append(width)
@@ -116,9 +132,13 @@ def unexpected(*_arguments: Any, **_named: Any) -> Any:
 
 
 def batch_of(*requests: Request, **other: Any) -> Any:
-    lengths = torch.tensor([len(one.origin_input_ids_unpadded) + len(one.output_ids) - 1 for one in requests])
+    lengths = torch.tensor(
+        [len(one.origin_input_ids_unpadded) + len(one.output_ids) - 1 for one in requests]
+    )
     info = SimpleNamespace(
-        sampling_mask_batch_indices=None, has_watermark_candidates=False, apply_logits_bias=lambda _: None
+        sampling_mask_batch_indices=None,
+        has_watermark_candidates=False,
+        apply_logits_bias=lambda _: None,
     )
     usual = {
         "reqs": list(requests),
@@ -132,7 +152,9 @@ def batch_of(*requests: Request, **other: Any) -> Any:
         "seq_lens": lengths,
         "seq_lens_cpu": lengths,
         "req_pool_indices": torch.arange(len(requests)),
-        "req_to_token_pool": SimpleNamespace(req_to_token=torch.arange(100 * len(requests)).view(-1, 100)),
+        "req_to_token_pool": SimpleNamespace(
+            req_to_token=torch.arange(100 * len(requests)).view(-1, 100)
+        ),
     }
     return SimpleNamespace(**{**usual, **other})
 
@@ -180,7 +202,10 @@ def test_further_texts_are_drafted_from_too() -> None:
 
 
 def test_requests_that_do_not_ask_are_not_drafted_and_stay_right_next_to_those_that_do() -> None:
-    asking, other = Request([*TEXT, *range(20, 49)]), Request([*TEXT, *range(40, 10, -1)], drafts=None)
+    asking, other = (
+        Request([*TEXT, *range(20, 49)]),
+        Request([*TEXT, *range(40, 10, -1)], drafts=None),
+    )
     worker = Worker(decoding())
     decode(worker, asking, other, passes=8)
     assert asking.output_ids == asking.plan[: len(asking.output_ids)]
@@ -201,7 +226,9 @@ def test_a_draft_ends_before_a_token_that_the_model_does_not_have() -> None:
     worker = Worker(decoding())
     decode(worker, request, passes=8)
     assert any(TEXT[4] in row for drafted in worker.drafted for row in drafted)
-    assert all(0 <= token < VOCABULARY for drafted in worker.drafted for row in drafted for token in row)
+    assert all(
+        0 <= token < VOCABULARY for drafted in worker.drafted for row in drafted for token in row
+    )
     assert request.output_ids == request.plan[: len(request.output_ids)]
 
 
@@ -225,12 +252,15 @@ def test_padding_is_not_taken_for_a_draft_that_is_right() -> None:
 
 
 def test_each_place_is_sampled_as_if_it_were_decoded_alone() -> None:
-    """By position, as seeds do; the first place that the sampler decides otherwise ends the pass."""
+    """By position, as seeds do; the first place that the sampler decides otherwise ends the
+    pass."""
     request = Request([*TEXT, *range(20, 49)])
     worker = Worker(decoding())
     seen = []
 
-    def contrary(logits: Logits, _info: Any, _logprob: Any, _top: Any, _ids: Any, positions: torch.Tensor) -> Any:
+    def contrary(
+        logits: Logits, _info: Any, _logprob: Any, _top: Any, _ids: Any, positions: torch.Tensor
+    ) -> Any:
         seen.append(positions.tolist())
         token = logits.next_token_logits.argmax(-1)
         return torch.where(positions == 15, 49, token)
@@ -238,7 +268,9 @@ def test_each_place_is_sampled_as_if_it_were_decoded_alone() -> None:
     worker.model_runner.sampler = contrary
     decode(worker, request, passes=3)
     assert request.output_ids[:4] == [*TEXT[:3], 49]
-    assert [at for (at,) in seen][:2] == [14, 15], "the prompt has 13 tokens, and the plain pass one"
+    assert [at for (at,) in seen][:2] == [14, 15], (
+        "the prompt has 13 tokens, and the plain pass one"
+    )
 
 
 @pytest.mark.parametrize("other", [{"has_grammar": True}, {"ranks": 2}])
@@ -303,7 +335,10 @@ def test_other_speculation_is_left_alone() -> None:
     stay_in_place(lambda *arguments: moved.append(arguments), other, 1)
     stay_in_place(unexpected, batch_of(), 1)
     assert moved == [(other, 1)]
-    assert decoding().sample_and_compare(lambda *_: "own", None, other, Logits(torch.zeros(1))) == "own"
+    assert (
+        decoding().sample_and_compare(lambda *_: "own", None, other, Logits(torch.zeros(1)))
+        == "own"
+    )
 
 
 def test_overlap_is_refused_with_the_remedy() -> None:
@@ -312,7 +347,9 @@ def test_overlap_is_refused_with_the_remedy() -> None:
         refuse_overlap(None, SimpleNamespace(enable_overlap=True))
 
 
-@pytest.mark.parametrize(("variables", "on"), [({}, False), ({VARIABLE: "0"}, False), ({VARIABLE: "1"}, True)])
+@pytest.mark.parametrize(
+    ("variables", "on"), [({}, False), ({VARIABLE: "0"}, False), ({VARIABLE: "1"}, True)]
+)
 def test_it_is_asked_for_by_a_variable(variables: dict[str, str], on: bool) -> None:
     assert asked(variables) is on
 

@@ -1,4 +1,6 @@
-"""What the plugin counts of a recorder's choices, without SGLang; tests/sglang has it inside the real one."""
+"""What the plugin counts of a recorder's choices, without SGLang; tests/sglang has it inside the
+real one.
+"""
 
 import logging
 import os
@@ -36,7 +38,9 @@ class Recorder:
     """What the hooks read of SGLang's recorder. Its layer is set as SGLang's models do."""
 
     file: Path
-    expert_of_slot: torch.Tensor = field(default_factory=lambda: torch.arange(EXPERTS).repeat(LAYERS, 1))
+    expert_of_slot: torch.Tensor = field(
+        default_factory=lambda: torch.arange(EXPERTS).repeat(LAYERS, 1)
+    )
     recording: bool = True
     _disable_all: bool = False
     seen: list[int] = field(default_factory=list)
@@ -44,7 +48,9 @@ class Recorder:
     def __post_init__(self) -> None:
         self._current_layer_idx = SimpleNamespace(value=0)
         self._expert_location_metadata = SimpleNamespace(
-            num_layers=LAYERS, num_logical_experts=EXPERTS, physical_to_logical_map=self.expert_of_slot
+            num_layers=LAYERS,
+            num_logical_experts=EXPERTS,
+            physical_to_logical_map=self.expert_of_slot,
         )
         self.hooks = ExpertCounter(self.file)
         self.hooks.make_counts(None, self)
@@ -98,7 +104,10 @@ def by_hand(layers: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
 def test_every_choice_counts_and_every_pair_of_a_tokens_choices_in_two_layers(file: Path) -> None:
     recorder = Recorder(file)
     totals = [np.zeros(1), np.zeros(1)]
-    for seed in (1, 2):  # two passes: the last layer of one is not followed by the first of the next
+    for seed in (
+        1,
+        2,
+    ):  # two passes: the last layer of one is not followed by the first of the next
         for layer, experts in enumerate(chosen(seed)):
             recorder.choose(layer, experts)
         totals = [total + part for total, part in zip(totals, by_hand(chosen(seed)), strict=True)]
@@ -111,7 +120,9 @@ def test_every_choice_counts_and_every_pair_of_a_tokens_choices_in_two_layers(fi
 
 
 def test_slots_are_counted_as_the_experts_in_them(file: Path) -> None:
-    places = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(n)) for n in range(LAYERS)])
+    places = torch.stack(
+        [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(n)) for n in range(LAYERS)]
+    )
     recorder = Recorder(file, places)
     for layer, experts in enumerate(chosen(1)):
         recorder.choose(layer, torch.argsort(places[layer])[experts].int())
@@ -139,7 +150,9 @@ def test_layers_without_experts_between_are_stepped_over_and_other_tokens_not_li
     assert counts.transitions.sum() == 1
 
 
-def test_nothing_is_counted_without_a_recording_nor_in_a_region_that_is_switched_off(file: Path) -> None:
+def test_nothing_is_counted_without_a_recording_nor_in_a_region_that_is_switched_off(
+    file: Path,
+) -> None:
     recorder = Recorder(file, recording=False)
     recorder.choose(0, torch.tensor([[1, 2]]))
     assert recorder.seen == []  # SGLang would ask CUDA
@@ -232,18 +245,27 @@ def test_experts_move_to_where_the_projects_algorithm_places_them(algorithm: str
     record = record_of(activations, transitions)
     assert (found[[0, 2]] == place(algorithm, record, GPUS).slots).all()
     assert (found[1] == IN_ORDER[1]).all() and (np.arange(EXPERTS) == IN_ORDER).all()
-    new, now = (measures(record, placement_of_slots(slots[[0, 2]], GPUS)) for slots in (found, IN_ORDER))
+    new, now = (
+        measures(record, placement_of_slots(slots[[0, 2]], GPUS)) for slots in (found, IN_ORDER)
+    )
     assert new.balance < now.balance
 
 
 @pytest.mark.parametrize("times", [0, 1])
-def test_experts_stay_where_nothing_was_counted_and_where_moving_gains_too_little(times: int) -> None:
+def test_experts_stay_where_nothing_was_counted_and_where_moving_gains_too_little(
+    times: int,
+) -> None:
     even = np.full((LAYERS, EXPERTS), times)
     for algorithm in ALGORITHMS:
-        assert (placed(algorithm, even, np.zeros((LAYERS - 1, EXPERTS, EXPERTS)), IN_ORDER, GPUS) == IN_ORDER).all()
+        assert (
+            placed(algorithm, even, np.zeros((LAYERS - 1, EXPERTS, EXPERTS)), IN_ORDER, GPUS)
+            == IN_ORDER
+        ).all()
 
 
-def test_a_placement_that_cannot_be_leaves_experts_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_placement_that_cannot_be_leaves_experts_where_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     activations, transitions = by_hand(chosen(1))
     assert (placed("swap", activations, transitions, IN_ORDER, 4) == IN_ORDER).all()
     assert "Experts stay where they are: 6 experts do not divide over 4 GPUs" in caplog.text
@@ -280,7 +302,8 @@ torch.distributed.destroy_process_group()
 def test_a_dump_holds_the_counts_of_all_ranks_and_the_first_writes_it(tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", OF_TWO_RANKS, tmp_path, str(rank)], env=variables) for rank in (0, 1)
+        subprocess.Popen([sys.executable, "-c", OF_TWO_RANKS, tmp_path, str(rank)], env=variables)
+        for rank in (0, 1)
     ]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
     assert not (tmp_path / "of-1.npz").exists()

@@ -1,4 +1,6 @@
-"""What the plugin does where SGLang lacks a name that it needs: a stand-in of SGLang, in a process for each case."""
+"""What the plugin does where SGLang lacks a name that it needs: a stand-in of SGLang, in a process
+for each case.
+"""
 
 import json
 import os
@@ -120,14 +122,19 @@ OF_EXPERTS = {
     f"{RECORDER}.on_select_experts": ["count", "around"],
     f"{RECORDER}.dump_record": ["write", "around"],
 }
-OF_PLACEMENT = {"eplb.eplb_manager.EPLBManager._compute_expert_location_metadata": ["compute", "around"]}
+OF_PLACEMENT = {
+    "eplb.eplb_manager.EPLBManager._compute_expert_location_metadata": ["compute", "around"]
+}
 WORKER = "speculative.ngram_worker.NGRAMWorker"
 OF_DRAFTS = {
     f"{WORKER}.__init__": ["refuse_overlap", "after"],
     f"{WORKER}.forward_batch_generation": ["run", "around"],
     f"{WORKER}._prepare_draft_tokens": ["chains", "around"],
     f"{WORKER}._update_ngram_corpus": ["learn_nothing", "around"],
-    "speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input": ["first_input", "around"],
+    "speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input": [
+        "first_input",
+        "around",
+    ],
     "speculative.ngram_worker.move_accept_tokens_to_target_kvcache": ["stay_in_place", "around"],
     "speculative.ngram_worker.eagle_sample": ["sample_and_compare", "around"],
 }
@@ -139,7 +146,9 @@ PLACING = {PLACEMENT: "swap"}
 DRAFTING = {"SHELL_ROUTER_DRAFTS": "1"}
 AGING = {"SHELL_ROUTER_SHORTEST_PREFILL_AGE_S": "5"}
 
-CANNOT_DRAFT = "SHELL_ROUTER_DRAFTS is set, and this SGLang cannot draft: the reason is in the log.\n"
+CANNOT_DRAFT = (
+    "SHELL_ROUTER_DRAFTS is set, and this SGLang cannot draft: the reason is in the log.\n"
+)
 
 FORKS = """
 import json, multiprocessing, os, sys, traceback
@@ -211,7 +220,10 @@ def registered_in(forks: subprocess.Popen[str], tmp_path: Path) -> Register:
     writing, reading = forks.stdin, forks.stdout
 
     def registered(
-        *, without: str = "nothing", process: str = "serves-http", variables: Mapping[str, str] = NO_VARIABLES
+        *,
+        without: str = "nothing",
+        process: str = "serves-http",
+        variables: Mapping[str, str] = NO_VARIABLES,
     ) -> Registered:
         _install(tmp_path, without)
         writing.write(json.dumps([str(tmp_path), process, {**variables}]) + "\n")
@@ -232,7 +244,9 @@ def _install(folder: Path, without: str) -> None:
         file.write_text(text.replace(without, "renamed"), encoding="utf-8")
     metadata = folder / "sglang-0.5.23.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n", encoding="utf-8")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n", encoding="utf-8"
+    )
 
 
 def test_the_process_that_serves_http_gets_all_hooks(registered_in: Register) -> None:
@@ -247,11 +261,24 @@ def test_another_process_gets_its_hooks_and_needs_no_http_server(registered_in: 
 @pytest.mark.parametrize(
     "name",
     [
-        *("schedule_batch.Req", "utils.get_kv_class", "conn.CommonKVManager", "CommonKVManager.check_status"),
+        *(
+            "schedule_batch.Req",
+            "utils.get_kv_class",
+            "conn.CommonKVManager",
+            "CommonKVManager.check_status",
+        ),
         *("KVPoll.Failed", "HookRegistry.register", "hook_registry.HookType"),
         *("http_server.launch_server", "app.add_api_route", "http_server.generate_request"),
-        *("GenerateReqInput.bootstrap_host", "GenerateReqInput.bootstrap_port", "GenerateReqInput.bootstrap_room"),
-        *("ServerArgs.disaggregation_mode", "ServerArgs.disable_radix_cache", "ServerArgs.tokenizer_worker_num"),
+        *(
+            "GenerateReqInput.bootstrap_host",
+            "GenerateReqInput.bootstrap_port",
+            "GenerateReqInput.bootstrap_room",
+        ),
+        *(
+            "ServerArgs.disaggregation_mode",
+            "ServerArgs.disable_radix_cache",
+            "ServerArgs.tokenizer_worker_num",
+        ),
         "ServerArgs.speculative_algorithm",
         *("Req.bootstrap_host", "Req.bootstrap_port"),
         *("Req.positional_embed_overrides", "Req.skip_radix_cache_insert"),
@@ -265,13 +292,17 @@ def test_a_missing_name_is_said_and_nothing_is_hooked(registered_in: Register, n
     assert name in finding
 
 
-def test_where_the_waiting_queue_is_elsewhere_all_else_is_hooked_and_it_says_so(registered_in: Register) -> None:
+def test_where_the_waiting_queue_is_elsewhere_all_else_is_hooked_and_it_says_so(
+    registered_in: Register,
+) -> None:
     registered = registered_in(without="calc_priority", process="child", variables=AGING)
     assert registered.hooks == NEEDED
     assert "updates do not yield to prompts" in registered.log
 
 
-def test_experts_are_counted_in_every_process_where_a_record_is_asked_for(registered_in: Register) -> None:
+def test_experts_are_counted_in_every_process_where_a_record_is_asked_for(
+    registered_in: Register,
+) -> None:
     registered = registered_in(process="child", variables=RECORDING)
     assert registered == Registered({**OF_EVERY_PROCESS, **OF_EXPERTS}, "")
 
@@ -293,7 +324,9 @@ def test_a_missing_name_of_the_recorder_is_said_and_only_experts_are_not_counted
     assert name in registered.log
 
 
-def test_experts_are_placed_and_counted_where_a_placement_is_asked_for(registered_in: Register) -> None:
+def test_experts_are_placed_and_counted_where_a_placement_is_asked_for(
+    registered_in: Register,
+) -> None:
     registered = registered_in(process="child", variables=PLACING)
     assert registered == Registered({**OF_EVERY_PROCESS, **OF_EXPERTS, **OF_PLACEMENT}, "")
 
@@ -301,12 +334,18 @@ def test_experts_are_placed_and_counted_where_a_placement_is_asked_for(registere
 @pytest.mark.parametrize(
     "name",
     [
-        *("EPLBManager", "_compute_expert_location_metadata", "get_global_expert_distribution_recorder"),
+        *(
+            "EPLBManager",
+            "_compute_expert_location_metadata",
+            "get_global_expert_distribution_recorder",
+        ),
         *("get_global_expert_location_metadata", "init_by_mapping", "get_exec"),
         *("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend"),
     ],
 )
-def test_a_missing_name_of_the_balancer_is_said_and_no_experts_are_placed(registered_in: Register, name: str) -> None:
+def test_a_missing_name_of_the_balancer_is_said_and_no_experts_are_placed(
+    registered_in: Register, name: str
+) -> None:
     registered = registered_in(without=name, process="child", variables=PLACING)
     assert registered.hooks == OF_EVERY_PROCESS
     assert "and records and places no experts" in registered.log
@@ -318,13 +357,20 @@ def test_a_record_needs_no_balancer(registered_in: Register) -> None:
     assert registered == Registered({**OF_EVERY_PROCESS, **OF_EXPERTS}, "")
 
 
-def test_a_placement_of_no_known_algorithm_is_said_and_places_nothing(registered_in: Register) -> None:
+def test_a_placement_of_no_known_algorithm_is_said_and_places_nothing(
+    registered_in: Register,
+) -> None:
     registered = registered_in(process="child", variables={PLACEMENT: "best"})
     assert registered.hooks == OF_EVERY_PROCESS
-    assert "SHELL_ROUTER_EXPERT_PLACEMENT is 'best'" in registered.log and "swap, gimbal" in registered.log
+    assert (
+        "SHELL_ROUTER_EXPERT_PLACEMENT is 'best'" in registered.log
+        and "swap, gimbal" in registered.log
+    )
 
 
-def test_drafts_are_hooked_where_requests_are_decoded_and_that_is_asked_for(registered_in: Register) -> None:
+def test_drafts_are_hooked_where_requests_are_decoded_and_that_is_asked_for(
+    registered_in: Register,
+) -> None:
     registered = registered_in(process="child", variables=DRAFTING)
     assert registered == Registered({**OF_EVERY_PROCESS, **OF_DRAFTS}, "")
 
@@ -336,14 +382,32 @@ def test_the_process_that_serves_http_drafts_nothing(registered_in: Register) ->
 @pytest.mark.parametrize(
     "name",
     [
-        *("NGRAMWorker", "forward_batch_generation", "_init_preallocated_tensors", "_prepare_draft_tokens"),
-        *("_update_ngram_corpus", "target_worker", "eagle_sample", "move_accept_tokens_to_target_kvcache"),
+        *(
+            "NGRAMWorker",
+            "forward_batch_generation",
+            "_init_preallocated_tensors",
+            "_prepare_draft_tokens",
+        ),
+        *(
+            "_update_ngram_corpus",
+            "target_worker",
+            "eagle_sample",
+            "move_accept_tokens_to_target_kvcache",
+        ),
         *("build_disagg_draft_input", "NgramVerifyInput", "apply_logits_bias"),
-        *("has_watermark_candidates", "sampling_mask_batch_indices", "output_ids", "spec_verify_ct", "grammar"),
+        *(
+            "has_watermark_candidates",
+            "sampling_mask_batch_indices",
+            "output_ids",
+            "spec_verify_ct",
+            "grammar",
+        ),
         *("draft_token_num", "enable_overlap", "model_runner", "speculative_num_draft_tokens"),
     ],
 )
-def test_a_missing_name_of_speculation_is_said_and_ends_the_server(registered_in: Register, name: str) -> None:
+def test_a_missing_name_of_speculation_is_said_and_ends_the_server(
+    registered_in: Register, name: str
+) -> None:
     registered = registered_in(without=name, process="child", variables=DRAFTING)
     assert registered.hooks == OF_EVERY_PROCESS
     assert "and drafts nothing" in registered.log

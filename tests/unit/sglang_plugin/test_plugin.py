@@ -71,8 +71,12 @@ def test_the_mark_is_not_a_valid_port() -> None:
     assert PREFILL_ONLY_PORT < 0
 
 
-@pytest.mark.parametrize("sampling", [None, {}, {"max_new_tokens": 50, "min_new_tokens": 9, "temperature": 0.5}])
-def test_a_prefill_only_body_asks_for_one_token_and_no_stream(sampling: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    "sampling", [None, {}, {"max_new_tokens": 50, "min_new_tokens": 9, "temperature": 0.5}]
+)
+def test_a_prefill_only_body_asks_for_one_token_and_no_stream(
+    sampling: dict[str, Any] | None,
+) -> None:
     body = as_prefill_only(Request(sampling_params=sampling), 5)
     assert body.sampling_params == {**(sampling or {}), "max_new_tokens": 1, "min_new_tokens": 0}
     assert (body.stream, body.bootstrap_room) == (False, 5)
@@ -88,28 +92,39 @@ def test_a_room_that_was_chosen_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "no_cache", "offered"), [("prefill", False, True), ("prefill", True, False), ("decode", True, False)]
+    ("mode", "no_cache", "offered"),
+    [("prefill", False, True), ("prefill", True, False), ("decode", True, False)],
 )
 def test_capabilities_offer_prefill_only_where_there_is_a_cache_to_fill(
     mode: str, no_cache: bool, offered: bool
 ) -> None:
     found = capabilities(ServerArguments(mode, no_cache), "0.5.23")
-    assert (found["disaggregation_mode"], found["prefill_only"], found["sglang_version"]) == (mode, offered, "0.5.23")
+    assert (found["disaggregation_mode"], found["prefill_only"], found["sglang_version"]) == (
+        mode,
+        offered,
+        "0.5.23",
+    )
 
 
 def test_capabilities_offer_no_placement_where_sglang_lacks_names() -> None:
     """Here no SGLang is installed at all."""
-    eplb = ServerArguments("null", False, expert_distribution_recorder_mode="stat", enable_eplb=True)
+    eplb = ServerArguments(
+        "null", False, expert_distribution_recorder_mode="stat", enable_eplb=True
+    )
     found = capabilities(eplb, "0.5.99", {PLACEMENT: "swap", RECORD_FILE: "record.npz"})
     assert not found["expert_placement"] and not found["expert_record"]
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.16.post1", "0.5.23", "0.5.30.dev7+gabc", "0.5.100"])
+@pytest.mark.parametrize(
+    "version", ["0.5.16", "0.5.16.post1", "0.5.23", "0.5.30.dev7+gabc", "0.5.100"]
+)
 def test_supported_versions(version: str) -> None:
     assert is_supported(version)
 
 
-@pytest.mark.parametrize("version", ["0.5.15", "0.5.15.post1", "0.4.99", "0.6", "0.6.0rc1", "1.0.0", "unknown", ""])
+@pytest.mark.parametrize(
+    "version", ["0.5.15", "0.5.15.post1", "0.4.99", "0.6", "0.6.0rc1", "1.0.0", "unknown", ""]
+)
 def test_versions_that_are_not_supported(version: str) -> None:
     assert not is_supported(version)
 
@@ -126,10 +141,13 @@ def test_importing_it_loads_nothing_heavy_and_of_the_router_what_drafts() -> Non
     code = (
         "import sys, shell_router.sglang_plugin as plugin; "
         "heavy = {'torch', 'aiohttp', 'numpy', 'sglang', 'fastapi', 'orjson'} & set(sys.modules); "
-        "router = [n for n in sys.modules if n.startswith('shell_router.') and 'sglang_plugin' not in n]; "
+        "router = [n for n in sys.modules if n.startswith('shell_router.') and 'sglang_plugin' "
+        "not in n]; "
         "print(heavy, sorted(router))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "set() ['shell_router.core', 'shell_router.core.drafts']"
 
 

@@ -38,10 +38,16 @@ class Policy:
 
 
 def ordered(
-    *requests: Request, now_s: float, policy: Policy | None = None, ranks: int = 1, age_s: float | None = 5.0
+    *requests: Request,
+    now_s: float,
+    policy: Policy | None = None,
+    ranks: int = 1,
+    age_s: float | None = 5.0,
 ) -> list[str]:
     queue = list(requests)
-    updates_last(age_s, clock=lambda: now_s, ranks=lambda: ranks)(None, policy or Policy(), queue, None)
+    updates_last(age_s, clock=lambda: now_s, ranks=lambda: ranks)(
+        None, policy or Policy(), queue, None
+    )
     return [request.name for request in queue]
 
 
@@ -62,7 +68,9 @@ def test_what_is_cached_already_does_not_count() -> None:
     assert ordered(SHORT, mostly_cached, now_s=4.5) == ["cached", "short"]
 
 
-UPDATE = Request("update", 5, 1.0, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap_port=PREFILL_ONLY_PORT)
+UPDATE = Request(
+    "update", 5, 1.0, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap_port=PREFILL_ONLY_PORT
+)
 
 
 @pytest.mark.parametrize("now_s", [4.5, 60.0])
@@ -71,8 +79,14 @@ def test_an_update_waits_behind_all_other_requests(now_s: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_updates_yield_without_aging_and_on_several_ranks_and_others_keep_their_order(ranks: int) -> None:
-    assert ordered(replace(UPDATE), LONG, SHORT, now_s=60.0, age_s=None, ranks=ranks) == ["long", "short", "update"]
+def test_updates_yield_without_aging_and_on_several_ranks_and_others_keep_their_order(
+    ranks: int,
+) -> None:
+    assert ordered(replace(UPDATE), LONG, SHORT, now_s=60.0, age_s=None, ranks=ranks) == [
+        "long",
+        "short",
+        "update",
+    ]
 
 
 @pytest.mark.parametrize(("age_s", "ranks"), [(5.0, 1), (None, 1), (None, 2)])
@@ -87,22 +101,31 @@ def test_an_update_yields_no_more_than_so_often(age_s: float | None, ranks: int)
 
 
 def test_a_server_that_schedules_by_priority_is_left_alone() -> None:
-    assert ordered(LONG, SHORT, now_s=4.5, policy=Policy(enable_priority_scheduling=True)) == ["long", "short"]
+    assert ordered(LONG, SHORT, now_s=4.5, policy=Policy(enable_priority_scheduling=True)) == [
+        "long",
+        "short",
+    ]
 
 
-def test_a_server_of_several_ranks_keeps_its_order_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_of_several_ranks_keeps_its_order_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.ERROR):
         assert ordered(LONG, SHORT, now_s=4.5, ranks=2) == ["long", "short"]
     assert "servers of one rank" in caplog.text
 
 
-@pytest.mark.parametrize(("given", "age_s"), [({}, None), ({VARIABLE: "5"}, 5.0), ({VARIABLE: "0.5"}, 0.5)])
+@pytest.mark.parametrize(
+    ("given", "age_s"), [({}, None), ({VARIABLE: "5"}, 5.0), ({VARIABLE: "0.5"}, 0.5)]
+)
 def test_the_environment_says_after_how_long(given: dict[str, str], age_s: float | None) -> None:
     assert asked_age_s(given) == age_s
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "nan"])
-def test_what_is_no_time_is_refused_and_changes_nothing(given: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_time_is_refused_and_changes_nothing(
+    given: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR):
         assert asked_age_s({VARIABLE: given}) is None
     assert VARIABLE in caplog.text

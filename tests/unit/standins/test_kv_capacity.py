@@ -20,7 +20,10 @@ async def settle() -> None:
 async def test_holders_share_the_budget_and_the_rest_wait_in_order() -> None:
     capacity = KvCapacity(10, 5)
     releases = [asyncio.Event() for _ in range(4)]
-    tasks = [asyncio.create_task(hold_until(capacity, *each)) for each in zip((6, 4, 8, 1), releases, strict=True)]
+    tasks = [
+        asyncio.create_task(hold_until(capacity, *each))
+        for each in zip((6, 4, 8, 1), releases, strict=True)
+    ]
     await settle()
     assert (capacity.used_tokens, capacity.holders, capacity.waiting) == (10, 2, 2)
     releases[1].set()

@@ -14,12 +14,18 @@ from shell_router.telemetry.recorder import MOST_WAITING, LogLines, Recorder
 
 def counted(folder: Path, max_file_bytes: int = 2**20) -> tuple[Recorder, Counter[str]]:
     counts: Counter[str] = Counter()
-    recorder = Recorder("access log", folder, max_file_bytes, lambda outcome, lines: counts.update({outcome: lines}))
+    recorder = Recorder(
+        "access log", folder, max_file_bytes, lambda outcome, lines: counts.update({outcome: lines})
+    )
     return recorder, counts
 
 
 def lines_in(folder: Path) -> list[object]:
-    return [orjson.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_bytes().splitlines()]
+    return [
+        orjson.loads(line)
+        for file in sorted(folder.glob("*.jsonl"))
+        for line in file.read_bytes().splitlines()
+    ]
 
 
 def test_lines_are_written_in_order_into_files_of_the_wanted_size(tmp_path: Path) -> None:
@@ -30,7 +36,9 @@ def test_lines_are_written_in_order_into_files_of_the_wanted_size(tmp_path: Path
     assert lines_in(tmp_path / "traces") == [{"n": number} for number in range(9)]
     files = list((tmp_path / "traces").iterdir())
     assert len(files) == 3
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}, "they hold questions of all tenants"
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}, (
+        "they hold questions of all tenants"
+    )
     assert counts == {"written": 9}
 
 
@@ -43,7 +51,9 @@ def test_where_nothing_can_be_written_lines_are_lost_and_logged(
         recorder.add(lambda: [{"n": 1}, {"n": 2}])
     recorder.close()
     assert counts == {"lost": 6}
-    assert [record.message.partition(" lost")[0] for record in caplog.records] == ["access log: lines are"]
+    assert [record.message.partition(" lost")[0] for record in caplog.records] == [
+        "access log: lines are"
+    ]
 
 
 def test_a_line_that_cannot_be_made_loses_no_other(tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ from shell_router.telemetry import Metrics, RunMetrics, Trace
 
 EVENTS = (
     StepChosen(0.8, 0.7, "start", "first", "root", 2, "otherwise"),
-    ModelChosen(1.0, 0.9, ("a", "b"), "small", "chimera", "better", {"small": 0.9}, {"small": 0.1}, ()),
+    ModelChosen(
+        1.0, 0.9, ("a", "b"), "small", "chimera", "better", {"small": 0.9}, {"small": 0.1}, ()
+    ),
     AgentStarted(1.0, "a", "small"),
     AgentStarted(1.0, "b", "small"),
     AgentStarted(1.0, "root", "large"),
@@ -51,7 +53,9 @@ EVENTS = (
 
 def counted(metrics: Metrics, target: str, answering: str, *events: Event) -> RunMetrics:
     """One run that began at 1.0, its events counted as the API does."""
-    trace = Trace("t", tenant="me", target=target, root=answering, started_s=1.0, wall_s=5e8, precursors={})
+    trace = Trace(
+        "t", tenant="me", target=target, root=answering, started_s=1.0, wall_s=5e8, precursors={}
+    )
     run = RunMetrics(metrics, trace, {answering})
     for event in events:
         trace.add(event)
@@ -78,7 +82,10 @@ def test_every_kind_of_event_is_counted_and_reported() -> None:
 
 
 def test_a_step_is_counted_by_the_rule_that_chose_it() -> None:
-    assert value(observed(), "steps_chosen_total", target="duo", after="start", rule="2", step="first") == 1
+    assert (
+        value(observed(), "steps_chosen_total", target="duo", after="start", rule="2", step="first")
+        == 1
+    )
 
 
 def test_an_answer_that_was_held_back_begins_when_it_is_sent() -> None:

@@ -33,7 +33,9 @@ class Loop:
         call()
 
 
-def test_the_longest_stall_is_remembered_for_a_minute_or_two(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_longest_stall_is_remembered_for_a_minute_or_two(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     loop, metrics = Loop(), Metrics()
 
     def longest_s() -> float | None:

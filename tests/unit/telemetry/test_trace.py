@@ -23,11 +23,21 @@ GRAPH = {"a": (), "b": (), "root": ("a", "b")}
 
 
 def trace(trace_id: str = "t", tenant: str = "me") -> Trace:
-    return Trace(trace_id, tenant=tenant, target="duo", root="root", started_s=10.0, wall_s=5e8, precursors=GRAPH)
+    return Trace(
+        trace_id,
+        tenant=tenant,
+        target="duo",
+        root="root",
+        started_s=10.0,
+        wall_s=5e8,
+        precursors=GRAPH,
+    )
 
 
 def whole() -> Trace:
-    """Leaves decode until 11 and 12; root prefills from 10.5, is ready at 12.1, speaks at 12.5, ends at 13."""
+    """Leaves decode until 11 and 12; root prefills from 10.5, is ready at 12.1, speaks at 12.5,
+    ends at 13.
+    """
     reported = trace()
     for event in (
         AgentStarted(10.0, "a", "small"),
@@ -70,8 +80,15 @@ def test_an_agent_that_passes_on_waited_until_then_and_says_whose_output_it_is()
     reported.add(AgentStarted(10.0, "root", "large"))
     reported.add(AggregationSkipped(12.0, "root", "a", "four", 0.9))
     root = reported.as_json()["agents"]["root"]
-    assert (root["state"], root["source"], root["confidence"], root["ended_s"]) == ("skipped", "a", 0.9, 2.0)
-    assert [(span["name"], span["start_s"], span["end_s"]) for span in root["spans"]] == [("queue", 0.0, 2.0)]
+    assert (root["state"], root["source"], root["confidence"], root["ended_s"]) == (
+        "skipped",
+        "a",
+        0.9,
+        2.0,
+    )
+    assert [(span["name"], span["start_s"], span["end_s"]) for span in root["spans"]] == [
+        ("queue", 0.0, 2.0)
+    ]
 
 
 def test_states_ends_and_exits_are_reported() -> None:
@@ -141,5 +158,11 @@ def test_a_trace_tells_where_each_agent_went_last_and_why() -> None:
         reported.add(AgentPlaced(12.1, "root", (Placement(engine, "gimbal", "turn", 0.5),)))
     assert [str(one) for one in reported.placed()] == ["prefill-1 (gimbal: turn)"]
     assert reported.as_json()["agents"]["root"]["engines"] == [
-        {"engine": "prefill-1", "policy": "gimbal", "why": "turn", "waited_s": 0.5, "adapter_s": 0.0}
+        {
+            "engine": "prefill-1",
+            "policy": "gimbal",
+            "why": "turn",
+            "waited_s": 0.5,
+            "adapter_s": 0.0,
+        }
     ]

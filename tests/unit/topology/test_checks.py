@@ -12,52 +12,116 @@ AGENTS = """agents:
 WRONG = {
     "not a mapping": ("- a\n", 1, "The file must be a mapping, not a list"),
     "no graph": ("name: x\n", 1, "No graph is described"),
-    "two graphs": (AGENTS + "tree: {shape: [2, 1], models: [m]}\n", 1, "described twice, by 'tree' and by 'agents'"),
+    "two graphs": (
+        AGENTS + "tree: {shape: [2, 1], models: [m]}\n",
+        1,
+        "described twice, by 'tree' and by 'agents'",
+    ),
     "no agents": ("agents: {}\n", 1, "agents is empty"),
     "unknown key": ("descripton: x\n" + AGENTS, 1, "Did you mean 'description'?"),
-    "unknown key of an agent": ("agents:\n  a:\n    modl: m\n", 3, "Unknown key 'modl' in agents.a"),
+    "unknown key of an agent": (
+        "agents:\n  a:\n    modl: m\n",
+        3,
+        "Unknown key 'modl' in agents.a",
+    ),
     "unknown key without a likeness": ("zzz: 1\n" + AGENTS, 1, "Known: name, description, tree"),
     "bad name": ("name: a b\n" + AGENTS, 1, "name must be a name of letters"),
     "bad agent id": ("agents:\n  'a/b': {model: m}\n", 2, "must be a name of letters"),
     "name of the wrong kind": ("name: 7\n" + AGENTS, 1, "name must be a name of letters, .* not 7"),
     "empty model": ("agents:\n  a: {model: ' '}\n", 2, "agents.a.model must be a model alias"),
     "nothing to choose from": ("agents:\n  a: {model: []}\n", 2, "agents.a.model must hold 1 to"),
-    "auto among others": ("agents:\n  a:\n    model: [m, auto]\n", 3, "'auto' stands for several models itself"),
+    "auto among others": (
+        "agents:\n  a:\n    model: [m, auto]\n",
+        3,
+        "'auto' stands for several models itself",
+    ),
     "a model twice": ("agents:\n  a: {model: [m, m]}\n", 2, "agents.a.model names 'm' twice"),
     "an unknown candidate": ("agents:\n  a: {model: [m, q]}\n", 2, "Unknown model 'q'"),
     "no model": ("agents:\n  a: {}\n", 2, "Agent 'a' has no model"),
     "unknown model": ("agents:\n  a: {model: n}\n", 2, "Unknown model 'n'.*Known: m"),
-    "unknown default model": ("defaults: {model: mm}\n" + AGENTS, 1, "Unknown model 'mm'.*Did you mean 'm'"),
-    "unknown model of a tree": ("tree:\n  shape: [2, 1]\n  models:\n    - m\n    - q\n", 5, "Unknown model 'q'"),
-    "unknown model of a root": ("tree: {shape: [2, 1], models: [m],\n  root_model: q}\n", 2, "Unknown model 'q'"),
-    "unknown precursor": ("agents:\n  abc: {model: m}\n  b:\n    model: m\n    precursors:\n      - abd\n", 6, "'abc'"),
+    "unknown default model": (
+        "defaults: {model: mm}\n" + AGENTS,
+        1,
+        "Unknown model 'mm'.*Did you mean 'm'",
+    ),
+    "unknown model of a tree": (
+        "tree:\n  shape: [2, 1]\n  models:\n    - m\n    - q\n",
+        5,
+        "Unknown model 'q'",
+    ),
+    "unknown model of a root": (
+        "tree: {shape: [2, 1], models: [m],\n  root_model: q}\n",
+        2,
+        "Unknown model 'q'",
+    ),
+    "unknown precursor": (
+        "agents:\n  abc: {model: m}\n  b:\n    model: m\n    precursors:\n      - abd\n",
+        6,
+        "'abc'",
+    ),
     "self": ("agents:\n  a: {model: m, precursors: [a]}\n", 2, "Agent 'a' reads itself"),
     "precursor twice": (
         "agents:\n  a: {model: m}\n  b: {model: m, precursors: [a, a]}\n",
         3,
         "agents.b.precursors names 'a' twice",
     ),
-    "precursors of the wrong kind": ("agents:\n  a: {model: m, precursors: b}\n", 2, "must be a list, not 'b'"),
+    "precursors of the wrong kind": (
+        "agents:\n  a: {model: m, precursors: b}\n",
+        2,
+        "must be a list, not 'b'",
+    ),
     "a limit of thinking that readers get": (
         "agents:\n  a: {model: m, readers_get: all, max_thinking_tokens: 9}\n",
         2,
         "its readers get all that it writes",
     ),
     "two roots": (AGENTS + "  d: {model: m, precursors: [a]}\n", 5, "two roots: 'c' and 'd'"),
-    "two roots and nothing else": ("agents:\n  a: {model: m}\n  b: {model: m}\n", 3, "two roots: 'a' and 'b'"),
+    "two roots and nothing else": (
+        "agents:\n  a: {model: m}\n  b: {model: m}\n",
+        3,
+        "two roots: 'a' and 'b'",
+    ),
     "unreachable": (AGENTS + "  d: {model: m}\n", 5, "Agent 'd' is unreachable"),
-    "slot without precursor": ("agents:\n  a:\n    model: m\n    prompt:\n      slot: '{output}'\n", 5, "has a slot"),
+    "slot without precursor": (
+        "agents:\n  a:\n    model: m\n    prompt:\n      slot: '{output}'\n",
+        5,
+        "has a slot",
+    ),
     "slot of a proposer": (
         "tree:\n  shape: [2, 1]\n  models: [m]\n  proposer: {prompt: {slot: '{output}'}}\n",
         4,
         "prompt of a proposer has a slot",
     ),
-    "slot without output": ("defaults: {prompt: {slot: 'x'}}\n" + AGENTS, 1, "holds {output} 0 times"),
-    "slot with two outputs": ("defaults: {prompt: {slot: '{output}{output}'}}\n" + AGENTS, 1, "2 times"),
-    "slot with the question": ("defaults: {prompt: {slot: '{output}{question}'}}\n" + AGENTS, 1, "{question}"),
-    "unknown placeholder": ("defaults: {prompt: {prefix: '{qestion}'}}\n" + AGENTS, 1, "placeholder {qestion}"),
-    "reaching into a value": ("defaults: {prompt: {system: '{question.x}'}}\n" + AGENTS, 1, "{question.x}"),
-    "format": ("defaults: {prompt: {suffix: '{question:>9}'}}\n" + AGENTS, 1, "a conversion or a format"),
+    "slot without output": (
+        "defaults: {prompt: {slot: 'x'}}\n" + AGENTS,
+        1,
+        "holds {output} 0 times",
+    ),
+    "slot with two outputs": (
+        "defaults: {prompt: {slot: '{output}{output}'}}\n" + AGENTS,
+        1,
+        "2 times",
+    ),
+    "slot with the question": (
+        "defaults: {prompt: {slot: '{output}{question}'}}\n" + AGENTS,
+        1,
+        "{question}",
+    ),
+    "unknown placeholder": (
+        "defaults: {prompt: {prefix: '{qestion}'}}\n" + AGENTS,
+        1,
+        "placeholder {qestion}",
+    ),
+    "reaching into a value": (
+        "defaults: {prompt: {system: '{question.x}'}}\n" + AGENTS,
+        1,
+        "{question.x}",
+    ),
+    "format": (
+        "defaults: {prompt: {suffix: '{question:>9}'}}\n" + AGENTS,
+        1,
+        "a conversion or a format",
+    ),
     "single brace": ("defaults: {prompt: {suffix: 'a { b'}}\n" + AGENTS, 1, "Write {{ and }}"),
     "agent in two clusters": (
         AGENTS + "clusters:\n  x: {agents: [a, b]}\n  y: {agents: [b]}\n",
@@ -65,29 +129,68 @@ WRONG = {
         "'b' is in cluster 'x' and again in 'y'",
     ),
     "agent twice in a cluster": (AGENTS + "clusters: {x: {agents: [a, a]}}\n", 5, "again in 'x'"),
-    "unknown member": (AGENTS + "clusters: {x: {agents: [a, z]}}\n", 5, "holds 'z', which is not an agent"),
+    "unknown member": (
+        AGENTS + "clusters: {x: {agents: [a, z]}}\n",
+        5,
+        "holds 'z', which is not an agent",
+    ),
     "root in a cluster": (AGENTS + "clusters: {x: {agents: [a, c]}}\n", 5, "holds the root 'c'"),
     "empty cluster": (AGENTS + "clusters: {x: {agents: []}}\n", 5, "must hold 1 to"),
     "cluster without agents": (AGENTS + "clusters: {x: {}}\n", 5, "lacks 'agents'"),
     "dropped root": ("agents:\n  a: {model: m, on_failure: drop}\n", 2, "root cannot be dropped"),
-    "dropped root of a tree": ("tree: {shape: [2, 1], models: [m], root: {on_failure: drop}}\n", 1, "be dropped"),
-    "sampling of the wrong kind": ("defaults: {sampling: [1]}\n" + AGENTS, 1, "must be a mapping, not a list"),
-    "sampling out of bounds": ("defaults: {sampling: {temperature: -1}}\n" + AGENTS, 1, "at least 0, not -1"),
+    "dropped root of a tree": (
+        "tree: {shape: [2, 1], models: [m], root: {on_failure: drop}}\n",
+        1,
+        "be dropped",
+    ),
+    "sampling of the wrong kind": (
+        "defaults: {sampling: [1]}\n" + AGENTS,
+        1,
+        "must be a mapping, not a list",
+    ),
+    "sampling out of bounds": (
+        "defaults: {sampling: {temperature: -1}}\n" + AGENTS,
+        1,
+        "at least 0, not -1",
+    ),
     "number as YAML reads it": ("defaults: {sampling: {top_p: 1e-3}}\n" + AGENTS, 1, "not '1e-3'"),
-    "sampling that JSON cannot say": ("defaults: {sampling: {x: [.inf]}}\n" + AGENTS, 1, "not a finite number"),
-    "several outputs": ("defaults: {sampling: {n: 2}}\n" + AGENTS, 1, "defaults.sampling.n must be"),
+    "sampling that JSON cannot say": (
+        "defaults: {sampling: {x: [.inf]}}\n" + AGENTS,
+        1,
+        "not a finite number",
+    ),
+    "several outputs": (
+        "defaults: {sampling: {n: 2}}\n" + AGENTS,
+        1,
+        "defaults.sampling.n must be",
+    ),
     "no time": ("defaults: {timeout_s: 0}\n" + AGENTS, 1, "above 0"),
     "no number": ("defaults: {timeout_s: .nan}\n" + AGENTS, 1, "timeout_s must be"),
     "endless time": ("defaults: {timeout_s: .inf}\n" + AGENTS, 1, "timeout_s must be"),
     "truth for a number": ("defaults: {timeout_s: true}\n" + AGENTS, 1, "not true"),
     "unknown failure policy": ("on_failure: dorp\n" + AGENTS, 1, "Did you mean 'drop'"),
-    "unknown exit policy": ("early_exit: {policy: stochstic}\n" + AGENTS, 1, "Did you mean 'stochastic'"),
-    "early exit of the wrong kind": ("early_exit: 5\n" + AGENTS, 1, "a mapping or on or off, not 5"),
-    "tau out of bounds": ("early_exit: {tau: 1.5}\n" + AGENTS, 1, "early_exit.tau must be .*not 1.5"),
+    "unknown exit policy": (
+        "early_exit: {policy: stochstic}\n" + AGENTS,
+        1,
+        "Did you mean 'stochastic'",
+    ),
+    "early exit of the wrong kind": (
+        "early_exit: 5\n" + AGENTS,
+        1,
+        "a mapping or on or off, not 5",
+    ),
+    "tau out of bounds": (
+        "early_exit: {tau: 1.5}\n" + AGENTS,
+        1,
+        "early_exit.tau must be .*not 1.5",
+    ),
     "skipping an aggregator without complete outputs": (
         "early_exit: {policy: threshold, skip_aggregation: on}\n" + AGENTS,
         1,
-        "skip_aggregation goes with policy in_flight, which reads what outputs say, not 'threshold'",
+        (
+            "skip_aggregation goes with policy in_flight, which reads what outputs say, not "
+            "'threshold'"
+        ),
     ),
     "skipping an aggregator by layers": (
         "early_exit: {policy: in_flight, scope: layer, skip_aggregation: on}\n" + AGENTS,
@@ -99,7 +202,11 @@ WRONG = {
         6,
         "'clusters' says which agents are judged together",
     ),
-    "a vote of one": ("agents:\n  a: {model: m}\n  b:\n    vote: majority\n    precursors: [a]\n", 4, "fewer than two"),
+    "a vote of one": (
+        "agents:\n  a: {model: m}\n  b:\n    vote: majority\n    precursors: [a]\n",
+        4,
+        "fewer than two",
+    ),
     "a vote of one in a tree": (
         "tree:\n  models: [m]\n  shape: [1, 1]\n  root: {vote: majority}\n",
         3,
@@ -120,14 +227,30 @@ WRONG = {
         4,
         "The root votes",
     ),
-    "an unknown vote": ("tree: {shape: [2, 1], models: [m], root: {vote: most}}\n", 1, "must be 'majority'"),
-    "part of an output": ("early_exit: {min_completed: 1.5}\n" + AGENTS, 1, "a whole number at least 1, not 1.5"),
+    "an unknown vote": (
+        "tree: {shape: [2, 1], models: [m], root: {vote: most}}\n",
+        1,
+        "must be 'majority'",
+    ),
+    "part of an output": (
+        "early_exit: {min_completed: 1.5}\n" + AGENTS,
+        1,
+        "a whole number at least 1, not 1.5",
+    ),
     "no chunk": ("prefill: {chunk_tokens: 0}\n" + AGENTS, 1, "prefill.chunk_tokens must be"),
     "unknown chunk": ("prefill: {chunk_tokens: often}\n" + AGENTS, 1, "'adaptive', not 'often'"),
     "a chunk of nothing": ("prefill:\n  chunk_tokens: 0\n" + AGENTS, 2, "at least 1"),
-    "uneven layers": ("tree:\n  shape: [9, 4, 1]\n  models: [m]\n", 2, "cannot be shared out evenly among 4"),
+    "uneven layers": (
+        "tree:\n  shape: [9, 4, 1]\n  models: [m]\n",
+        2,
+        "cannot be shared out evenly among 4",
+    ),
     "growing layers": ("tree:\n  shape: [2, 4, 1]\n  models: [m]\n", 2, "cannot be shared out"),
-    "no single root": ("all_to_all:\n  shape: [3, 3]\n  models: [m]\n", 2, "last layer of shape .* is not 1"),
+    "no single root": (
+        "all_to_all:\n  shape: [3, 3]\n  models: [m]\n",
+        2,
+        "last layer of shape .* is not 1",
+    ),
     "one layer": ("tree: {shape: [1], models: [m]}\n", 1, "must hold 2 to"),
     "empty layer": ("tree: {shape: [0, 1], models: [m]}\n", 1, "at least 1"),
     "shape of words": ("tree: {shape: [three, 1], models: [m]}\n", 1, "not 'three'"),
@@ -153,12 +276,17 @@ def test_a_cycle_is_shown() -> None:
         f"  {agent}: {{model: m, precursors: [{precursors}]}}\n"
         for agent, precursors in (("a", "c"), ("b", "a"), ("c", "b"), ("root", "c"))
     )
-    with pytest.raises(TopologyError, match=r"in a circle: (a -> b -> c -> a|b -> c -> a -> b|c -> a -> b -> c)\."):
+    with pytest.raises(
+        TopologyError, match=r"in a circle: (a -> b -> c -> a|b -> c -> a -> b|c -> a -> b -> c)\."
+    ):
         parse_topology(text, source="f.yaml")
 
 
 def test_all_problems_of_a_file_are_reported_together() -> None:
-    text = "nam: x\nearly_exit: {tau: 2}\nagents:\n  a: {model: m, prompt: {prefix: '{x}'}, timeout_s: -1}\n"
+    text = (
+        "nam: x\nearly_exit: {tau: 2}\nagents:\n  a: {model: m, prompt: {prefix: '{x}'}, "
+        "timeout_s: -1}\n"
+    )
     with pytest.raises(TopologyError) as error:
         parse_topology(text, source="f.yaml")
     assert [line.split(" ")[0] for line in str(error.value).splitlines()] == [
@@ -170,6 +298,8 @@ def test_all_problems_of_a_file_are_reported_together() -> None:
 
 
 def test_a_file_name_that_cannot_be_a_name_asks_for_one() -> None:
-    with pytest.raises(TopologyError, match=r"'my tree', cannot be the topology's name\. Add 'name'"):
+    with pytest.raises(
+        TopologyError, match=r"'my tree', cannot be the topology's name\. Add 'name'"
+    ):
         parse_topology(AGENTS, source="my tree.yaml")
     assert parse_topology("name: fine\n" + AGENTS, source="my tree.yaml").name == "fine"

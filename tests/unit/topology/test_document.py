@@ -12,7 +12,10 @@ def test_values_come_with_their_lines() -> None:
 
 
 def test_an_alias_stands_for_what_it_names() -> None:
-    assert read_document("a: &x {k: [1]}\nb: *x\n", source="f").value == {"a": {"k": [1]}, "b": {"k": [1]}}
+    assert read_document("a: &x {k: [1]}\nb: *x\n", source="f").value == {
+        "a": {"k": [1]},
+        "b": {"k": [1]},
+    }
 
 
 def test_problems_are_reported_once_each_in_the_order_of_lines() -> None:
@@ -35,7 +38,8 @@ def test_a_document_without_problems_is_not_refused() -> None:
 
 
 _BOMB = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 12)]
+    ["a0: &a0 [x, x, x, x, x, x, x, x]"]
+    + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 12)]
 )
 
 UNREADABLE = {

@@ -46,4 +46,6 @@ def test_a_long_chain_can_be_drawn() -> None:
 
 def test_a_quorum_is_drawn_with_its_grace_time() -> None:
     text = "tree: {shape: [3, 1], models: [m]}\nearly_exit: {policy: quorum, grace_s: 1.5}\n"
-    assert "  cluster-1  cut off 1.5 s after 2 outputs; proposer-1" in draw(parse_topology(text, source="f"))
+    assert "  cluster-1  cut off 1.5 s after 2 outputs; proposer-1" in draw(
+        parse_topology(text, source="f")
+    )

@@ -49,15 +49,29 @@ PIECES = [
         "\ufeff",
         "\x85",
     ),
-    *("{question}", "{output", "auto", "end", "steps:\n", "agents:\n", "tree: {shape: [9, 3, 1]}\n", "name: x\n"),
+    *(
+        "{question}",
+        "{output",
+        "auto",
+        "end",
+        "steps:\n",
+        "agents:\n",
+        "tree: {shape: [9, 3, 1]}\n",
+        "name: x\n",
+    ),
 ]
 accidents = st.lists(
-    st.tuples(st.integers(0, 2000), st.integers(0, 40), st.sampled_from(PIECES) | st.text(max_size=4)), max_size=5
+    st.tuples(
+        st.integers(0, 2000), st.integers(0, 40), st.sampled_from(PIECES) | st.text(max_size=4)
+    ),
+    max_size=5,
 )
 
 
 @given(st.sampled_from(SHIPPED), accidents)
-def test_a_file_with_accidents_is_read_or_refused_with_a_line(text: str, edits: list[tuple[int, int, str]]) -> None:
+def test_a_file_with_accidents_is_read_or_refused_with_a_line(
+    text: str, edits: list[tuple[int, int, str]]
+) -> None:
     for place, gone, put in edits:
         at = place % (len(text) + 1)
         text = text[:at] + put + text[at + gone :]

@@ -4,7 +4,16 @@ import pytest
 
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import TopologyError
-from shell_router.topology import AUTO, Catalog, Prefill, Prompt, Topology, files_in, load_topology, parse_topology
+from shell_router.topology import (
+    AUTO,
+    Catalog,
+    Prefill,
+    Prompt,
+    Topology,
+    files_in,
+    load_topology,
+    parse_topology,
+)
 from shell_router.topology.draw import draw
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
 
@@ -29,7 +38,9 @@ def test_one_line_makes_a_tree() -> None:
 
 def test_every_cluster_of_the_tree_holds_every_model_once_and_the_root_is_the_largest() -> None:
     tree = parsed(TREE)
-    assert [models_of(tree, *cluster.agents) for cluster in tree.clusters] == [["small", "medium", "large"]] * 4
+    assert [models_of(tree, *cluster.agents) for cluster in tree.clusters] == [
+        ["small", "medium", "large"]
+    ] * 4
     assert tree.root.model == "large"
 
 
@@ -42,7 +53,10 @@ def test_agents_that_read_others_draft_unless_the_file_says_otherwise() -> None:
     assert drafting(tree % "") == {"root"}
     assert drafting(tree % "" + "defaults: {drafts: off}") == set()
     assert drafting(tree % "" + "defaults: {drafts: on}") == {"root", "proposer-1", "proposer-2"}
-    assert drafting(tree % ", proposer: {drafts: on}, root: {drafts: off}") == {"proposer-1", "proposer-2"}
+    assert drafting(tree % ", proposer: {drafts: on}, root: {drafts: off}") == {
+        "proposer-1",
+        "proposer-2",
+    }
 
 
 def test_each_agent_of_a_tree_has_one_successor() -> None:
@@ -73,7 +87,9 @@ tree:
   root: {sampling: {max_new_tokens: 5}}
 defaults: {sampling: {max_new_tokens: 256}}
 """)
-    proposer, aggregator, root = (tree.agents[agent] for agent in ("proposer-1", "aggregator-1", "root"))
+    proposer, aggregator, root = (
+        tree.agents[agent] for agent in ("proposer-1", "aggregator-1", "root")
+    )
     assert proposer.prompt == Prompt(system="Be brief.")
     assert proposer.sampling == {"temperature": 0.7, "max_new_tokens": 256}
     assert (aggregator.prompt.suffix, aggregator.prompt.slot) == ("Go.", AGGREGATOR.slot)
@@ -140,28 +156,44 @@ def test_agents_with_the_same_successors_are_judged_together_and_one_alone_is_no
         ),
     ],
 )
-def test_a_cluster_has_its_own_early_exit_over_that_of_the_topology(said: str, expected: EarlyExit | None) -> None:
+def test_a_cluster_has_its_own_early_exit_over_that_of_the_topology(
+    said: str, expected: EarlyExit | None
+) -> None:
     clusters = parsed(GRAPH + f"clusters: {{middle: {{agents: [left, right]{said}}}}}").clusters
     assert [(cluster.id, cluster.early_exit) for cluster in clusters] == [("middle", expected)]
 
 
-@pytest.mark.parametrize(("said", "expected"), [("", None), ("early_exit: off", None), ("early_exit: on", EarlyExit())])
+@pytest.mark.parametrize(
+    ("said", "expected"), [("", None), ("early_exit: off", None), ("early_exit: on", EarlyExit())]
+)
 def test_without_a_word_there_is_no_early_exit(said: str, expected: EarlyExit | None) -> None:
     assert {cluster.early_exit for cluster in parsed(TREE + said).clusters} == {expected}
 
 
 def test_prefill_settings_reach_the_topology() -> None:
-    prefill = parsed(TREE + "prefill: {chunk_tokens: 32, incremental: off, slot_order: expected_finish}").prefill
+    prefill = parsed(
+        TREE + "prefill: {chunk_tokens: 32, incremental: off, slot_order: expected_finish}"
+    ).prefill
     assert prefill == Prefill(False, 32, "expected_finish")
 
 
 def test_sampling_parameters_of_other_names_pass_through() -> None:
-    text = "agents: {a: {model: m, sampling: {custom: [1, {deep: null}], stop: [x], logit_bias: {'7': -1.5}}}}"
-    assert parsed(text).root.sampling == {"custom": [1, {"deep": None}], "stop": ["x"], "logit_bias": {"7": -1.5}}
+    text = (
+        "agents: {a: {model: m, sampling: {custom: [1, {deep: null}], stop: [x], logit_bias: "
+        "{'7': -1.5}}}}"
+    )
+    assert parsed(text).root.sampling == {
+        "custom": [1, {"deep": None}],
+        "stop": ["x"],
+        "logit_bias": {"7": -1.5},
+    }
 
 
 def test_a_question_may_be_ignored_where_nothing_is_read() -> None:
-    assert parsed("agents: {a: {model: m, prompt: {prefix: Tell a joke.}}}").root.prompt.prefix == "Tell a joke."
+    assert (
+        parsed("agents: {a: {model: m, prompt: {prefix: Tell a joke.}}}").root.prompt.prefix
+        == "Tell a joke."
+    )
 
 
 def test_a_model_may_be_left_to_choose() -> None:
@@ -216,13 +248,18 @@ def test_a_folder_is_loaded_by_topology_name(tmp_path: Path) -> None:
     (tmp_path / "two.yml").write_text(GRAPH, encoding="utf-8")
     (tmp_path / "schema.json").write_text("{}", encoding="utf-8")
     topologies = Catalog(None).of_files(files_in(tmp_path)).entries
-    assert {name: one.graph.name for name, one in topologies.items()} == {"one": "one", "diamond": "diamond"}
+    assert {name: one.graph.name for name, one in topologies.items()} == {
+        "one": "one",
+        "diamond": "diamond",
+    }
 
 
 def test_two_files_may_not_share_a_name(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text(TREE, encoding="utf-8")
     (tmp_path / "two.yaml").write_text(TREE + "name: one\n", encoding="utf-8")
-    with pytest.raises(TopologyError, match=r"two\.yaml:2: The name 'one' is already that of .*one\.yaml"):
+    with pytest.raises(
+        TopologyError, match=r"two\.yaml:2: The name 'one' is already that of .*one\.yaml"
+    ):
         Catalog(None).of_files(files_in(tmp_path))
 
 

@@ -24,7 +24,17 @@ def test_a_question_may_look_like_a_placeholder(question: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{output}", "{question.__class__}", "{question[0]}", "{question!r}", "{question:>9}", "{}", "{", "}"]
+    "template",
+    [
+        "{output}",
+        "{question.__class__}",
+        "{question[0]}",
+        "{question!r}",
+        "{question:>9}",
+        "{}",
+        "{",
+        "}",
+    ],
 )
 def test_anything_but_the_bare_placeholder_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -42,7 +52,9 @@ def test_a_slot_may_be_nothing_but_its_output() -> None:
     assert slot_parts("{output}", "a", 1) == ("", "")
 
 
-@pytest.mark.parametrize("template", ["", "text", "{output}{output}", "{output} {question}", "{output!s}"])
+@pytest.mark.parametrize(
+    "template", ["", "text", "{output}{output}", "{output} {question}", "{output!s}"]
+)
 def test_a_slot_that_cannot_be_parted_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         slot_parts(template, "a", 1)

@@ -36,7 +36,9 @@ def graphs(draw: st.DrawFn) -> dict[str, list[str]]:
 
 
 @given(graphs())
-def test_any_graph_with_one_root_is_read_as_it_was_written(precursors: dict[str, list[str]]) -> None:
+def test_any_graph_with_one_root_is_read_as_it_was_written(
+    precursors: dict[str, list[str]],
+) -> None:
     agents = {agent: {"model": "m", "precursors": read} for agent, read in precursors.items()}
     topology = parse_topology(yaml.safe_dump({"agents": agents}, sort_keys=False), source="f")
     assert {agent.id: list(agent.precursors) for agent in topology.agents.values()} == precursors
@@ -87,23 +89,37 @@ def test_no_text_raises_anything_but_a_topology_error(text: str) -> None:
     st.sampled_from([TREE, GRAPH, STEPS]),
     st.integers(0, 700),
     st.integers(0, 40),
-    st.one_of(st.text(max_size=8), st.sampled_from(["*a", "&a ", "<<: ", "!!int ", "{", "]", "\n  ", "'", ": ", "- "])),
+    st.one_of(
+        st.text(max_size=8),
+        st.sampled_from(["*a", "&a ", "<<: ", "!!int ", "{", "]", "\n  ", "'", ": ", "- "]),
+    ),
 )
-def test_no_edit_of_a_file_raises_anything_but_a_topology_error(text: str, start: int, cut: int, put: str) -> None:
+def test_no_edit_of_a_file_raises_anything_but_a_topology_error(
+    text: str, start: int, cut: int, put: str
+) -> None:
     loads_or_is_refused(text[:start] + put + text[start + cut :])
 
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from(["a", "on", "off"])
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["a", "on", "off"]),
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
 )
 
 
 @given(st.sampled_from([TREE, GRAPH, STEPS]), st.integers(0, 60), values)
-def test_no_value_in_any_place_raises_anything_but_a_topology_error(text: str, place: int, value: Any) -> None:
+def test_no_value_in_any_place_raises_anything_but_a_topology_error(
+    text: str, place: int, value: Any
+) -> None:
     content = yaml.safe_load(text)
     places = list(_places(content))
     holder, key = places[place % len(places)]
@@ -112,5 +128,13 @@ def test_no_value_in_any_place_raises_anything_but_a_topology_error(text: str, p
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    steps = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
-    return [(value, step) for step in steps] + [place for step in steps for place in _places(value[step])]
+    steps = (
+        list(value)
+        if isinstance(value, dict)
+        else list(range(len(value)))
+        if isinstance(value, list)
+        else []
+    )
+    return [(value, step) for step in steps] + [
+        place for step in steps for place in _places(value[step])
+    ]

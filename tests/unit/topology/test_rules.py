@@ -54,7 +54,12 @@ def test_a_condition_holds_when_all_it_says_does(when: When, holds: bool) -> Non
 
 
 def test_the_first_rule_that_holds_is_taken_and_says_why() -> None:
-    rules = (Rule("a", When(matches="poem")), Rule("b", When(matches="What")), Rule("c", When(matches="is")), OTHERWISE)
+    rules = (
+        Rule("a", When(matches="poem")),
+        Rule("b", When(matches="What")),
+        Rule("c", When(matches="is")),
+        OTHERWISE,
+    )
     assert choose(rules, FACTS) == Transition("b", 2, "request matches 'What'")
     assert choose(rules, replace(FACTS, request="?")) == Transition(END, 4, "otherwise")
     assert choose((OTHERWISE,), FACTS) == Transition(END, 1, "always")
@@ -63,13 +68,19 @@ def test_the_first_rule_that_holds_is_taken_and_says_why() -> None:
 def test_a_classifier_is_asked_only_when_all_else_holds() -> None:
     asks = When(labels={"kind": ("sum",)}, classifier="subject", classes=("maths",))
     assert choose((Rule("a", asks), OTHERWISE), FACTS) == Unclassified("subject", "request")
-    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, labels={})) == Transition(END, 2, "otherwise")
+    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, labels={})) == Transition(
+        END, 2, "otherwise"
+    )
 
 
 def test_scores_are_asked_for_only_when_all_else_holds_and_before_a_classifier() -> None:
-    asks = When(matches="What", scores_below={"small": 0.5}, classifier="subject", classes=("maths",))
+    asks = When(
+        matches="What", scores_below={"small": 0.5}, classifier="subject", classes=("maths",)
+    )
     assert choose((Rule("a", asks), OTHERWISE), FACTS) == Unscored()
-    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, request="?")) == Transition(END, 2, "otherwise")
+    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, request="?")) == Transition(
+        END, 2, "otherwise"
+    )
     assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, scores={"small": 0.4})) == (
         Unclassified("subject", "request")
     )
@@ -84,7 +95,8 @@ def test_every_score_that_is_named_has_to_be_lower(scores: dict[str, float], hol
 
 
 @pytest.mark.parametrize(
-    ("said", "holds"), [(Classed("maths", 0.7), True), (Classed("poems", 0.7), False), (Classed("", 0.1), False)]
+    ("said", "holds"),
+    [(Classed("maths", 0.7), True), (Classed("poems", 0.7), False), (Classed("", 0.1), False)],
 )
 def test_a_class_decides_once_it_is_known(said: Classed, holds: bool) -> None:
     asks = When(classifier="subject", classes=("maths",))
@@ -93,7 +105,8 @@ def test_a_class_decides_once_it_is_known(said: Classed, holds: bool) -> None:
 
 def test_what_could_not_be_classified_has_none_of_the_classes() -> None:
     assert not taken(
-        When(classifier="subject", classes=("maths", "")), replace(FACTS, classes={("subject", "request"): None})
+        When(classifier="subject", classes=("maths", "")),
+        replace(FACTS, classes={("subject", "request"): None}),
     )
 
 
@@ -106,9 +119,16 @@ RULES = st.lists(
         Rule,
         st.sampled_from("abc"),
         st.one_of(
-            st.builds(When, matches=st.sampled_from(["a", "b", "^c"]), of=st.sampled_from(["request", "output"])),
             st.builds(
-                When, labels=st.dictionaries(st.sampled_from("xy"), st.tuples(st.sampled_from("01")), min_size=1)
+                When,
+                matches=st.sampled_from(["a", "b", "^c"]),
+                of=st.sampled_from(["request", "output"]),
+            ),
+            st.builds(
+                When,
+                labels=st.dictionaries(
+                    st.sampled_from("xy"), st.tuples(st.sampled_from("01")), min_size=1
+                ),
             ),
             st.builds(When, confidence_below=st.floats(0.01, 1.0)),
         ),
@@ -125,7 +145,9 @@ ANY_FACTS = st.builds(
 
 
 @given(RULES, ANY_FACTS)
-def test_rules_before_the_one_taken_do_not_hold_and_it_does(rules: list[Rule], facts: Facts) -> None:
+def test_rules_before_the_one_taken_do_not_hold_and_it_does(
+    rules: list[Rule], facts: Facts
+) -> None:
     found = choose((*rules, OTHERWISE), facts)
     assert isinstance(found, Transition)
     assert not any(taken(rule.when, facts) for rule in rules[: found.rule - 1] if rule.when)
@@ -134,7 +156,9 @@ def test_rules_before_the_one_taken_do_not_hold_and_it_does(rules: list[Rule], f
     )
 
 
-@pytest.mark.filterwarnings("ignore:Possible set:FutureWarning", "ignore:Possible nested set:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Possible set:FutureWarning", "ignore:Possible nested set:FutureWarning"
+)
 @given(st.text("ab(|)*.+?[^]x1", max_size=8), st.text("abx1", max_size=12))
 @example("[[]", "")
 @example("[||]", "")
@@ -148,7 +172,8 @@ def test_patterns_find_what_pythons_do(pattern: str, text: str) -> None:
 
 
 def test_a_pattern_that_takes_others_forever_ends_soon() -> None:
-    # 2 ** 50000 ways for an engine that goes back; this one reads each character once, or the test never ends
+    # 2 ** 50000 ways for an engine that goes back; this one reads each character once, or the test
+    # never ends
     assert not found_in(r"^(a+)+$", "a" * 50_000 + "!")
 
 

@@ -10,7 +10,9 @@ from shell_router.topology.draw import draw
 from shell_router.topology.rules import Rule, When
 from tests.fakes.topologies import parse_steps
 
-TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [m]}\nearly_exit: on\n", source="tree.yaml")
+TREE = parse_topology(
+    "name: tree\ntree: {shape: [2, 1], models: [m]}\nearly_exit: on\n", source="tree.yaml"
+)
 
 STEPS = """name: triage
 description: who is asked
@@ -48,16 +50,23 @@ def test_rules_are_read_in_their_order_and_end_with_one_that_always_holds() -> N
         Rule("whole", When(confidence_below=0.5, classifier="subject", classes=("sums",))),
         Rule("end"),
     )
-    assert read.classifiers["subject"].examples == {"sums": ("one and one",), "rest": ("a poem", "a tale")}
+    assert read.classifiers["subject"].examples == {
+        "sums": ("one and one",),
+        "rest": ("a poem", "a tale"),
+    }
 
 
 def test_a_step_of_an_agent_is_a_topology_of_one_and_one_of_a_topology_holds_all_of_it() -> None:
     read = steps()
     quick, whole = read.steps["quick"].topology, read.steps["whole"].topology
-    assert list(quick.agents) == ["quick"] and quick.agents["quick"].sampling == {"max_new_tokens": 8}
+    assert list(quick.agents) == ["quick"] and quick.agents["quick"].sampling == {
+        "max_new_tokens": 8
+    }
     assert list(whole.agents) == ["whole/proposer-1", "whole/proposer-2", "whole/root"]
     assert whole.root.precursors == ("whole/proposer-1", "whole/proposer-2")
-    assert [cluster.agents for cluster in whole.clusters] == [("whole/proposer-1", "whole/proposer-2")]
+    assert [cluster.agents for cluster in whole.clusters] == [
+        ("whole/proposer-1", "whole/proposer-2")
+    ]
     assert read.steps["careful"].topology.root.candidates == ("large", "medium")
 
 
@@ -82,7 +91,11 @@ def test_a_bare_id_is_a_rule_without_condition() -> None:
 GOOD = "start: a\nsteps:\n  a: {model: m}\n"
 WRONG = {
     "no start": ("steps:\n  a: {model: m}\n", 1, "No step is named as the first"),
-    "start without steps": ("start: a\ntree: {shape: [2, 1], models: [m]}\n", 1, "'start' goes with 'steps'"),
+    "start without steps": (
+        "start: a\ntree: {shape: [2, 1], models: [m]}\n",
+        1,
+        "'start' goes with 'steps'",
+    ),
     "classifiers without steps": (
         "tree: {shape: [2, 1], models: [m]}\nclassifiers: {c: {examples: {x: [y]}}}\n",
         2,
@@ -91,14 +104,34 @@ WRONG = {
     "steps and a tree": (GOOD + "tree: {shape: [2, 1], models: [m]}\n", 2, "described twice"),
     "clusters": (GOOD + "clusters: {x: {agents: [a]}}\n", 4, "'clusters' does not go with 'steps'"),
     "prefill": (GOOD + "prefill: {incremental: on}\n", 4, "'prefill' does not go with 'steps'"),
-    "a default that does not hold": (GOOD + "defaults: {on_failure: drop}\n", 4, "A step that fails fails its"),
-    "a step that may be dropped": ("start: a\nsteps:\n  a: {model: m, on_failure: drop}\n", 3, "Unknown key"),
+    "a default that does not hold": (
+        GOOD + "defaults: {on_failure: drop}\n",
+        4,
+        "A step that fails fails its",
+    ),
+    "a step that may be dropped": (
+        "start: a\nsteps:\n  a: {model: m, on_failure: drop}\n",
+        3,
+        "Unknown key",
+    ),
     "a reserved name": (GOOD + "  end: {model: m}\n", 4, "named 'end', a reserved name"),
-    "neither model nor topology": ("start: a\nsteps:\n  a: {}\n", 3, "neither a model nor a topology"),
+    "neither model nor topology": (
+        "start: a\nsteps:\n  a: {}\n",
+        3,
+        "neither a model nor a topology",
+    ),
     "unknown model": ("start: a\nsteps:\n  a: {model: q}\n", 3, "Unknown model 'q'"),
     "a model twice": ("start: a\nsteps:\n  a: {model: [m, m]}\n", 3, "names 'm' twice"),
-    "unknown topology": ("start: a\nsteps:\n  a: {topology: tre}\n", 3, "Unknown topology 'tre'.*'tree'"),
-    "both": ("start: a\nsteps:\n  a:\n    topology: tree\n    model: m\n", 5, "has 'model', which only agents"),
+    "unknown topology": (
+        "start: a\nsteps:\n  a: {topology: tre}\n",
+        3,
+        "Unknown topology 'tre'.*'tree'",
+    ),
+    "both": (
+        "start: a\nsteps:\n  a:\n    topology: tree\n    model: m\n",
+        5,
+        "has 'model', which only agents",
+    ),
     "a slot without a precursor": (
         "start: a\nsteps:\n  a: {model: m, prompt: {slot: '{output}'}}\n",
         3,
@@ -111,7 +144,11 @@ WRONG = {
         6,
         "'ende' is not a step. Did you mean 'end'",
     ),
-    "unknown target without a list": ("start: a\nsteps:\n  a: {model: m, then: b}\n", 3, "'b' is not a step"),
+    "unknown target without a list": (
+        "start: a\nsteps:\n  a: {model: m, then: b}\n",
+        3,
+        "'b' is not a step",
+    ),
     "a start that may lead nowhere": (
         "start:\n  - {when: {label: {x: y}}, go: a}\nsteps:\n  a: {model: m}\n",
         1,
@@ -122,8 +159,16 @@ WRONG = {
         3,
         "is never reached: start.0. always holds",
     ),
-    "a rule without a target": ("start: [{when: {label: {x: y}}}]\nsteps:\n  a: {model: m}\n", 1, "lacks 'go'"),
-    "an empty condition": ("start: [{when: {}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n", 1, "has no condition"),
+    "a rule without a target": (
+        "start: [{when: {label: {x: y}}}]\nsteps:\n  a: {model: m}\n",
+        1,
+        "lacks 'go'",
+    ),
+    "an empty condition": (
+        "start: [{when: {}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
+        1,
+        "has no condition",
+    ),
     "a text that no condition reads": (
         "start: [{when: {label: {x: y}, of: request}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
         1,
@@ -145,7 +190,11 @@ WRONG = {
         "confidence_below must be a number above 0 and at most 1",
     ),
     "an unknown model to score": (
-        "start:\n  - when:\n      score_below:\n        q: 0.5\n    go: a\n  - {go: a}\nsteps:\n  a: {model: m}\n",
+        (
+            "start:\n  - when:\n      score_below:\n        q: 0.5\n    go: a\n  - {go: "
+            "a}\nsteps:\n "
+            " a: {model: m}\n"
+        ),
         4,
         "Unknown model 'q'",
     ),
@@ -193,11 +242,19 @@ WRONG = {
     ),
     "a classifier without examples": (GOOD + "classifiers: {c: {}}\n", 4, "lacks 'examples'"),
     "a circle": (
-        "start: a\nsteps:\n  a: {model: m, then: b}\n  b: {model: m, then: [{when: {matches: x}, go: a}]}\n",
+        (
+            "start: a\nsteps:\n  a: {model: m, then: b}\n  b: {model: m, then: [{when: {matches: "
+            "x}, "
+            "go: a}]}\n"
+        ),
         (3, 4),
         "Steps lead in a circle: ",
     ),
-    "a step that leads to itself": ("start: a\nsteps:\n  a: {model: m, then: a}\n", 3, "in a circle: a -> a"),
+    "a step that leads to itself": (
+        "start: a\nsteps:\n  a: {model: m, then: a}\n",
+        3,
+        "in a circle: a -> a",
+    ),
     "an unreachable step": (GOOD + "  b: {model: m}\n", 4, "Step 'b' is unreachable"),
     "a step behind an unreachable one": (
         GOOD + "  b: {model: m, then: c}\n  c: {model: m}\n",
@@ -223,7 +280,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "line", "message"), WRONG.values(), ids=WRONG.keys())
-def test_problems_have_their_line_and_a_remedy(text: str, line: int | tuple[int, ...], message: str) -> None:
+def test_problems_have_their_line_and_a_remedy(
+    text: str, line: int | tuple[int, ...], message: str
+) -> None:
     with pytest.raises(TopologyError, match=message) as refused:
         parse_steps(text, source="f.yaml", topologies={"tree": TREE}, models=("m",))
     lines = (line,) if isinstance(line, int) else line
@@ -231,7 +290,9 @@ def test_problems_have_their_line_and_a_remedy(text: str, line: int | tuple[int,
 
 
 def test_who_runs_agents_alone_refuses_steps_by_line() -> None:
-    with pytest.raises(TopologyError, match=r"f\.yaml:3: A topology with steps cannot be used here"):
+    with pytest.raises(
+        TopologyError, match=r"f\.yaml:3: A topology with steps cannot be used here"
+    ):
         parse_topology("name: x\nstart: a\nsteps:\n  a: {model: m}\n", source="f.yaml")
 
 
@@ -246,27 +307,39 @@ ASKS_TREE = "start: a\nsteps:\n  a: {topology: tree}\n"
 
 
 def test_steps_name_topologies_of_other_files_whatever_their_order(tmp_path: Path) -> None:
-    read = Catalog(None).of_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE)).graphs_without("")
+    read = (
+        Catalog(None)
+        .of_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE))
+        .graphs_without("")
+    )
     assert list(read) == ["first", "tree"]
     assert isinstance(read["first"], Conditional) and isinstance(read["tree"], Topology)
 
 
 def test_a_step_may_not_ask_a_topology_that_has_steps(tmp_path: Path) -> None:
-    with pytest.raises(TopologyError, match=r"second\.yaml:3: The topology 'first' has steps itself"):
-        Catalog(None).of_files(files(tmp_path, first=GOOD, second="start: a\nsteps:\n  a: {topology: first}\n"))
+    with pytest.raises(
+        TopologyError, match=r"second\.yaml:3: The topology 'first' has steps itself"
+    ):
+        Catalog(None).of_files(
+            files(tmp_path, first=GOOD, second="start: a\nsteps:\n  a: {topology: first}\n")
+        )
 
 
 def test_a_topology_whose_own_file_is_wrong_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(TopologyError) as refused:
         Catalog(None).of_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE + "prefil: {}\n"))
-    assert "second.yaml:3: Unknown key" in str(refused.value) and "Unknown topology" not in str(refused.value)
+    assert "second.yaml:3: Unknown key" in str(refused.value) and "Unknown topology" not in str(
+        refused.value
+    )
 
 
 def test_one_file_is_read_with_those_in_its_folder_that_its_steps_name(tmp_path: Path) -> None:
     first, _, _ = files(tmp_path, first=ASKS_TREE, second=TREE_FILE, broken="tree: 3\n")
     assert list(load_with_others([first])) == [first]
     (lost,) = files(tmp_path, lost="start: a\nsteps:\n  a: {topology: tre}\n")
-    with pytest.raises(TopologyError, match=r"lost\.yaml:3: Unknown topology 'tre'\. Did you mean 'tree'"):
+    with pytest.raises(
+        TopologyError, match=r"lost\.yaml:3: Unknown topology 'tre'\. Did you mean 'tree'"
+    ):
         load_with_others([lost])
 
 

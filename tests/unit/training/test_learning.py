@@ -26,7 +26,9 @@ from tests.fakes.scripted_engine import Script, ScriptedEngine
 
 TOKENIZER = family.make_tokenizer()
 LESSONS = Lessons(TOKENIZER)
-TINY = Size(32, 1, heads=2, kv_heads=1, inner=64, learning_rate=1e-2, solve_tokens=0, combine_tokens=0)
+TINY = Size(
+    32, 1, heads=2, kv_heads=1, inner=64, learning_rate=1e-2, solve_tokens=0, combine_tokens=0
+)
 PROBLEM = make_problem(random.Random(3), 3, "number")
 
 
@@ -44,7 +46,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("tiny")
     family.save(family.make_network(TINY, TOKENIZER, seed=0), TOKENIZER, folder)
     tokenizer = HfTokenizer.from_folder(folder)
-    return ServedModel("tiny", ScriptedEngine(tokenizer, lambda _request: Script("")), tokenizer, 4096)
+    return ServedModel(
+        "tiny", ScriptedEngine(tokenizer, lambda _request: Script("")), tokenizer, 4096
+    )
 
 
 def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: ServedModel) -> None:
@@ -67,7 +71,14 @@ def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: Ser
 
 
 def test_digits_are_tokens_of_their_own_and_words_are_few() -> None:
-    assert TOKENIZER.encode("24+13=37. Answer: 37").tokens == [*"24+13=37.", "ĠAnswer", ":", "Ġ", "3", "7"]
+    assert TOKENIZER.encode("24+13=37. Answer: 37").tokens == [
+        *"24+13=37.",
+        "ĠAnswer",
+        ":",
+        "Ġ",
+        "3",
+        "7",
+    ]
     assert TOKENIZER.decode(TOKENIZER.encode(PROBLEM.question).ids) == PROBLEM.question
     assert len(TOKENIZER.encode(AGGREGATOR.prefix).ids) < 1.4 * len(AGGREGATOR.prefix.split())
 
@@ -106,7 +117,13 @@ def test_practice_lowers_the_loss(tmp_path: Path) -> None:
     losses: list[float] = []
     network = family.make_network(TINY, TOKENIZER, seed=0)
     course = Course(tokens=12_000, learning_rate=1e-2)
-    practise(network, examples, course, tmp_path / "x.pt", lambda line: losses.append(float(line.split()[2])))
+    practise(
+        network,
+        examples,
+        course,
+        tmp_path / "x.pt",
+        lambda line: losses.append(float(line.split()[2])),
+    )
     assert losses[-1] < losses[0] - 1
 
 
@@ -120,7 +137,10 @@ def test_outputs_do_not_depend_on_what_else_is_in_the_batch() -> None:
 
 
 def test_a_draft_is_drawn_from_every_size_and_some_may_be_missing() -> None:
-    drafted = Drafted(PROBLEM, {size: [[number, draft] for draft in range(3)] for number, size in enumerate("sml")})
+    drafted = Drafted(
+        PROBLEM,
+        {size: [[number, draft] for draft in range(3)] for number, size in enumerate("sml")},
+    )
     drawn = [draw_drafts(random.Random(seed), drafted) for seed in range(3000)]
     assert {len(one) for one in drawn} == set(range(1, 10))
     whole = [one for one in drawn if len(one) == 9]

@@ -33,7 +33,9 @@ def test_every_equation_of_every_solution_holds() -> None:
         assert all(holds(one) for one in EQUATION.findall(problem.solution)), problem
 
 
-def test_a_solution_has_one_equation_per_step_and_each_uses_what_was_given_or_worked_out_before() -> None:
+def test_a_solution_has_one_equation_per_step_and_each_uses_what_was_given_or_worked_out_before() -> (
+    None
+):
     for problem in MANY:
         numbers = set(re.findall(r"\d+", problem.question))
         equations = EQUATION.findall(problem.solution)
@@ -47,7 +49,9 @@ def test_the_answer_is_what_the_solution_ends_with() -> None:
     assert all(stated_answer(problem.solution) == problem.answer for problem in MANY)
 
 
-def test_a_number_is_the_last_equations_result_and_a_letter_stands_for_the_one_range_that_holds_it() -> None:
+def test_a_number_is_the_last_equations_result_and_a_letter_stands_for_the_one_range_that_holds_it() -> (
+    None
+):
     for problem in MANY:
         result = EQUATION.findall(problem.solution)[-1][3]
         if problem.kind == "number":
@@ -55,10 +59,14 @@ def test_a_number_is_the_last_equations_result_and_a_letter_stands_for_the_one_r
         else:
             offered = re.findall(r"([A-D])\) ([\w ]+?)(?= [A-D]\)|$)", problem.question)
             assert [letter for letter, text in offered] == list("ABCD")
-            assert [letter for letter, text in offered if in_range(int(result), text)] == [problem.answer]
+            assert [letter for letter, text in offered if in_range(int(result), text)] == [
+                problem.answer
+            ]
 
 
-@pytest.mark.parametrize(("topic", "signs"), [("changes", "+-"), ("comparisons", "+-"), ("groups", "*/+")])
+@pytest.mark.parametrize(
+    ("topic", "signs"), [("changes", "+-"), ("comparisons", "+-"), ("groups", "*/+")]
+)
 def test_all_steps_of_a_problem_are_of_its_topic(topic: Topic, signs: str) -> None:
     found = list(islice(problems(random.Random(2), topics=[topic]), 500))
     assert {one.topic for one in found} == {topic}
@@ -66,7 +74,9 @@ def test_all_steps_of_a_problem_are_of_its_topic(topic: Topic, signs: str) -> No
     equations = [equation for one in found for equation in EQUATION.findall(one.solution)]
     assert all(map(holds, equations))
     assert {sign for _, sign, *_ in equations} == set(signs)
-    compared = ["fewer" in one.question or re.search(r"more \w+ than", one.question) for one in found]
+    compared = [
+        "fewer" in one.question or re.search(r"more \w+ than", one.question) for one in found
+    ]
     assert all(compared) if topic == "comparisons" else not any(compared)
 
 
@@ -91,13 +101,22 @@ def test_no_letter_is_right_much_more_often_than_another() -> None:
 
 
 def test_all_difficulties_and_kinds_come_up_and_no_number_grows_without_bound() -> None:
-    assert {(one.steps, one.kind) for one in MANY} == {(n, kind) for n in range(1, 5) for kind in ("number", "choice")}
-    assert max(int(result) for one in MANY for *_, result in EQUATION.findall(one.solution)) <= 2 * LARGEST
+    assert {(one.steps, one.kind) for one in MANY} == {
+        (n, kind) for n in range(1, 5) for kind in ("number", "choice")
+    }
+    assert (
+        max(int(result) for one in MANY for *_, result in EQUATION.findall(one.solution))
+        <= 2 * LARGEST
+    )
 
 
 def test_equal_seeds_tell_equal_stories() -> None:
-    assert make_problem(random.Random(5), 3, "choice") == make_problem(random.Random(5), 3, "choice")
-    assert make_problem(random.Random(5), 3, "number") != make_problem(random.Random(6), 3, "number")
+    assert make_problem(random.Random(5), 3, "choice") == make_problem(
+        random.Random(5), 3, "choice"
+    )
+    assert make_problem(random.Random(5), 3, "number") != make_problem(
+        random.Random(6), 3, "number"
+    )
 
 
 def test_drills_of_a_topic_have_its_signs() -> None:

@@ -1,7 +1,8 @@
 """Qwen3's mixture of experts with its experts spread over ranks without a GPU.
 
-SGLang's product for a CPU without AMX (`fused_moe_native.moe_forward_native`) takes an expert of another rank, -1, for
-an index, and ends its scheduler. Here each rank multiplies only by its own experts; all else is SGLang's.
+SGLang's product for a CPU without AMX (`fused_moe_native.moe_forward_native`) takes an expert of
+another rank, -1, for an index, and ends its scheduler. Here each rank multiplies only by its own
+experts; all else is SGLang's.
 """
 
 from typing import Any
@@ -15,7 +16,9 @@ from sglang.srt.models import qwen3_moe
 
 
 class LocalExperts(UnquantizedFusedMoEMethod):
-    """Products with this rank's experts: a token's part of the sum that SGLang makes over all ranks."""
+    """Products with this rank's experts: a token's part of the sum that SGLang makes over all
+    ranks.
+    """
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """See SGLang's."""
@@ -24,7 +27,9 @@ class LocalExperts(UnquantizedFusedMoEMethod):
         token, summed = here.nonzero()[:, 0], torch.zeros_like(rows)
         if len(token):
             each = StandardTopKOutput(weights[here][:, None], ids[here][:, None], logits)
-            summed.index_add_(0, token, moe_forward_native(layer, rows[token], each, self.moe_runner_config))
+            summed.index_add_(
+                0, token, moe_forward_native(layer, rows[token], each, self.moe_runner_config)
+            )
         return StandardCombineInput(hidden_states=summed)
 
 

@@ -6,11 +6,20 @@ import torch
 
 
 def reconstruct_indices_from_tree_mask(
-    masks: Any, lengths: Any, positions: Any, places: Any, children: Any, siblings: Any, rows: int, width: int
+    masks: Any,
+    lengths: Any,
+    positions: Any,
+    places: Any,
+    children: Any,
+    siblings: Any,
+    rows: int,
+    width: int,
 ) -> None:
-    """Fill positions [rows * width] and, each [rows, width], places, first children and next siblings; -1 is none.
+    """Fill positions [rows * width] and, each [rows, width], places, first children and next
+    siblings; -1 is none.
 
-    `masks` [rows * width * width] has the ancestors of each token, and itself; `lengths` [rows] are those before it.
+    `masks` [rows * width * width] has the ancestors of each token, and itself; `lengths` [rows] are
+    those before it.
     """
     place = torch.arange(width)
     ancestors = masks.view(rows, width, width).bool() & (place < place[:, None])

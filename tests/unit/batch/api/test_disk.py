@@ -14,7 +14,9 @@ from tests.fakes.components import full_disk
 
 
 async def test_a_failing_disk_is_reported_with_its_reason_and_the_remedy() -> None:
-    with pytest.raises(StorageFailed, match=r"No space left on device\. Its operator should free space"):
+    with pytest.raises(
+        StorageFailed, match=r"No space left on device\. Its operator should free space"
+    ):
         await on_disk(append_whole, Path("/dev/full"), b"x")
 
 
@@ -50,11 +52,17 @@ def test_a_file_is_replaced_as_a_whole_or_left_as_it_was(tmp_path: Path) -> None
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     write_whole(path, b"new")
-    assert path.read_bytes() == b"new" and [one.name for one in tmp_path.iterdir()] == ["record.json"]
+    assert path.read_bytes() == b"new" and [one.name for one in tmp_path.iterdir()] == [
+        "record.json"
+    ]
 
 
-@pytest.mark.parametrize("keep", [lambda draft, path: write_whole(path, b"x"), keep_as], ids=["record", "upload"])
-def test_what_the_disk_does_not_confirm_is_not_kept(tmp_path: Path, keep: Callable[[Path, Path], None]) -> None:
+@pytest.mark.parametrize(
+    "keep", [lambda draft, path: write_whole(path, b"x"), keep_as], ids=["record", "upload"]
+)
+def test_what_the_disk_does_not_confirm_is_not_kept(
+    tmp_path: Path, keep: Callable[[Path, Path], None]
+) -> None:
     path, draft = tmp_path / "record.json", tmp_path / "record.tmp"
     draft.symlink_to("/dev/null")  # takes everything and cannot be synced
     with pytest.raises(OSError, match="Invalid argument"):
@@ -81,7 +89,9 @@ def test_a_link_holds_what_its_source_held(tmp_path: Path) -> None:
 def test_where_there_are_no_links_a_copy_is_made(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"x")
-    elsewhere = Path("/dev/shm") / f"shell-router-{tmp_path.name}-{id(tmp_path)}"  # another file system
+    elsewhere = (
+        Path("/dev/shm") / f"shell-router-{tmp_path.name}-{id(tmp_path)}"
+    )  # another file system
     try:
         link_or_copy(source, elsewhere)
         assert elsewhere.read_bytes() == b"x"

@@ -11,7 +11,15 @@ from shell_router.errors import ConfigError, UnknownBatch, UnknownFile
 
 FILE = FileRecord("file-1", "alice", "in.jsonl", "batch", 3, 100)
 BATCH = BatchRecord(
-    "batch_1", "alice", "file-1", "/v1/chat/completions", "24h", 100, 200, {"a": "b"}, faults=(Fault("c", "m", 3),)
+    "batch_1",
+    "alice",
+    "file-1",
+    "/v1/chat/completions",
+    "24h",
+    100,
+    200,
+    {"a": "b"},
+    faults=(Fault("c", "m", 3),),
 )
 
 
@@ -76,7 +84,9 @@ async def test_a_record_that_cannot_be_read_is_left_aside_with_a_warning(
         path.write_bytes(content)
     with opened_folder(tmp_path) as folder:
         assert list(folder.files) == [FILE]
-    assert all(f"{path} is left aside" in caplog.text for path in broken) and all(path.exists() for path in broken)
+    assert all(f"{path} is left aside" in caplog.text for path in broken) and all(
+        path.exists() for path in broken
+    )
 
 
 def test_a_new_folder_is_open_to_its_owner_alone(tmp_path: Path) -> None:
@@ -97,5 +107,8 @@ def test_a_second_router_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"batches\.folder: .*/file cannot be used"), opened_folder(tmp_path / "file"):
+    with (
+        pytest.raises(ConfigError, match=r"batches\.folder: .*/file cannot be used"),
+        opened_folder(tmp_path / "file"),
+    ):
         pass

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from shell_router.batch.api.lines import KEPT_FAULTS, READ_BYTES, BatchLine, checked, lines_of, read_line
+from shell_router.batch.api.lines import (
+    KEPT_FAULTS,
+    READ_BYTES,
+    BatchLine,
+    checked,
+    lines_of,
+    read_line,
+)
 from shell_router.batch.api.storage import Fault
 from tests.fakes.api_server import ENDPOINT, jsonl, line
 
@@ -35,12 +42,16 @@ def test_a_right_line_is_read() -> None:
         ({"body": {"stream": True}}, "body.stream", "invalid_request"),
     ],
 )
-def test_what_is_wrong_is_named_by_line_and_field(change: dict[str, Any], param: str, code: str) -> None:
+def test_what_is_wrong_is_named_by_line_and_field(
+    change: dict[str, Any], param: str, code: str
+) -> None:
     found = fault_on({**line("a"), **change})
     assert (found.param, found.code) == (param, code)
 
 
-@pytest.mark.parametrize("raw", [b"not json\n", b"[]\n", b'"text"\n', b'{"custom_id": "a"', b"\xff\n"])
+@pytest.mark.parametrize(
+    "raw", [b"not json\n", b"[]\n", b'"text"\n', b'{"custom_id": "a"', b"\xff\n"]
+)
 def test_a_line_that_is_no_json_object_is_named(raw: bytes) -> None:
     found = read_line(7, raw, ENDPOINT)
     assert isinstance(found, Fault) and (found.line, found.code) == (7, "invalid_json_line")
@@ -50,7 +61,9 @@ def test_a_body_is_not_looked_at_before_it_runs() -> None:
     assert isinstance(read_line(1, jsonl({**line("a"), "body": {"model": 7}}), ENDPOINT), BatchLine)
 
 
-async def check(tmp_path: Path, content: bytes, most_bytes: int = MOST_BYTES) -> tuple[int, list[tuple[object, str]]]:
+async def check(
+    tmp_path: Path, content: bytes, most_bytes: int = MOST_BYTES
+) -> tuple[int, list[tuple[object, str]]]:
     path = tmp_path / "input.jsonl"
     path.write_bytes(content)
     found = await checked(path, ENDPOINT, most_bytes)
@@ -78,7 +91,10 @@ async def test_a_custom_id_that_stands_twice_is_named_by_its_second_line(tmp_pat
 
 
 async def test_a_line_longer_than_a_body_may_be_is_a_fault(tmp_path: Path) -> None:
-    assert await check(tmp_path, jsonl(line("a", "x" * 1000)), most_bytes=1000) == (0, [(1, "line_too_long")])
+    assert await check(tmp_path, jsonl(line("a", "x" * 1000)), most_bytes=1000) == (
+        0,
+        [(1, "line_too_long")],
+    )
 
 
 async def test_a_limited_number_of_faults_is_kept(tmp_path: Path) -> None:
@@ -89,5 +105,8 @@ async def test_a_limited_number_of_faults_is_kept(tmp_path: Path) -> None:
 async def test_lines_say_whether_they_are_answered(tmp_path: Path) -> None:
     path = tmp_path / "input.jsonl"
     path.write_bytes(jsonl(line("a"), line("b"), line("c")))
-    found = [(one.number, one.custom_id, one.is_answered) async for one in lines_of(path, ENDPOINT, {"b"})]
+    found = [
+        (one.number, one.custom_id, one.is_answered)
+        async for one in lines_of(path, ENDPOINT, {"b"})
+    ]
     assert found == [(1, "a", False), (2, "b", True), (3, "c", False)]

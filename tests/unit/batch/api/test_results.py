@@ -33,7 +33,11 @@ def test_a_line_has_the_shape_that_openais_clients_expect() -> None:
     assert json.loads(BAD.as_line()) == {
         "id": "batch_req_r2",
         "custom_id": "bad",
-        "response": {"status_code": 404, "request_id": "r2", "body": {"error": {"code": "model_not_found"}}},
+        "response": {
+            "status_code": 404,
+            "request_id": "r2",
+            "body": {"error": {"code": "model_not_found"}},
+        },
         "error": None,
     }
     assert json.loads(CUT.as_line())["response"] is None
@@ -52,7 +56,9 @@ def test_nothing_is_there_at_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"custom_id": "x"}', b"\0\0\0\0\n", b"[]\n", b"{}\n"])
-def test_a_torn_end_is_cut_off_and_what_follows_stands_on_a_line_of_its_own(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_end_is_cut_off_and_what_follows_stands_on_a_line_of_its_own(
+    tmp_path: Path, torn: bytes
+) -> None:
     results(tmp_path).add((GOOD,))
     with (tmp_path / "output").open("ab") as file:
         file.write(torn)

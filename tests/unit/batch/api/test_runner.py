@@ -17,7 +17,13 @@ from shell_router.batch.api.runner import ChatLines, PoolLines
 from shell_router.batch.api.storage import BatchRecord
 from shell_router.batch.pool import Pool, load_pool
 from shell_router.core.events import Emit
-from shell_router.errors import AgentFailed, EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
+from shell_router.errors import (
+    AgentFailed,
+    EngineRejected,
+    EngineStalled,
+    EngineUnavailable,
+    EngineUnreachable,
+)
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Topology
 from tests.fakes.api_server import ENDPOINT, line, live
@@ -72,7 +78,9 @@ def runner(
     folder: Path = Path("pools"),
 ) -> ChatLines:
     moa = moa or ScriptedMoa()
-    services = Services(Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}))
+    services = Services(
+        Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {})
+    )
     chats = Chats(services, ApiSettings(), Targets(services), Drain())
     pools = {} if pool is None else {"panel": PoolLines("panel", pool, folder, services)}
     return ChatLines(chats, concurrency, pools, pauses_s=(1, 2), sleep=sleep or Pauses())
@@ -93,7 +101,9 @@ async def test_every_line_is_answered() -> None:
     assert {one.custom_id for one in kept} == set("abcde") and all(one.succeeded for one in kept)
 
 
-async def test_lines_that_a_pool_takes_come_after_all_others_and_say_why_it_could_not_run(tmp_path: Path) -> None:
+async def test_lines_that_a_pool_takes_come_after_all_others_and_say_why_it_could_not_run(
+    tmp_path: Path,
+) -> None:
     pool = replace(load_pool(write_pool(tmp_path)), profile=None)
     lines = runner(pool=pool, folder=tmp_path)
     kept: list[LineResult] = []
@@ -102,7 +112,9 @@ async def test_lines_that_a_pool_takes_come_after_all_others_and_say_why_it_coul
         kept.append(result)
 
     async def mixed() -> AsyncIterator[BatchLine]:
-        for number, (name, model) in enumerate((("a", "panel"), ("hot", "panel"), ("b", "small")), 1):
+        for number, (name, model) in enumerate(
+            (("a", "panel"), ("hot", "panel"), ("b", "small")), 1
+        ):
             fields = {"temperature": 1.0} if name == "hot" else {}
             yield BatchLine(number, name, line(name, model=model, **fields)["body"])
 
@@ -112,7 +124,8 @@ async def test_lines_that_a_pool_takes_come_after_all_others_and_say_why_it_coul
 
 
 @pytest.mark.parametrize(
-    "error", [AWAY, EngineUnavailable("breaker open"), EngineRejected("busy", status=503), caused_by(AWAY)]
+    "error",
+    [AWAY, EngineUnavailable("breaker open"), EngineRejected("busy", status=503), caused_by(AWAY)],
 )
 async def test_a_line_whose_engine_is_away_is_asked_again_after_a_pause(error: Exception) -> None:
     pauses = Pauses()
@@ -126,7 +139,9 @@ async def test_a_line_whose_engine_stays_away_fails_in_the_end() -> None:
     assert result.status == 502 and pauses.taken_s == [1, 2]
 
 
-@pytest.mark.parametrize("error", [EngineStalled("silent"), EngineRejected("crash", status=500), ValueError("a fault")])
+@pytest.mark.parametrize(
+    "error", [EngineStalled("silent"), EngineRejected("crash", status=500), ValueError("a fault")]
+)
 async def test_a_line_that_may_be_at_fault_itself_is_not_asked_again(error: Exception) -> None:
     pauses = Pauses()
     (result,) = await run(runner(error, sleep=pauses), "a")
@@ -160,7 +175,11 @@ async def test_two_batches_share_the_room_in_turn() -> None:
     gates.open("small")
     assert [len(kept) for kept in await asyncio.gather(*both)] == [3, 3]
     asked = [
-        next(name for name in "abcxyz" if f"Ask {name}" in moa.tokenizers["small"].decode(one.input_ids))
+        next(
+            name
+            for name in "abcxyz"
+            if f"Ask {name}" in moa.tokenizers["small"].decode(one.input_ids)
+        )
         for one in moa.engines["small"].generated
     ]
     assert set(asked[:4]) == set("abxy")

@@ -12,7 +12,13 @@ from shell_router.app.models import Fleet
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.run import BatchRuns
 from shell_router.batch.api.runner import Keep
-from shell_router.batch.api.storage import BatchFolder, BatchRecord, FileRecord, Status, opened_folder
+from shell_router.batch.api.storage import (
+    BatchFolder,
+    BatchRecord,
+    FileRecord,
+    Status,
+    opened_folder,
+)
 from shell_router.errors import BatchEnded, StorageFailed
 from tests.fakes.api_server import ENDPOINT, jsonl, line, live
 from tests.fakes.moa import ScriptedMoa
@@ -51,7 +57,13 @@ def folder(tmp_path: Path) -> Iterator[BatchFolder]:
 def runs(folder: BatchFolder, runner: Answering, now: float = NOW) -> BatchRuns:
     moa = ScriptedMoa()
     services = Services(
-        moa.executor, moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}), wall=lambda: now
+        moa.executor,
+        moa.programs,
+        live(moa.models),
+        moa.models,
+        {},
+        Fleet({}, {}, {}),
+        wall=lambda: now,
     )
     return BatchRuns(folder, runner, services, max_line_bytes=2**20)
 
@@ -73,7 +85,12 @@ async def test_a_batch_runs_to_its_end(folder: BatchFolder) -> None:
     runner = Answering()
     await runs(folder, runner).add(BATCH)
     record = await ended(folder)
-    assert (record.status, record.total, record.completed, runner.given) == ("completed", 2, 2, ["a", "b"])
+    assert (record.status, record.total, record.completed, runner.given) == (
+        "completed",
+        2,
+        2,
+        ["a", "b"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,10 +109,14 @@ async def test_whatever_a_batch_ends_as_its_input_and_its_pools_runs_are_deleted
         (folder.pools / id / "panel").mkdir(parents=True)
     runs(folder, Answering(error)).resume()
     assert (await ended(folder)).status == end
-    assert [one.name for one in folder.pools.iterdir()] == ["batch_2"] and not folder.input("batch_1").exists()
+    assert [one.name for one in folder.pools.iterdir()] == ["batch_2"] and not folder.input(
+        "batch_1"
+    ).exists()
 
 
-async def test_a_batch_that_comes_after_the_stop_waits_for_the_next_start(folder: BatchFolder) -> None:
+async def test_a_batch_that_comes_after_the_stop_waits_for_the_next_start(
+    folder: BatchFolder,
+) -> None:
     runner = Answering()
     stopped = runs(folder, runner)
     await stopped.stop()
@@ -105,7 +126,9 @@ async def test_a_batch_that_comes_after_the_stop_waits_for_the_next_start(folder
     assert (await ended(folder)).status == "completed"
 
 
-async def test_a_batch_counts_and_may_be_cancelled_before_it_is_on_disk(folder: BatchFolder) -> None:
+async def test_a_batch_counts_and_may_be_cancelled_before_it_is_on_disk(
+    folder: BatchFolder,
+) -> None:
     runner = Answering()
     begun = runs(folder, runner)
     adding = asyncio.ensure_future(begun.add(BATCH))
@@ -123,7 +146,9 @@ async def test_a_batch_that_cannot_be_taken_on_leaves_nothing(folder: BatchFolde
     assert not list(folder.batches) and not folder.input("batch_1").exists()
 
 
-async def test_a_batch_cancelled_before_its_input_was_checked_names_no_lines(folder: BatchFolder) -> None:
+async def test_a_batch_cancelled_before_its_input_was_checked_names_no_lines(
+    folder: BatchFolder,
+) -> None:
     left_as(folder, "cancelling")
     runs(folder, Answering()).resume()
     record = await ended(folder)
@@ -132,13 +157,17 @@ async def test_a_batch_cancelled_before_its_input_was_checked_names_no_lines(fol
 
 async def test_a_batch_that_was_killed_while_it_expired_is_expired(folder: BatchFolder) -> None:
     left_as(folder, "finalizing", total=2, at={"expired": NOW, "finalizing": NOW})
-    late = b"".join(LineResult(name, "r", error={"code": "batch_expired"}).as_line() for name in "ab")
+    late = b"".join(
+        LineResult(name, "r", error={"code": "batch_expired"}).as_line() for name in "ab"
+    )
     folder.content("file-1-errors").write_bytes(late)
     runs(folder, Answering(), now=NOW + 3601).resume()
     assert (await ended(folder)).status == "expired"
 
 
-async def test_a_batch_that_was_killed_when_all_was_answered_is_completed_however_late(folder: BatchFolder) -> None:
+async def test_a_batch_that_was_killed_when_all_was_answered_is_completed_however_late(
+    folder: BatchFolder,
+) -> None:
     left_as(folder, "in_progress", total=2)
     answers = b"".join(LineResult(name, "r", 200, {}).as_line() for name in "ab")
     folder.content("file-1-output").write_bytes(answers)
@@ -152,11 +181,16 @@ async def test_a_batch_that_is_ending_is_not_cancelled(folder: BatchFolder) -> N
         await runs(folder, Answering()).cancel(BATCH.moved("finalizing", NOW))
 
 
-async def test_a_fault_of_the_router_fails_the_batch_and_gives_nothing_away(folder: BatchFolder) -> None:
+async def test_a_fault_of_the_router_fails_the_batch_and_gives_nothing_away(
+    folder: BatchFolder,
+) -> None:
     await runs(folder, Answering(ValueError("secret"))).add(BATCH)
     record = await ended(folder)
     (fault,) = record.faults
-    assert (record.status, fault.code) == ("failed", "internal_error") and "secret" not in fault.message
+    assert (record.status, fault.code) == (
+        "failed",
+        "internal_error",
+    ) and "secret" not in fault.message
 
 
 async def test_an_end_that_cannot_be_stored_holds_until_the_next_start_which_goes_on(
@@ -188,10 +222,15 @@ async def test_a_batch_whose_files_cannot_be_recorded_stays_completed_and_the_ne
     seen = (await ended(folder)).status
     assert (seen, folder.batches["batch_1"].faults) == ("completed", ())
     counted = begun.services.metrics.registry.get_sample_value
-    ends = {end: counted("shell_router_batches_ended_total", {"status": end}) or 0 for end in ("completed", "failed")}
+    ends = {
+        end: counted("shell_router_batches_ended_total", {"status": end}) or 0
+        for end in ("completed", "failed")
+    }
     assert ends == {"completed": 1, "failed": 0}
     in_the_way.rmdir()
     again = BatchFolder(tmp_path)
     assert again.batches["batch_1"].status == "finalizing"
     runs(again, Answering()).resume()
-    assert (await ended(again)).output_file_id == "file-1-output" and again.files.find("alice", "file-1-output")
+    assert (await ended(again)).output_file_id == "file-1-output" and again.files.find(
+        "alice", "file-1-output"
+    )

@@ -15,7 +15,14 @@ from benchmarks.coserve.runs import (
 )
 from benchmarks.swapping import fewest_offline
 from shell_router.errors import ConfigError, InvalidRequest, MemoryBudgetExceeded
-from shell_router.experts.components.memory import Memory, Order, Resident, queue_aware, two_stage, victims
+from shell_router.experts.components.memory import (
+    Memory,
+    Order,
+    Resident,
+    queue_aware,
+    two_stage,
+    victims,
+)
 from shell_router.experts.components.policies import (
     Policies,
     QueueView,
@@ -27,7 +34,9 @@ from shell_router.experts.components.values import Costs, ExecutorSettings, Requ
 from tests.fakes.components import component, executor
 
 
-def test_a_request_goes_where_the_longest_queue_grows_least_and_of_those_where_it_adds_least() -> None:
+def test_a_request_goes_where_the_longest_queue_grows_least_and_of_those_where_it_adds_least() -> (
+    None
+):
     as_in_figure_8 = [QueueView(5, 3), QueueView(6, 2), QueueView(10, 1)]
     assert least_extension(as_in_figure_8, 0) == 1
 
@@ -53,7 +62,11 @@ def test_where_the_disk_has_time_queues_alone_decide() -> None:
 
 
 def test_taking_turns_reads_nothing_but_the_number() -> None:
-    assert [round_robin([QueueView(9, 9), QueueView(0, 0)], number) for number in range(3)] == [0, 1, 0]
+    assert [round_robin([QueueView(9, 9), QueueView(0, 0)], number) for number in range(3)] == [
+        0,
+        1,
+        0,
+    ]
 
 
 def test_the_first_of_its_like_pays_for_start_and_switch_and_the_next_only_k() -> None:
@@ -64,7 +77,9 @@ def test_the_first_of_its_like_pays_for_start_and_switch_and_the_next_only_k() -
 
 
 def resident(name: str, usage: float, memory_bytes: int = 100, **facts: object) -> Resident:
-    return Resident(component(name, usage, memory_bytes=memory_bytes), **{"loaded": 0, "used": 0, **facts})  # type: ignore[arg-type]
+    return Resident(
+        component(name, usage, memory_bytes=memory_bytes), **{"loaded": 0, "used": 0, **facts}
+    )  # type: ignore[arg-type]
 
 
 def order(policy: Order, residents: Sequence[Resident]) -> list[str]:
@@ -83,7 +98,11 @@ def test_two_stages_idle_successors_by_size_then_all_others_by_probability() -> 
 
 
 def test_the_queue_aware_order_keeps_longest_what_is_needed_first() -> None:
-    residents = [resident("soon", 0.1, turn=0), resident("later", 0.9, turn=7), resident("unknown", 1.0)]
+    residents = [
+        resident("soon", 0.1, turn=0),
+        resident("later", 0.9, turn=7),
+        resident("unknown", 1.0),
+    ]
     assert order(queue_aware, residents) == ["unknown", "later", "soon"]
 
 
@@ -105,14 +124,22 @@ def test_no_component_is_evicted_in_vain() -> None:
 
 
 def test_the_most_probable_experts_are_dealt_out_in_turn_until_memory_is_full() -> None:
-    components = [component(name, usage) for name, usage in zip("abcdef", (0.1, 0.6, 0.5, 0.4, 0.3, 0.2), strict=True)]
+    components = [
+        component(name, usage)
+        for name, usage in zip("abcdef", (0.1, 0.6, 0.5, 0.4, 0.3, 0.2), strict=True)
+    ]
     placed = initial_placement(components, [executor("one", room=2), executor("two", room=1)])
-    assert {name: [one.name for one in those] for name, those in placed.items()} == {"one": ["b", "d"], "two": ["c"]}
+    assert {name: [one.name for one in those] for name, those in placed.items()} == {
+        "one": ["b", "d"],
+        "two": ["c"],
+    }
     assert [one.name for one in host_placement(components, 250, frozenset("bcd"))] == ["e", "f"]
 
 
 def test_an_executor_without_costs_for_an_architecture_is_given_none_of_it() -> None:
-    placed = initial_placement([component("a", 0.5)], [ExecutorSettings("cpu", 1000, {}), executor("gpu")])
+    placed = initial_placement(
+        [component("a", 0.5)], [ExecutorSettings("cpu", 1000, {}), executor("gpu")]
+    )
     assert {name: len(those) for name, those in placed.items()} == {"cpu": 0, "gpu": 1}
 
 
@@ -133,10 +160,14 @@ small = st.text("abcd", max_size=8)
 
 
 @given(small, st.integers(1, 3), st.data())
-def test_beladys_rule_agrees_with_trying_everything(served: str, room: int, data: st.DataObject) -> None:
+def test_beladys_rule_agrees_with_trying_everything(
+    served: str, room: int, data: st.DataObject
+) -> None:
     first = frozenset(data.draw(st.sets(st.sampled_from("abcd"), max_size=room)))
     sizes = dict.fromkeys("abcd", 10)
-    assert fewest_switches_in_this_order(served, first, sizes, room * 10) == _fewest(served, first, room)
+    assert fewest_switches_in_this_order(served, first, sizes, room * 10) == _fewest(
+        served, first, room
+    )
 
 
 @given(st.text("abcd", min_size=1, max_size=8), st.data())

@@ -44,7 +44,9 @@ def test_a_machine_that_batches_do_not_help_takes_one_at_a_time() -> None:
 
 
 @given(st.floats(1e-6, 1), st.floats(0, 1), st.sets(st.integers(1, 64), min_size=3))
-def test_timings_on_a_line_give_its_k_and_b(sample_s: float, batch_s: float, sizes: set[int]) -> None:
+def test_timings_on_a_line_give_its_k_and_b(
+    sample_s: float, batch_s: float, sizes: set[int]
+) -> None:
     timed = [batch_timing(size, sample_s * size + batch_s) for size in sizes]
     assert held_out_error(timed) == pytest.approx(0, abs=1e-4)
     each_s, start_s = fitted_costs(timed)
@@ -62,11 +64,18 @@ async def weigh(component: Component, place: str, samples: Sequence[Any]) -> int
     return 7 * len(samples) + 5
 
 
-def run(costs: Costs = COSTS, amount: Amount = ALL, memory_bytes: int = 1000, **more: Any) -> Measured:
+def run(
+    costs: Costs = COSTS, amount: Amount = ALL, memory_bytes: int = 1000, **more: Any
+) -> Measured:
     async def main() -> Measured:
         executors = [ExecutorSettings("gpu", memory_bytes, {"net": costs})]
-        components, clock = SimulatedComponents(executors, {"gpu": "gpu"}), asyncio.get_running_loop().time
-        return await measured(Bench(components, SOME, "gpu", memory_bytes, "sample", weigh, clock, **more), amount)
+        components, clock = (
+            SimulatedComponents(executors, {"gpu": "gpu"}),
+            asyncio.get_running_loop().time,
+        )
+        return await measured(
+            Bench(components, SOME, "gpu", memory_bytes, "sample", weigh, clock, **more), amount
+        )
 
     return run_virtual(main())
 
@@ -75,7 +84,9 @@ def test_what_is_measured_is_what_experts_cost() -> None:
     costs = run().costs
     for name in ("sample_s", "batch_s", "host_load_s", "disk_load_s"):
         assert getattr(costs, name) == pytest.approx(getattr(COSTS, name))
-    assert costs.activation_bytes == 12  # of one sample alone: what is there whatever the batch is its own
+    assert (
+        costs.activation_bytes == 12
+    )  # of one sample alone: what is there whatever the batch is its own
 
 
 def test_the_system_forgets_each_file_before_it_is_read() -> None:
@@ -89,7 +100,9 @@ def test_batches_that_do_not_fit_next_to_the_weights_are_not_run() -> None:
 
 
 def test_an_executor_without_room_for_a_sample_or_the_weights_says_what_to_do() -> None:
-    with pytest.raises(ComponentTooLarge, match=r"takes 12 bytes, and gpu has 9 besides.*memory_bytes"):
+    with pytest.raises(
+        ComponentTooLarge, match=r"takes 12 bytes, and gpu has 9 besides.*memory_bytes"
+    ):
         run(memory_bytes=109)
     with pytest.raises(ComponentTooLarge, match=r"takes 10 bytes more than gpu has.*memory_bytes"):
         run(memory_bytes=90)
@@ -97,7 +110,11 @@ def test_an_executor_without_room_for_a_sample_or_the_weights_says_what_to_do() 
 
 def test_where_one_batch_fits_all_of_it_is_k() -> None:
     costs = run(memory_bytes=112).costs
-    assert (costs.sample_s, costs.batch_s, costs.largest_batch) == (pytest.approx(COSTS.batch_seconds(1)), 0, 1)
+    assert (costs.sample_s, costs.batch_s, costs.largest_batch) == (
+        pytest.approx(COSTS.batch_seconds(1)),
+        0,
+        1,
+    )
 
 
 def test_amounts_that_tell_nothing_are_refused() -> None:

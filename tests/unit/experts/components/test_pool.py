@@ -32,15 +32,27 @@ from shell_router.experts.components.simulated import SimulatedComponents
 from shell_router.lab.simulation.virtual_time import run_virtual
 from tests.fakes.components import COSTS, ScriptedExperts, component, executor
 
-CATALOG = [component("a", 0.5), component("b", 0.4), component("c", 0.3), component("d", 0.2, after=("a", "b"))]
+CATALOG = [
+    component("a", 0.5),
+    component("b", 0.4),
+    component("c", 0.3),
+    component("d", 0.2, after=("a", "b")),
+]
 Outcome = tuple[str, ...] | type[Exception]
 
 
 def pool_of(
-    components: ScriptedExperts, policies: Policies = POLICIES["ours"], *, room: int = 2, count: int = 1, **more: Any
+    components: ScriptedExperts,
+    policies: Policies = POLICIES["ours"],
+    *,
+    room: int = 2,
+    count: int = 1,
+    **more: Any,
 ) -> ComponentPool:
     names = [f"gpu{number}" for number in range(count)]
-    return ComponentPool(CATALOG, [executor(name, room) for name in names], components, policies, **more)
+    return ComponentPool(
+        CATALOG, [executor(name, room) for name in names], components, policies, **more
+    )
 
 
 async def outcome(pool: ComponentPool, number: int, *chain: str) -> Outcome:
@@ -57,7 +69,9 @@ def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 async def all_of(pool: ComponentPool, *chains: str) -> list[Outcome]:
-    return await asyncio.gather(*(outcome(pool, number, *chain) for number, chain in enumerate(chains)))
+    return await asyncio.gather(
+        *(outcome(pool, number, *chain) for number, chain in enumerate(chains))
+    )
 
 
 def test_every_expert_of_a_chain_answers_in_turn() -> None:
@@ -81,7 +95,11 @@ def test_requests_for_one_expert_share_batches_and_one_switch() -> None:
         components, events = ScriptedExperts(), list[Event]()
         async with pool_of(components, room=1, watch=events.append) as pool:
             await all_of(pool, *"abcabcabc")
-        assert [(name, len(samples)) for name, samples in components.batches] == [("a", 3), ("b", 3), ("c", 3)]
+        assert [(name, len(samples)) for name, samples in components.batches] == [
+            ("a", 3),
+            ("b", 3),
+            ("c", 3),
+        ]
         assert [event.component for event in events if isinstance(event, Switched)] == ["b", "c"]
 
     run(main)
@@ -89,7 +107,12 @@ def test_requests_for_one_expert_share_batches_and_one_switch() -> None:
 
 def test_a_successor_leaves_first_only_while_none_of_its_predecessors_is_loaded() -> None:
     async def loaded_after(*chains: str) -> set[str]:
-        catalog = [component("a", 0.3), component("b", 0.1), component("c", 0.05), component("d", 0.9, after=("a",))]
+        catalog = [
+            component("a", 0.3),
+            component("b", 0.1),
+            component("c", 0.05),
+            component("d", 0.9, after=("a",)),
+        ]
         policies = Policies(evict=two_stage, prefetch=0)
         async with ComponentPool(catalog, [executor(room=2)], ScriptedExperts(), policies) as pool:
             for number, chain in enumerate(chains):
@@ -98,7 +121,10 @@ def test_a_successor_leaves_first_only_while_none_of_its_predecessors_is_loaded(
 
     assert run(loaded_after) == {"d", "a"}
     assert run(lambda: loaded_after("b")) == {"d", "b"}  # with a there, d is judged by its usage
-    assert run(lambda: loaded_after("b", "c")) == {"b", "c"}  # without it d leaves, however probable
+    assert run(lambda: loaded_after("b", "c")) == {
+        "b",
+        "c",
+    }  # without it d leaves, however probable
 
 
 def test_what_is_needed_next_is_loaded_while_something_runs() -> None:
@@ -116,9 +142,19 @@ def test_what_is_needed_next_is_loaded_while_something_runs() -> None:
 
 def test_what_is_here_runs_while_something_else_is_loaded_ahead() -> None:
     async def seconds(policies: Policies) -> float:
-        loop, one = asyncio.get_running_loop(), executor("gpu", 3, Costs(0.01, 0.02, 1, 1, 0.1, 2.0))
-        catalog = [component("a", 0.9), component("b", 0.8), component("c", 0.7), component("x", 0.1, after=("a",))]
-        async with ComponentPool(catalog, [one], SimulatedComponents([one], {"gpu": "cpu"}), policies) as pool:
+        loop, one = (
+            asyncio.get_running_loop(),
+            executor("gpu", 3, Costs(0.01, 0.02, 1, 1, 0.1, 2.0)),
+        )
+        catalog = [
+            component("a", 0.9),
+            component("b", 0.8),
+            component("c", 0.7),
+            component("x", 0.1, after=("a",)),
+        ]
+        async with ComponentPool(
+            catalog, [one], SimulatedComponents([one], {"gpu": "cpu"}), policies
+        ) as pool:
             begun_s, follows = loop.time(), asyncio.create_task(pool.ask(Request("ax", ("a", "x"))))
             await asyncio.sleep(0)
             await pool.ask(Request("b", ("b",)))
@@ -132,9 +168,17 @@ def test_what_is_here_runs_while_something_else_is_loaded_ahead() -> None:
 def test_what_is_known_to_follow_is_not_evicted_for_something_else_that_follows() -> None:
     async def main() -> None:
         slow, events = executor("gpu", 2, Costs(1.0, 20.0, 4, 1, 0.1, 0.5)), list[Event]()
-        catalog = [component("a", 0.9), component("x", 0.2, after=("a",)), component("y", 0.1, after=("a",))]
-        components = SimulatedComponents([slow], {"gpu": "cpu"}, lambda name, sample: (name, sample))
-        async with ComponentPool(catalog, [slow], components, POLICIES["ours"], watch=events.append) as pool:
+        catalog = [
+            component("a", 0.9),
+            component("x", 0.2, after=("a",)),
+            component("y", 0.1, after=("a",)),
+        ]
+        components = SimulatedComponents(
+            [slow], {"gpu": "cpu"}, lambda name, sample: (name, sample)
+        )
+        async with ComponentPool(
+            catalog, [slow], components, POLICIES["ours"], watch=events.append
+        ) as pool:
             await all_of(pool, "ax", "ay")
         assert [event.component for event in events if isinstance(event, Switched)] == ["y"]
 
@@ -184,7 +228,15 @@ def test_a_corrupt_expert_costs_only_its_own_requests(caplog: pytest.LogCaptureF
         async with pool_of(ScriptedExperts(corrupt="ac")) as pool:
             found = await all_of(pool, "a", "b", "c", "d", "bd", "ad", "c")
             assert pool.executors[0].memory.used_bytes <= 200
-        assert found == [ComponentFailed, ("b",), ComponentFailed, ("d",), ("b", "d"), ComponentFailed, ComponentFailed]
+        assert found == [
+            ComponentFailed,
+            ("b",),
+            ComponentFailed,
+            ("d",),
+            ("b", "d"),
+            ComponentFailed,
+            ComponentFailed,
+        ]
 
     run(main)
     assert "a could not be loaded on gpu0: the file is cut off." in caplog.text
@@ -204,10 +256,13 @@ def test_a_component_that_is_given_up_is_reported_to_the_watch() -> None:
 
 def test_a_sample_that_an_expert_refuses_costs_that_request_alone() -> None:
     class Refusing(ScriptedExperts):
-        async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
+        async def run(
+            self, component: Component, place: str, samples: Sequence[Any]
+        ) -> Sequence[Any]:
             outputs = await super().run(component, place, samples)
             return [
-                ComponentError("odd") if sample % 2 else output for sample, output in zip(samples, outputs, strict=True)
+                ComponentError("odd") if sample % 2 else output
+                for sample, output in zip(samples, outputs, strict=True)
             ]
 
     async def main() -> None:
@@ -255,7 +310,10 @@ def test_a_cancelled_request_leaves_nothing_and_its_batch_goes_on() -> None:
     async def main() -> None:
         components = ScriptedExperts()
         async with pool_of(components, room=1) as pool:
-            tasks = [asyncio.create_task(outcome(pool, number, name)) for number, name in enumerate("aabb")]
+            tasks = [
+                asyncio.create_task(outcome(pool, number, name))
+                for number, name in enumerate("aabb")
+            ]
             await asyncio.sleep(0.05)  # the batch of a runs
             tasks[0].cancel()
             tasks[2].cancel()
@@ -318,7 +376,10 @@ def test_a_defect_that_ends_a_pool_is_logged_at_once_and_fails_later_requests(
                         await pool.ask(Request(f"r{number}", ("a",)))
                     messages.append(str(error.value))
                 logged = caplog.text
-        assert messages == ["The pool was ended by a defect. Its log names it. Open the pool again."] * 2
+        assert (
+            messages
+            == ["The pool was ended by a defect. Its log names it. Open the pool again."] * 2
+        )
         assert "A defect ended the component pool" in logged and "in the watch" in logged
 
     run(main)
@@ -357,9 +418,13 @@ def test_without_host_memory_all_comes_from_disk() -> None:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[list[Component], list[tuple[tuple[str, ...], float, bool]]]:
-    """Components of mixed sizes, and requests with the pause before each and whether it is given up."""
+    """Components of mixed sizes, and requests with the pause before each and whether it is given
+    up.
+    """
     sizes = draw(st.lists(st.integers(30, 160), min_size=5, max_size=5))
-    catalog = [component(name, 0.1, memory_bytes=size) for name, size in zip("abcd", sizes, strict=False)]
+    catalog = [
+        component(name, 0.1, memory_bytes=size) for name, size in zip("abcd", sizes, strict=False)
+    ]
     catalog.append(component("z", 0.3, ("a", "b"), sizes[-1]))
     chain = st.sampled_from([("a",), ("b",), ("c",), ("d",), ("a", "z"), ("b", "z")])
     return catalog, draw(st.lists(st.tuples(chain, st.floats(0, 0.3), st.booleans()), max_size=30))
@@ -381,10 +446,14 @@ def test_every_request_is_answered_once_and_no_budget_is_exceeded(
 ) -> None:
     catalog, requests = stream
     costs = Costs(0.01, 0.02, 4, 40, 0.1, 0.5)
-    executors = [executor(f"gpu{number}", 1 if share == 1 else 2, costs, share) for number in range(count)]
+    executors = [
+        executor(f"gpu{number}", 1 if share == 1 else 2, costs, share) for number in range(count)
+    ]
 
     async def main() -> None:
-        components = SimulatedComponents(executors, dict.fromkeys((one.name for one in executors), "gpu"))
+        components = SimulatedComponents(
+            executors, dict.fromkeys((one.name for one in executors), "gpu")
+        )
         answered: Counter[int] = Counter()
 
         async def one(number: int, chain: tuple[str, ...]) -> None:
@@ -392,7 +461,9 @@ def test_every_request_is_answered_once_and_no_budget_is_exceeded(
             assert tuple(name for name, _ in answer.outputs) == chain
             answered[number] += 1
 
-        async with ComponentPool(catalog, executors, components, POLICIES[policy], host_bytes=host_bytes) as pool:
+        async with ComponentPool(
+            catalog, executors, components, POLICIES[policy], host_bytes=host_bytes
+        ) as pool:
             tasks = []
             for number, (chain, pause_s, _) in enumerate(requests):
                 tasks.append(asyncio.create_task(one(number, chain)))
@@ -419,7 +490,9 @@ def test_two_runs_in_virtual_time_are_the_same() -> None:
         async def main() -> None:
             components = SimulatedComponents(executors, {"gpu0": "gpu", "gpu1": "gpu"})
             async with (
-                ComponentPool(CATALOG, executors, components, Policies(), host_bytes=100, watch=events.append) as pool,
+                ComponentPool(
+                    CATALOG, executors, components, Policies(), host_bytes=100, watch=events.append
+                ) as pool,
                 asyncio.TaskGroup() as tasks,
             ):
                 for number in range(100):
@@ -435,12 +508,21 @@ def test_two_runs_in_virtual_time_are_the_same() -> None:
 def test_simulated_experts_of_one_processor_share_it_and_read_one_disk() -> None:
     async def main() -> tuple[float, float]:
         executors = [executor("gpu0"), executor("gpu1")]
-        components, loop = SimulatedComponents(executors, {"gpu0": "gpu", "gpu1": "gpu"}), asyncio.get_running_loop()
-        await asyncio.gather(components.load(CATALOG[0], "gpu0"), components.load(CATALOG[1], "gpu1"))
+        components, loop = (
+            SimulatedComponents(executors, {"gpu0": "gpu", "gpu1": "gpu"}),
+            asyncio.get_running_loop(),
+        )
+        await asyncio.gather(
+            components.load(CATALOG[0], "gpu0"), components.load(CATALOG[1], "gpu1")
+        )
         loaded_s = loop.time()
-        await asyncio.gather(components.run(CATALOG[0], "gpu0", [1]), components.run(CATALOG[1], "gpu1", [1]))
+        await asyncio.gather(
+            components.run(CATALOG[0], "gpu0", [1]), components.run(CATALOG[1], "gpu1", [1])
+        )
         return loaded_s, loop.time() - loaded_s
 
     loaded_s, ran_s = run(main)
-    assert loaded_s == pytest.approx(2 * (COSTS.disk_load_s - COSTS.host_load_s) + COSTS.host_load_s)
+    assert loaded_s == pytest.approx(
+        2 * (COSTS.disk_load_s - COSTS.host_load_s) + COSTS.host_load_s
+    )
     assert ran_s == pytest.approx(2 * COSTS.batch_seconds(1))

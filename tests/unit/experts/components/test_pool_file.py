@@ -66,7 +66,11 @@ def test_a_file_that_was_not_measured_says_how(file: Path, missing: str) -> None
     [
         (
             ("largest_batch: 8", "largest_batch: 0"),
-            r"measured\.yaml:3: costs\.cuda:0\.classifier\.largest_batch must be .* at least 1, not 0",
+            (
+                r"measured\.yaml:3: costs\.cuda:0\.classifier\.largest_batch must be .* at least "
+                r"1, "
+                r"not 0"
+            ),
         ),
         (("sample_s: 0.1, ", ""), r"measured\.yaml:3: costs\.cuda:0\.classifier lacks 'sample_s'"),
         (
@@ -81,22 +85,45 @@ def test_a_file_that_was_not_measured_says_how(file: Path, missing: str) -> None
             ("memory_bytes: 200", "memory_bytes: 0"),
             r"measured\.yaml:6: components\.detector-1\.memory_bytes must be .* at least 1, not 0",
         ),
-        (("after: [type-1]", "after: [detector-1]"), r"measured\.yaml:6: 'detector-1' cannot come before itself"),
+        (
+            ("after: [type-1]", "after: [detector-1]"),
+            r"measured\.yaml:6: 'detector-1' cannot come before itself",
+        ),
         (("gpu-0: {", "host: {"), r"pool\.yaml:6: an executor is named 'host'"),
-        (("detector, memory", "dectector, memory"), r"measured\.yaml:6: there is no architecture 'dectector'"),
-        (("after: [type-1]", "after: [type-7]"), r"measured\.yaml:6: there is no component 'type-7'"),
+        (
+            ("detector, memory", "dectector, memory"),
+            r"measured\.yaml:6: there is no architecture 'dectector'",
+        ),
+        (
+            ("after: [type-1]", "after: [type-7]"),
+            r"measured\.yaml:6: there is no component 'type-7'",
+        ),
         (("gpu-1: 0.6", "gpu-9: 0.6"), r"measured\.yaml:8: there is no executor 'gpu-9'"),
-        (("gpu-1: 0.6", "gpu-1: 1.6"), r"measured\.yaml:8: component_shares\.gpu-1 must be .* at most 1, not 1\.6"),
+        (
+            ("gpu-1: 0.6", "gpu-1: 1.6"),
+            r"measured\.yaml:8: component_shares\.gpu-1 must be .* at most 1, not 1\.6",
+        ),
         (("chain: [type-1, ", "chain: [type-0, "), r"pool\.yaml:9: there is no component 'type-0'"),
-        (("share: 1}", "share: 0}"), r"pool\.yaml:9: rules\[0\]\.share must be a number above 0, not 0"),
+        (
+            ("share: 1}", "share: 0}"),
+            r"pool\.yaml:9: rules\[0\]\.share must be a number above 0, not 0",
+        ),
         (
             ('"shop.nets:detector"', "shop.nets"),
-            r"pool\.yaml:4: architectures\.detector\.module must be a function .*, not 'shop\.nets'",
+            (
+                r"pool\.yaml:4: architectures\.detector\.module must be a function .*, not "
+                r"'shop\.nets'"
+            ),
         ),
-        (("memory_bytes: 5000}", "memory: 5000}"), r"pool\.yaml:6: Unknown key 'memory' in executors\.gpu-0"),
+        (
+            ("memory_bytes: 5000}", "memory: 5000}"),
+            r"pool\.yaml:6: Unknown key 'memory' in executors\.gpu-0",
+        ),
     ],
 )
-def test_what_is_wrong_is_reported_with_its_line(file: Path, wrong: tuple[str, str], message: str) -> None:
+def test_what_is_wrong_is_reported_with_its_line(
+    file: Path, wrong: tuple[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         read_component_pool(written(file, BY_HAND.replace(*wrong), MEASURED.replace(*wrong)))
 

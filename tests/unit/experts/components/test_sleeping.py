@@ -1,4 +1,6 @@
-"""Models with servers of their own that sleep in turns: who is awake, and what clients that leave, or failures, get."""
+"""Models with servers of their own that sleep in turns: who is awake, and what clients that leave,
+or failures, get.
+"""
 
 import asyncio
 import re
@@ -96,7 +98,9 @@ class Machine:
         await self.end_restart(server)
 
     @asynccontextmanager
-    async def router(self, limits: PairLimits = LIMITS, launched: str = "") -> AsyncIterator[Router]:
+    async def router(
+        self, limits: PairLimits = LIMITS, launched: str = ""
+    ) -> AsyncIterator[Router]:
         async with AsyncExitStack() as stack:
             pairs = {}
             for name, model in self.models.items():
@@ -106,7 +110,9 @@ class Machine:
             sleeping = SleepingPairs(pairs, LIMIT_S, launched)
             places, tasks = Places(sleeping.opened), TaskOwner()
             settings, order = AdapterSettings({}, self.places), Eviction(CATALOG)
-            leases = AdapterLeases("memory", places, settings, tasks, lambda: 0.0, kind="model", order=order)
+            leases = AdapterLeases(
+                "memory", places, settings, tasks, lambda: 0.0, kind="model", order=order
+            )
             models = {name: SwappedModel(name, leases, places, CATALOG) for name in self.models}
             yield Router(sleeping, leases, tasks, models)
             await tasks.aclose(0)
@@ -127,12 +133,18 @@ class Machine:
 
 
 @asynccontextmanager
-async def machine(names: str = NAMES[:3], places: int = 1, *, cpu_backup: bool = True) -> AsyncIterator[Machine]:
+async def machine(
+    names: str = NAMES[:3], places: int = 1, *, cpu_backup: bool = True
+) -> AsyncIterator[Machine]:
     gpus = ScriptedGpu(places), ScriptedGpu(places)
     async with AsyncExitStack() as stack, asyncio.timeout(30):
 
-        async def started(role: Literal["prefill", "decode"], rooms: BootstrapRooms) -> ScriptedServer:
-            settings = ScriptedSettings(role, log_bodies=10_000, memory_saver=True, cpu_backup=cpu_backup)
+        async def started(
+            role: Literal["prefill", "decode"], rooms: BootstrapRooms
+        ) -> ScriptedServer:
+            settings = ScriptedSettings(
+                role, log_bodies=10_000, memory_saver=True, cpu_backup=cpu_backup
+            )
             server = await stack.enter_async_context(ScriptedServer(settings, rooms=rooms))
             server.memory.gpu = gpus[role == "decode"]
             server.memory.asleep, server.memory.version = True, "default (asleep)"
@@ -148,7 +160,9 @@ async def machine(names: str = NAMES[:3], places: int = 1, *, cpu_backup: bool =
 
 
 @pytest.mark.parametrize("cpu_backup", [True, False])
-async def test_every_request_is_answered_by_its_own_model_and_no_more_are_awake_than_fit(*, cpu_backup: bool) -> None:
+async def test_every_request_is_answered_by_its_own_model_and_no_more_are_awake_than_fit(
+    *, cpu_backup: bool
+) -> None:
     async with machine(NAMES, 3, cpu_backup=cpu_backup) as at, at.router() as router:
         asked = [(name, number) for number in range(16) for name in NAMES]
         assert await asyncio.gather(*(router.asked(*one) for one in asked)) == [4] * len(asked)
@@ -161,10 +175,16 @@ async def test_every_request_is_answered_by_its_own_model_and_no_more_are_awake_
                 assert server.memory.without_weights == 0
         assert [gpu.most for gpu in at.gpus] == [3, 3]
         assert router.leases.counts.loads.count == len(NAMES)
-        assert not any(server.breaker.failures for pair in router.sleeping.pairs.values() for server in pair.servers)
+        assert not any(
+            server.breaker.failures
+            for pair in router.sleeping.pairs.values()
+            for server in pair.servers
+        )
 
 
-async def test_a_client_that_leaves_while_its_model_wakes_leaves_nothing_behind_but_the_model() -> None:
+async def test_a_client_that_leaves_while_its_model_wakes_leaves_nothing_behind_but_the_model() -> (
+    None
+):
     async with machine() as at, at.router() as router:
         decode = at.models["a"].decode.memory
         decode.gate.clear()
@@ -178,7 +198,9 @@ async def test_a_client_that_leaves_while_its_model_wakes_leaves_nothing_behind_
         assert decode.changes == ["wake"]
 
 
-async def test_a_router_that_ends_while_a_model_wakes_lets_it_finish_and_the_next_router_knows_what_is_awake() -> None:
+async def test_a_router_that_ends_while_a_model_wakes_lets_it_finish_and_the_next_router_knows_what_is_awake() -> (
+    None
+):
     async with machine() as at:
         async with at.router() as router:
             memory = at.models["a"].decode.memory
@@ -195,7 +217,9 @@ async def test_a_router_that_ends_while_a_model_wakes_lets_it_finish_and_the_nex
         assert at.died == [] and at.awake == "a"
 
 
-async def test_a_server_that_dies_while_it_wakes_fails_its_own_requests_until_it_runs_again() -> None:
+async def test_a_server_that_dies_while_it_wakes_fails_its_own_requests_until_it_runs_again() -> (
+    None
+):
     async with machine() as at, at.router() as router:
         dying = at.models["b"].decode
         dying.memory.gate.clear()
@@ -203,7 +227,10 @@ async def test_a_server_that_dies_while_it_wakes_fails_its_own_requests_until_it
         await until(lambda: dying.memory.version.endswith("(unsettled)"))
         other = asyncio.create_task(router.asked("c"))
         dying.memory.die("killed")
-        with pytest.raises(ModelFailed, match="The model 'b' could not be loaded: The decode engine cannot be reached"):
+        with pytest.raises(
+            ModelFailed,
+            match="The model 'b' could not be loaded: The decode engine cannot be reached",
+        ):
             await waiting
         assert await other == 4
         with pytest.raises(ModelFailed):
@@ -216,11 +243,16 @@ async def test_a_server_that_dies_while_it_wakes_fails_its_own_requests_until_it
         assert at.died == []
 
 
-async def test_a_launched_server_takes_memory_before_it_answers_again_so_nothing_wakes_meanwhile() -> None:
+async def test_a_launched_server_takes_memory_before_it_answers_again_so_nothing_wakes_meanwhile() -> (
+    None
+):
     async with machine() as at, at.router(launched="b") as router:
         starting = at.models["b"].decode
         at.begin_restart(starting)
-        words = r"'c' could not be loaded: the engines of 'b' .* may hold GPU memory: The decode engine cannot be"
+        words = (
+            r"'c' could not be loaded: the engines of 'b' .* may hold GPU memory: The decode "
+            r"engine cannot be"
+        )
         with pytest.raises(ModelFailed, match=words):
             await router.asked("c")
         assert at.awake == "b" and at.died == []
@@ -235,7 +267,8 @@ async def test_a_server_that_has_yet_to_warm_itself_up_is_not_put_to_sleep_befor
         await at.restart(restarted)
         restarted.memory.warm = False
         with pytest.raises(
-            ModelFailed, match=r"'c' .* the engines of 'b' do not sleep.*: The decode engine still starts"
+            ModelFailed,
+            match=r"'c' .* the engines of 'b' do not sleep.*: The decode engine still starts",
         ):
             await router.asked("c")
         restarted.memory.warm_up()
@@ -247,7 +280,9 @@ async def test_a_model_that_refuses_to_sleep_keeps_its_memory_and_what_needs_it_
     async with machine("ab") as at, at.router() as router:
         assert await router.asked("a") == 4
         at.models["a"].decode.memory.refuses["sleep"] = "not today"
-        with pytest.raises(ModelFailed, match=r"'b' could not be loaded: .* 'a' do not sleep, .*not today"):
+        with pytest.raises(
+            ModelFailed, match=r"'b' could not be loaded: .* 'a' do not sleep, .*not today"
+        ):
             await router.asked("b")
         assert await router.asked("a", 1) == 4, "what did not sleep serves without waking"
         at.models["a"].decode.memory.refuses.clear()
@@ -268,7 +303,9 @@ async def test_a_server_that_stays_busy_stays_awake_and_what_needs_its_memory_fa
         assert await router.asked("a") == 4
         router.sleeping.limit_s = 0.5
         at.models["a"].prefill.memory.busy = 10**9
-        with pytest.raises(ModelFailed, match=r"'a' do not sleep, .*: The prefill engine did not drop its KV"):
+        with pytest.raises(
+            ModelFailed, match=r"'a' do not sleep, .*: The prefill engine did not drop its KV"
+        ):
             await router.asked("b")
         at.models["a"].prefill.memory.busy = 0
         router.sleeping.limit_s = LIMIT_S
@@ -276,15 +313,21 @@ async def test_a_server_that_stays_busy_stays_awake_and_what_needs_its_memory_fa
         assert at.died == []
 
 
-async def test_a_server_that_does_not_wake_in_time_is_left_alone_and_nothing_wakes_until_it_was_restarted() -> None:
+async def test_a_server_that_does_not_wake_in_time_is_left_alone_and_nothing_wakes_until_it_was_restarted() -> (
+    None
+):
     async with machine("ab") as at, at.router() as router:
         at.models["a"].decode.memory.gate.clear()
         router.sleeping.limit_s = 0.2
-        with pytest.raises(ModelFailed, match=r"'a' could not be loaded: The \w+ engine sent nothing"):
+        with pytest.raises(
+            ModelFailed, match=r"'a' could not be loaded: The \w+ engine sent nothing"
+        ):
             await router.asked("a")
         router.sleeping.limit_s = LIMIT_S
         for name in "ab":
-            with pytest.raises(ModelFailed, match=r"was left in between sleep and waking.* Restart it\."):
+            with pytest.raises(
+                ModelFailed, match=r"was left in between sleep and waking.* Restart it\."
+            ):
                 await router.asked(name, 1)
         for server in at.models["a"].servers:
             await at.restart(server)
@@ -292,11 +335,15 @@ async def test_a_server_that_does_not_wake_in_time_is_left_alone_and_nothing_wak
         assert at.died == [] and at.awake == "a"
 
 
-async def test_weights_that_cannot_be_read_leave_a_server_that_reads_them_at_the_next_wake() -> None:
+async def test_weights_that_cannot_be_read_leave_a_server_that_reads_them_at_the_next_wake() -> (
+    None
+):
     async with machine("ab", cpu_backup=False) as at, at.router() as router:
         memory = at.models["a"].decode.memory
         memory.refuses["read"] = "Cannot find any model weights"
-        with pytest.raises(ModelFailed, match=r"'a' could not be loaded: .*Cannot find any model weights"):
+        with pytest.raises(
+            ModelFailed, match=r"'a' could not be loaded: .*Cannot find any model weights"
+        ):
             await router.asked("a")
         assert memory.version == "default (without weights)"
         memory.refuses.clear()
@@ -307,7 +354,10 @@ async def test_weights_that_cannot_be_read_leave_a_server_that_reads_them_at_the
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"memory_saver": False}, "--enable-memory-saver"), ({"memory_saver": True, "device": "cpu"}, "on a GPU")],
+    [
+        ({"memory_saver": False}, "--enable-memory-saver"),
+        ({"memory_saver": True, "device": "cpu"}, "on a GPU"),
+    ],
 )
 async def test_a_server_that_cannot_sleep_is_refused_at_the_start_and_nothing_is_asked_of_it(
     settings: dict[str, Any], words: str

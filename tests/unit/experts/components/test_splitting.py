@@ -16,13 +16,17 @@ from shell_router.experts.components.splitting import (
 
 def peak_at(best: float, up: float = 1.0, down: float = 3.0) -> Callable[[float], float]:
     """Throughput that rises to 100 at `best` percent, and falls from there."""
-    return lambda position: 100 - (up * (best - position) if position < best else down * (position - best))
+    return lambda position: (
+        100 - (up * (best - position) if position < best else down * (position - best))
+    )
 
 
 def test_windows_are_the_papers_each_smaller_than_the_one_before() -> None:
     window = decay_window(peak_at(30))
     assert list(window.tried) == pytest.approx([15, 27.75, 38.5875])
-    assert (window.lower, window.upper) == pytest.approx((27.75, 38.5875))  # 28 to 39: the paper's for task A
+    assert (window.lower, window.upper) == pytest.approx(
+        (27.75, 38.5875)
+    )  # 28 to 39: the paper's for task A
 
 
 def test_a_window_that_misses_the_trend_ends_the_search_though_it_still_rises() -> None:
@@ -50,15 +54,23 @@ def test_nothing_is_tried_where_no_expert_fits() -> None:
 
 
 @given(st.floats(5, 99), st.floats(0.1, 2), st.floats(0.1, 10))
-def test_what_is_chosen_is_within_the_margin_of_the_best_that_was_tried(best: float, up: float, down: float) -> None:
+def test_what_is_chosen_is_within_the_margin_of_the_best_that_was_tried(
+    best: float, up: float, down: float
+) -> None:
     throughput = peak_at(best, up, down)
     window = decay_window(throughput)
     tried = refined(window.tried, throughput, 0, 3)
-    assert throughput(chosen(tried, 0.05)) >= 0.95 * max(tried.values()) >= 0.95 * max(window.tried.values())
+    assert (
+        throughput(chosen(tried, 0.05))
+        >= 0.95 * max(tried.values())
+        >= 0.95 * max(window.tried.values())
+    )
     assert len(tried) <= len(window.tried) + 6
 
 
-def test_of_what_is_as_good_as_a_sample_can_tell_the_nearest_to_the_casual_choice_is_taken() -> None:
+def test_of_what_is_as_good_as_a_sample_can_tell_the_nearest_to_the_casual_choice_is_taken() -> (
+    None
+):
     assert chosen({30.0: 97.0, 60.0: 96.0, 75.0: 90.0, 95.0: 100.0}, 0.05) == 60
     assert chosen({30.0: 97.0, 60.0: 96.0, 75.0: 90.0, 95.0: 100.0}, 0.0) == 95
 
@@ -100,7 +112,12 @@ def test_where_it_takes_much_shares_are_tried_on_all_executors_of_the_device() -
 
     found, splits = memory_split(EXECUTORS, DEVICES, {"cuda": 100, "cpu": 100}, throughput)
     assert {(first == second, cpu) for first, second, cpu in tried} == {(True, 0.75)}
-    assert found[0].component_share == found[1].component_share == splits[0].share == pytest.approx(0.45, abs=0.05)
+    assert (
+        found[0].component_share
+        == found[1].component_share
+        == splits[0].share
+        == pytest.approx(0.45, abs=0.05)
+    )
     assert len(tried) == len(splits[0].tried) < 15
 
 

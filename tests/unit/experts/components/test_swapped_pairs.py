@@ -1,4 +1,6 @@
-"""Weights of a pair's servers that are replaced: which reach them, and what a server that lost them costs."""
+"""Weights of a pair's servers that are replaced: which reach them, and what a server that lost them
+costs.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,9 @@ DIFFERING = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of one shape; one that is cut off, three with other settings, one that is larger, and none."""
+    """Checkpoints of one shape; one that is cut off, three with other settings, one that is larger,
+    and none.
+    """
     folder = tmp_path_factory.mktemp("checkpoints")
     for seed, name in enumerate(NAMES[:7]):
         make_checkpoint(folder / name, hidden=32, layers=1, vocab_size=512, seed=seed)
@@ -45,18 +49,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """A pair's two servers, what serves their models, and the places under test: this pair."""
 
-    def __init__(self, folder: Path, clients: SglangPair, prefill: SwappingEngine, decode: SwappingEngine) -> None:
+    def __init__(
+        self, folder: Path, clients: SglangPair, prefill: SwappingEngine, decode: SwappingEngine
+    ) -> None:
         self.prefill, self.decode = prefill, decode
-        engine = ScriptedEngine(WordTokenizer(), lambda _: Script(self.decode.folder.name, piece_words=1))
+        engine = ScriptedEngine(
+            WordTokenizer(), lambda _: Script(self.decode.folder.name, piece_words=1)
+        )
         self.weights = WeightPair(engine, clients.servers, 30.0)
-        self.places = Places(SwappedPairs({name: folder / name for name in NAMES}, [self.weights]).opened)
+        self.places = Places(
+            SwappedPairs({name: folder / name for name in NAMES}, [self.weights]).opened
+        )
 
     async def answered(self, name: str) -> str:
         """What the model says, loaded for this request."""
         await self.places.load(name)
         try:
-            async with aclosing(self.places.engine(name).generate(Generation("r", (1, 2)))) as events:
-                return "".join([event.text async for event in events if not isinstance(event, Finish)])
+            async with aclosing(
+                self.places.engine(name).generate(Generation("r", (1, 2)))
+            ) as events:
+                return "".join(
+                    [event.text async for event in events if not isinstance(event, Finish)]
+                )
         finally:
             await self.places.unload(name)
 
@@ -75,7 +89,9 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
         yield found
 
 
-async def test_both_servers_get_each_models_weights_and_those_that_are_there_are_not_read_again(pair: Pair) -> None:
+async def test_both_servers_get_each_models_weights_and_those_that_are_there_are_not_read_again(
+    pair: Pair,
+) -> None:
     assert [await pair.answered(name) for name in "abbac"] == list("abbac")
     assert pair.prefill.swaps == pair.decode.swaps == pair.decode.flushed == ["b", "a", "c"]
 
@@ -99,7 +115,9 @@ async def test_after_a_swap_that_one_server_failed_both_get_the_weights_again(pa
     assert (pair.prefill.swaps, pair.decode.swaps) == (["b", "a"], ["a"])
 
 
-async def test_a_server_that_was_started_again_answers_nothing_until_it_has_the_weights(pair: Pair) -> None:
+async def test_a_server_that_was_started_again_answers_nothing_until_it_has_the_weights(
+    pair: Pair,
+) -> None:
     assert await pair.answered("b") == "b"
     pair.decode.restart()
     with pytest.raises(AdapterMissing):

@@ -1,4 +1,6 @@
-"""Models that take turns: which leaves, what is loaded ahead, and what clients that race, leave or fail get."""
+"""Models that take turns: which leaves, what is loaded ahead, and what clients that race, leave or
+fail get.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -15,7 +17,12 @@ from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.metrics import EngineMetrics
 from shell_router.errors import AdapterMissing, EngineUnavailable, ModelFailed
-from shell_router.experts.components.engine_components import Eviction, Places, SwappedModel, components
+from shell_router.experts.components.engine_components import (
+    Eviction,
+    Places,
+    SwappedModel,
+    components,
+)
 from shell_router.experts.components.values import Component
 from shell_router.routing.adapter_cache import AdapterSettings, LoadedAdapter
 from shell_router.topology import Graph, load_topology
@@ -28,7 +35,9 @@ CATALOG = {name: Component(name, "", 1, 0.1) for name in NAMES}
 
 
 class FakeEngines:
-    """Loads when `gate` is open; raises `errors` instead. `most` is the most models that were loaded at a time."""
+    """Loads when `gate` is open; raises `errors` instead. `most` is the most models that were
+    loaded at a time.
+    """
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -75,11 +84,17 @@ class Group:
 
 
 @asynccontextmanager
-async def group(loaded: int = 3, catalog: Mapping[str, Component] = CATALOG, **more: float) -> AsyncIterator[Group]:
+async def group(
+    loaded: int = 3, catalog: Mapping[str, Component] = CATALOG, **more: float
+) -> AsyncIterator[Group]:
     engines, tasks = FakeEngines(), TaskOwner()
     places, settings = Places(engines.opened), AdapterSettings({}, loaded, **more)
-    leases = AdapterLeases("memory", places, settings, tasks, lambda: 0.0, kind="model", order=Eviction(catalog))
-    yield Group(engines, leases, {name: SwappedModel(name, leases, places, catalog) for name in catalog})
+    leases = AdapterLeases(
+        "memory", places, settings, tasks, lambda: 0.0, kind="model", order=Eviction(catalog)
+    )
+    yield Group(
+        engines, leases, {name: SwappedModel(name, leases, places, catalog) for name in catalog}
+    )
     await tasks.aclose(0)
 
 
@@ -104,7 +119,9 @@ async def test_two_that_race_for_the_last_place_are_both_answered_one_after_the_
         assert at.places.most == 2
 
 
-async def test_a_client_that_leaves_while_its_model_loads_leaves_nothing_behind_but_the_model() -> None:
+async def test_a_client_that_leaves_while_its_model_loads_leaves_nothing_behind_but_the_model() -> (
+    None
+):
     async with group() as at, asyncio.timeout(30):
         at.places.gate.clear()
         leaving = asyncio.create_task(at.asked("a"))
@@ -136,7 +153,12 @@ async def test_metrics_count_what_is_loaded_waits_and_fails() -> None:
         await until(lambda: "e" in at.places.loads)
         registry = CollectorRegistry()
         registry.register(EngineMetrics({}, swapping=[at.leases]))
-        names = ("models_loaded", "model_requests_waiting", "model_load_failures_total", "model_load_seconds_count")
+        names = (
+            "models_loaded",
+            "model_requests_waiting",
+            "model_load_failures_total",
+            "model_load_seconds_count",
+        )
         assert [registry.get_sample_value(f"shell_router_{name}") for name in names] == [1, 1, 1, 3]
         at.places.gate.set()
         assert await waiting == "e says so"
@@ -169,7 +191,9 @@ async def test_weights_that_were_lost_are_loaded_again() -> None:
         assert at.places.loads == ["a", "a"]
 
 
-async def test_the_reader_of_an_agents_output_is_loaded_ahead_in_place_of_a_model_without_requests() -> None:
+async def test_the_reader_of_an_agents_output_is_loaded_ahead_in_place_of_a_model_without_requests() -> (
+    None
+):
     chain = {**CATALOG, "b": Component("b", "", 1, after=frozenset("a"))}
     async with group(loaded=2, catalog=chain) as at, asyncio.timeout(30):
         await at.asked("c")
@@ -186,7 +210,11 @@ async def test_nothing_is_loaded_ahead_while_others_wait_nor_later() -> None:
     async with group(loaded=2, catalog=chain) as at, asyncio.timeout(30):
         at.places.hold = Hold()
         running = [asyncio.create_task(at.asked(name)) for name in "ad"]
-        await until(lambda: all(name in at.places.engines and at.places.engines[name].running for name in "ad"))
+        await until(
+            lambda: all(
+                name in at.places.engines and at.places.engines[name].running for name in "ad"
+            )
+        )
         running.append(asyncio.create_task(at.asked("c")))
         await until(lambda: at.leases.waiting)
         running.append(asyncio.create_task(at.asked("a", 1, topology="chain")))
@@ -197,7 +225,9 @@ async def test_nothing_is_loaded_ahead_while_others_wait_nor_later() -> None:
         assert at.places.loads == ["a", "d", "c"]
 
 
-async def test_a_prompt_is_prefilled_only_where_its_model_is_loaded_and_makes_others_wait_for_nothing() -> None:
+async def test_a_prompt_is_prefilled_only_where_its_model_is_loaded_and_makes_others_wait_for_nothing() -> (
+    None
+):
     async with group(loaded=1) as at, asyncio.timeout(30):
         at.places.hold = Hold(first=0)
         running = asyncio.create_task(at.asked("a"))
@@ -216,7 +246,9 @@ def leaving(catalog: Mapping[str, Component], *loaded: str, **turns: int) -> str
     return "".join(one.name for one in Eviction(catalog)(at, turns))
 
 
-def test_successors_without_a_predecessor_leave_first_then_the_least_used_then_what_is_awaited() -> None:
+def test_successors_without_a_predecessor_leave_first_then_the_least_used_then_what_is_awaited() -> (
+    None
+):
     catalog = {
         "a": Component("a", "", 1, usage=0.5),
         "b": Component("b", "", 1, usage=0.1),
@@ -230,7 +262,9 @@ def test_successors_without_a_predecessor_leave_first_then_the_least_used_then_w
     assert leaving(CATALOG, "c", "a", "b") == "cab", "of equals, the one whose last use was first"
 
 
-def test_a_model_comes_after_others_only_if_it_reads_their_outputs_wherever_it_is_named(tmp_path: Path) -> None:
+def test_a_model_comes_after_others_only_if_it_reads_their_outputs_wherever_it_is_named(
+    tmp_path: Path,
+) -> None:
     def graph(text: str) -> Graph:
         (tmp_path / "graph.yaml").write_text(text, encoding="utf-8")
         return load_topology(tmp_path / "graph.yaml", models=tuple("abc"))
@@ -249,4 +283,8 @@ def test_a_model_comes_after_others_only_if_it_reads_their_outputs_wherever_it_i
     }
     second = graph("name: two\nagents:\n  w: {model: b}\n  r: {model: c, precursors: [w]}\n")
     found = components(files, [first, second], {})
-    assert {name: set(one.after) for name, one in found.items()} == {"a": set(), "b": set(), "c": {"b"}}
+    assert {name: set(one.after) for name, one in found.items()} == {
+        "a": set(),
+        "b": set(),
+        "c": {"b"},
+    }

@@ -23,7 +23,10 @@ def test_what_was_there_before_does_not_count() -> None:
 
 
 def test_what_an_operation_takes_and_gives_back_counts() -> None:
-    image, kernel = torch.zeros(1, 16, 64, 64, dtype=torch.float64), torch.zeros(16, 16, 3, 3, dtype=torch.float64)
+    image, kernel = (
+        torch.zeros(1, 16, 64, 64, dtype=torch.float64),
+        torch.zeros(16, 16, 3, 3, dtype=torch.float64),
+    )
     held = most_held(CPU, lambda: torch.nn.functional.conv2d(image, kernel, padding=1))
     output_bytes = 16 * 64 * 64 * 8
     assert held > 5 * output_bytes, "the unfolded image is nine times as large"

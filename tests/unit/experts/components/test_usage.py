@@ -3,7 +3,11 @@ import pytest
 from shell_router.errors import ConfigError
 from shell_router.experts.components.usage import ChainRule, rules_of, usage_of
 
-RULES = [ChainRule(("type-1", "detector"), 3.0), ChainRule(("type-2", "detector"), 1.0), ChainRule(("type-3",), 1.0)]
+RULES = [
+    ChainRule(("type-1", "detector"), 3.0),
+    ChainRule(("type-2", "detector"), 1.0),
+    ChainRule(("type-3",), 1.0),
+]
 
 
 def test_an_expert_is_needed_as_often_as_the_chains_that_name_it() -> None:

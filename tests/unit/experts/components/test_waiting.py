@@ -77,7 +77,8 @@ def test_a_negative_window_is_refused() -> None:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.floats(0, 3), st.sampled_from(("", "take", "leave"))), max_size=60
+    st.tuples(st.sampled_from("abcd"), st.floats(0, 3), st.sampled_from(("", "take", "leave"))),
+    max_size=60,
 )
 
 

@@ -20,7 +20,9 @@ WEIGHTS = {
 
 
 def assert_equal(found: dict[str, torch.Tensor]) -> None:
-    assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in WEIGHTS.items()}
+    assert {name: one.dtype for name, one in found.items()} == {
+        name: one.dtype for name, one in WEIGHTS.items()
+    }
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
@@ -32,7 +34,14 @@ def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_tensors_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:
     file, at, header, data = tmp_path / "weights.safetensors", 0, {}, b""
-    kinds = {"yes": "BOOL", "halves": "BF16", "one": "F64", "many": "F32", "none": "F32", "whole": "I64"}
+    kinds = {
+        "yes": "BOOL",
+        "halves": "BF16",
+        "one": "F64",
+        "many": "F32",
+        "none": "F32",
+        "whole": "I64",
+    }
     for name, kind in kinds.items():  # three bytes first: all others begin at odd places
         raw = bytes(WEIGHTS[name].reshape(-1).view(torch.uint8).tolist())
         shape, data_offsets = list(WEIGHTS[name].shape), [at, at := at + len(raw)]

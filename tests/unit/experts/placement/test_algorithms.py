@@ -33,7 +33,9 @@ def records(draw: st.DrawFn, *, experts: tuple[int, ...] = (4, 6, 8, 12)) -> Exp
     power = draw(st.sampled_from([0, 1, 6]))
     activations = (1000 * random.random((layers, number)) ** power).astype(np.int64)
     activations[:, 0] += 1
-    transitions = random.poisson(draw(st.sampled_from([0.0, 0.3, 20.0])), (layers - 1, number, number))
+    transitions = random.poisson(
+        draw(st.sampled_from([0.0, 0.3, 20.0])), (layers - 1, number, number)
+    )
     return record_of(activations, transitions)
 
 
@@ -58,7 +60,9 @@ def test_the_default_is_never_worse_than_eplb_in_balance_nor_in_traffic(
     chosen = data.draw(st.sampled_from(divisors(record.experts)))
     found, baseline = place("swap", record, chosen), eplb(record, chosen)
     assert no_worse(measures(record, found), measures(record, baseline))
-    assert (loads(record, found).max(axis=1) <= loads(record, baseline).max(axis=1) + TINY).all(), "in some layer"
+    assert (loads(record, found).max(axis=1) <= loads(record, baseline).max(axis=1) + TINY).all(), (
+        "in some layer"
+    )
 
 
 @pytest.mark.parametrize("routing", [Routing(layers=8), Routing(layers=8, topics=8, topical=3)])
@@ -67,26 +71,35 @@ def test_on_routing_with_affinity_the_default_beats_eplb_in_traffic_and_is_no_wo
     routing: Routing, gpus: int
 ) -> None:
     record, chosen = drawn(routing, 1000), gpus
-    found, baseline = measures(record, place("swap", record, chosen)), measures(record, eplb(record, chosen))
+    found, baseline = (
+        measures(record, place("swap", record, chosen)),
+        measures(record, eplb(record, chosen)),
+    )
     assert no_worse(found, baseline)
     assert found.traffic < baseline.traffic - 0.015
 
 
 def test_groups_that_no_swap_within_eplbs_bounds_reaches_are_found() -> None:
-    """Two kinds of text, each with half of every layer's experts to itself; within the bounds a fifth would cross."""
+    """Two kinds of text, each with half of every layer's experts to itself; within the bounds a
+    fifth would cross.
+    """
     record = drawn(Routing(layers=8, topics=2, topical=10, skew=0.3), 1000)
     assert measures(record, place("swap", record, 2)).traffic < 0.05
 
 
 def test_without_transitions_the_default_balances_better_than_eplb() -> None:
-    record = record_of(np.array([[8, 7, 7, 5, 4, 1]]))  # greedily 8 + 5 + 4 and 7 + 7 + 1, at best 16 and 16
+    record = record_of(
+        np.array([[8, 7, 7, 5, 4, 1]])
+    )  # greedily 8 + 5 + 4 and 7 + 7 + 1, at best 16 and 16
     assert measures(record, eplb(record, 2)).balance == 17 / 16
     assert measures(record, place("swap", record, 2)).balance == 1
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(record=records(experts=(4, 6)), data=st.data())
-def test_every_algorithm_puts_equal_numbers_on_the_gpus(name: str, record: ExpertRecord, data: st.DataObject) -> None:
+def test_every_algorithm_puts_equal_numbers_on_the_gpus(
+    name: str, record: ExpertRecord, data: st.DataObject
+) -> None:
     gpus = data.draw(st.sampled_from(divisors(record.experts)))
     placement = place(name, record, gpus)
     assert placement.gpu_of.shape == record.activations.shape
@@ -120,7 +133,11 @@ def test_the_milp_finds_what_trying_everything_finds(seed: int, one_partition: b
     record = small(seed)
     chosen = Weights(alpha=2.0, one_partition=one_partition)
     rows = list(partitions(4, 2))
-    every = [[row] * 3 for row in rows] if one_partition else [list(three) for three in product(rows, repeat=3)]
+    every = (
+        [[row] * 3 for row in rows]
+        if one_partition
+        else [list(three) for three in product(rows, repeat=3)]
+    )
     best = min(objective(record, Placement(2, np.array(one)), chosen) for one in every)
     found = milp(record, 2, chosen)
     assert objective(record, found, chosen) == pytest.approx(best)
@@ -133,12 +150,16 @@ def test_the_milp_counts_a_gpu_below_the_ideal_load_as_it_counts_one_above(seed:
     random = np.random.default_rng(seed)
     record = record_of(random.integers(1, 40, (2, 6)), random.poisson(2, (1, 6, 6)))
     chosen = Weights(alpha=2.0, one_partition=True)
-    best = min(objective(record, Placement(3, np.array([row, row])), chosen) for row in partitions(6, 3))
+    best = min(
+        objective(record, Placement(3, np.array([row, row])), chosen) for row in partitions(6, 3)
+    )
     assert objective(record, milp(record, 3, chosen), chosen) == pytest.approx(best)
 
 
 def test_swaps_come_near_the_best_traffic_within_the_same_balance() -> None:
-    """The best of all placements of three layers within EPLB's bounds. Swaps may miss a little of it."""
+    """The best of all placements of three layers within EPLB's bounds. Swaps may miss a little of
+    it.
+    """
     shares = []
     for seed in range(12):
         random = np.random.default_rng(seed)
@@ -161,7 +182,14 @@ def test_gimbal_puts_the_strongest_pairs_on_the_anchor_and_the_rest_by_load() ->
     transitions[0, 2, 4] = 80
     record = record_of(np.array([[9, 5, 4, 3, 2, 1], [9, 5, 4, 3, 2, 1]]), transitions)
     found = place("gimbal", record, 2).gpu_of
-    assert found[0].tolist() == [1, 0, 0, 0, 1, 1]  # the anchor has 5 + 4, so 0 goes to GPU 1; then 3, 4 and 5
+    assert found[0].tolist() == [
+        1,
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]  # the anchor has 5 + 4, so 0 goes to GPU 1; then 3, 4 and 5
     assert found[1][4] == 0
 
 

@@ -16,20 +16,28 @@ from tests.fakes.placements import placement_in
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = drawn(Routing(layers=3, experts=8, top_k=2), 100)
-    np.savez(tmp_path / "record.npz", activations=record.activations, transitions=record.transitions)
+    np.savez(
+        tmp_path / "record.npz", activations=record.activations, transitions=record.transitions
+    )
     found = read_record(tmp_path / "record.npz")
     assert (found.activations == record.activations).all()
     assert (found.transitions == record.transitions).all()
     assert found.model_layers == 3
 
 
-def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(tmp_path: Path) -> None:
+def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(
+    tmp_path: Path,
+) -> None:
     activations = np.zeros((4, 4), dtype=int)
     activations[[1, 3]] = [[1, 2, 3, 4], [4, 3, 2, 1]]
     transitions = np.zeros((3, 4, 4), dtype=int)
     transitions[1, 0, 3] = 7  # from layer 1 to layer 3, the next that has experts
     record = record_of(activations, transitions)
-    assert (list(record.layers), record.transitions.shape, record.transitions[0, 0, 3]) == ([1, 3], (1, 4, 4), 7)
+    assert (list(record.layers), record.transitions.shape, record.transitions[0, 0, 3]) == (
+        [1, 3],
+        (1, 4, 4),
+        7,
+    )
     np.savez(tmp_path / "record.npz", activations=activations, transitions=transitions)
     again = read_record(tmp_path / "record.npz")
     assert (list(again.layers), again.model_layers, again.transitions[0, 0, 3]) == ([1, 3], 4, 7)
@@ -39,7 +47,9 @@ def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(t
     assert rows[1] == placement.slots[0].tolist()
 
 
-def test_a_placement_is_read_as_it_was_written_and_has_just_the_key_that_sglang_knows(tmp_path: Path) -> None:
+def test_a_placement_is_read_as_it_was_written_and_has_just_the_key_that_sglang_knows(
+    tmp_path: Path,
+) -> None:
     record = drawn(Routing(layers=3, experts=8, top_k=2), 100)
     placement = place("swap", record, 4)
     file = tmp_path / "placement.json"
@@ -81,11 +91,19 @@ def _array(file: Path) -> None:
         (_archive(activations=-np.ones((2, 4))), "no activation was counted|must be counts"),
         (_archive(activations=np.full((2, 4), np.nan)), "must be counts"),
         (_archive(activations=np.full((2, 4), "many")), "is no record of experts"),
-        (_archive(activations=np.ones((2, 4)), transitions=np.ones((2, 4, 4))), r"transitions must be \[1, 4, 4\]"),
-        (_archive(activations=np.ones((2, 4)), transitions=-np.ones((1, 4, 4))), "transitions must be counts"),
+        (
+            _archive(activations=np.ones((2, 4)), transitions=np.ones((2, 4, 4))),
+            r"transitions must be \[1, 4, 4\]",
+        ),
+        (
+            _archive(activations=np.ones((2, 4)), transitions=-np.ones((1, 4, 4))),
+            "transitions must be counts",
+        ),
     ],
 )
-def test_a_wrong_record_is_refused_with_the_remedy(tmp_path: Path, write: Any, message: str) -> None:
+def test_a_wrong_record_is_refused_with_the_remedy(
+    tmp_path: Path, write: Any, message: str
+) -> None:
     file = tmp_path / "record.npz"
     write(file)
     with pytest.raises(DataError, match=message) as refused:

@@ -24,7 +24,9 @@ def of(balance: float, traffic: float) -> Measures:
         (of(1.5, 0.4), False, "a gain below 5%"),
     ],
 )
-def test_a_gain_in_balance_and_traffic_together_is_worth_it(new: Measures, worth_it: bool, reason: str) -> None:
+def test_a_gain_in_balance_and_traffic_together_is_worth_it(
+    new: Measures, worth_it: bool, reason: str
+) -> None:
     found, why = verdict(NOW, new, 0.05)
     assert found is worth_it
     assert reason in why

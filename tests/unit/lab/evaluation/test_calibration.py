@@ -21,7 +21,9 @@ from shell_router.lab.evaluation.report import Row, rows_of
 from shell_router.topology import load_topology
 
 ROWS = rows_of(
-    [Record(0, 0, name, right=True, stated="1", latency_s=1.0) for name in ("base", "other")], ["base", "other"], "base"
+    [Record(0, 0, name, right=True, stated="1", latency_s=1.0) for name in ("base", "other")],
+    ["base", "other"],
+    "base",
 )
 
 
@@ -50,7 +52,11 @@ def test_one_below_a_threshold_that_loses_too_much_is_not_believed() -> None:
 
 def test_the_search_of_one_policy_ends_no_others() -> None:
     rash, calm = ({"policy": policy, "threshold": 0.7} for policy in ("threshold", "in_flight"))
-    rows = [(rash, losing(2.0, 0.1)), (calm, losing(0.0, 0.6)), (calm | {"threshold": 0.6}, losing(0.1, 0.5))]
+    rows = [
+        (rash, losing(2.0, 0.1)),
+        (calm, losing(0.0, 0.6)),
+        (calm | {"threshold": 0.6}, losing(0.1, 0.5)),
+    ]
     choice = choose(rows, 0.5)
     assert choice is not None
     assert choice.settings == {"policy": "in_flight", "threshold": 0.6}
@@ -87,7 +93,10 @@ def test_every_threshold_is_tried_with_the_keys_that_its_policy_reads() -> None:
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ({"thresholds": (0.5, 0.8, 0.5)}, "--thresholds must name at least one value, and each once"),
+        (
+            {"thresholds": (0.5, 0.8, 0.5)},
+            "--thresholds must name at least one value, and each once",
+        ),
         ({"policies": ("in_flght",)}, "policy must be one of"),
         ({"scopes": ("tree",)}, "scope must be"),
         ({"taus": (0.7, 0.0)}, "tau must be"),
@@ -106,21 +115,32 @@ EXIT = {"policy": "threshold", "scope": "cluster", "tau": 0.7, "threshold": 0.5}
 DOCUMENT = {
     "name": "mine",
     "tree": {"shape": [3, 1], "models": ["small"]},
-    "early_exit": {"policy": "in_flight", "threshold": 0.8, "min_completed": 1, "skip_aggregation": True},
+    "early_exit": {
+        "policy": "in_flight",
+        "threshold": 0.8,
+        "min_completed": 1,
+        "skip_aggregation": True,
+    },
 }
 
 
 def test_another_early_exit_keeps_the_keys_that_go_with_it() -> None:
     in_flight = {"policy": "in_flight", "scope": "cluster", "threshold": 0.5}
     assert with_exit(DOCUMENT, "x", EXIT)["early_exit"] == {**EXIT, "min_completed": 1}
-    assert with_exit(DOCUMENT, "x", in_flight)["early_exit"] == {**DOCUMENT["early_exit"], **in_flight}  # type: ignore[dict-item]
+    assert with_exit(DOCUMENT, "x", in_flight)["early_exit"] == {
+        **DOCUMENT["early_exit"],
+        **in_flight,
+    }  # type: ignore[dict-item]
     assert with_exit(DOCUMENT, "x", None) == {**DOCUMENT, "name": "x", "early_exit": False}
     assert DOCUMENT["name"] == "mine"
 
 
 def test_early_exit_is_changed_where_there_is_one_and_else_for_all() -> None:
     cluster = {"agents": ["a", "b"], "early_exit": {"policy": "threshold", "threshold": 0.9}}
-    document = {"agents": {}, "clusters": {"one": cluster, "two": {"agents": ["c"], "early_exit": "off"}}}
+    document = {
+        "agents": {},
+        "clusters": {"one": cluster, "two": {"agents": ["c"], "early_exit": "off"}},
+    }
     made = with_exit(document, "mine", EXIT)
     assert made["clusters"]["one"]["early_exit"] == EXIT
     assert made["clusters"]["two"]["early_exit"] == "off"
@@ -129,7 +149,9 @@ def test_early_exit_is_changed_where_there_is_one_and_else_for_all() -> None:
     assert with_exit({"tree": {}}, "mine", EXIT)["early_exit"] == EXIT
 
 
-def test_the_files_written_are_topologies_that_differ_in_their_early_exit_alone(tmp_path: Path) -> None:
+def test_the_files_written_are_topologies_that_differ_in_their_early_exit_alone(
+    tmp_path: Path,
+) -> None:
     mine, folder = tmp_path / "mine.yaml", tmp_path / "variants"
     mine.write_text("tree: {shape: [3, 1], models: [small]}\nearly_exit: {min_completed: 1}")
     folder.mkdir()
@@ -138,15 +160,24 @@ def test_the_files_written_are_topologies_that_differ_in_their_early_exit_alone(
     gates = [topology.clusters[0].early_exit for topology in loaded.values()]
     assert len(set(gates)) == 3
     assert gates[:2] == [None, EarlyExit("in_flight", threshold=0.5, min_completed=1)]
-    assert all(topology.agents == loaded["mine-without-exit"].agents for topology in loaded.values())
+    assert all(
+        topology.agents == loaded["mine-without-exit"].agents for topology in loaded.values()
+    )
 
 
 def test_the_outcome_is_a_line_for_the_file_with_what_it_costs_and_saves() -> None:
     settings = {"policy": "in_flight", "threshold": 0.6}
-    sure = " ".join(outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 0.4), 0.7), 0.5, 1000))
+    sure = " ".join(
+        outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 0.4), 0.7), 0.5, 1000)
+    )
     assert "early_exit: {policy: in_flight, threshold: 0.6}" in sure
-    assert "takes 0.70 of the latency and loses 0.10 points (95 %: -0.30 to 0.40) on 1000 questions" in sure
+    assert (
+        "takes 0.70 of the latency and loses 0.10 points (95 %: -0.30 to 0.40) on 1000 questions"
+        in sure
+    )
     assert "whole interval is within the bound" in sure
-    unsure = " ".join(outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 1.4), 1.02), 0.5, 200))
+    unsure = " ".join(
+        outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 1.4), 1.02), 0.5, 200)
+    )
     assert "cannot rule out a loss of 1.40 points" in unsure
     assert "saves no time" in unsure

@@ -28,12 +28,16 @@ def test_a_line_is_a_question_with_its_answer_grader_and_facts(tmp_path: Path) -
 
 
 def test_metadata_are_the_labels_that_are_sent_along(tmp_path: Path) -> None:
-    [item] = read_items(_written(tmp_path, '{"question": "2?", "answer": "2", "metadata": {"kind": "sum"}}'))
+    [item] = read_items(
+        _written(tmp_path, '{"question": "2?", "answer": "2", "metadata": {"kind": "sum"}}')
+    )
     assert item.labels == item.facts["metadata"] == {"kind": "sum"}
 
 
 def test_offset_and_limit_choose_and_the_index_stays_that_of_the_file(tmp_path: Path) -> None:
-    file = _written(tmp_path, *(f'{{"question": "{number}?", "answer": "{number}"}}' for number in range(6)))
+    file = _written(
+        tmp_path, *(f'{{"question": "{number}?", "answer": "{number}"}}' for number in range(6))
+    )
     assert [(item.index, item.question) for item in read_items(file, offset=2, limit=3)] == [
         (2, "2?"),
         (3, "3?"),
@@ -60,10 +64,19 @@ def test_a_lines_own_grader_holds_unless_one_is_asked_for(tmp_path: Path) -> Non
         ('{"question": "2 + 2?"}', "answer is missing"),
         ('{"question": "2 + 2?", "answer": 4}', "answer must be a string that is not empty, not 4"),
         ('{"question": " ", "answer": "4"}', "question must be a string that is not empty"),
-        ('{"question": "2 + 2?", "answer": "4", "grader": "kind"}', "no grader 'kind'. Known: exact, numeric, choice"),
-        ('{"question": "2?", "answer": "2", "metadata": {"k": 1}}', "metadata, which is sent as a request's labels"),
+        (
+            '{"question": "2 + 2?", "answer": "4", "grader": "kind"}',
+            "no grader 'kind'. Known: exact, numeric, choice",
+        ),
+        (
+            '{"question": "2?", "answer": "2", "metadata": {"k": 1}}',
+            "metadata, which is sent as a request's labels",
+        ),
         ('{"question": "2?", "answer": "2", "metadata": "k"}', "is not an object of texts"),
-        ('{"question": "Who?", "answer": "Tom", "grader": "numeric"}', "the grader numeric cannot compare the answer"),
+        (
+            '{"question": "Who?", "answer": "Tom", "grader": "numeric"}',
+            "the grader numeric cannot compare the answer",
+        ),
     ],
 )
 def test_a_wrong_line_is_named_with_what_to_do(tmp_path: Path, line: str, said: str) -> None:

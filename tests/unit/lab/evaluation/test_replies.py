@@ -10,8 +10,16 @@ COMPLETION = {
 }
 
 
-def _agent(state: str, *spans: str, precursors: tuple[str, ...] = (), **facts: int) -> dict[str, Any]:
-    reported = {"model": "small", "state": state, "decoded_tokens": 4, "precursors": precursors, **facts}
+def _agent(
+    state: str, *spans: str, precursors: tuple[str, ...] = (), **facts: int
+) -> dict[str, Any]:
+    reported = {
+        "model": "small",
+        "state": state,
+        "decoded_tokens": 4,
+        "precursors": precursors,
+        **facts,
+    }
     return {**reported, "spans": [{"name": name} for name in spans]}
 
 
@@ -24,7 +32,12 @@ def test_a_reply_has_the_text_the_usage_and_what_each_agent_did() -> None:
     }
     exits = [{"cluster": "c", "completed": ["done"], "exited": True, "start_s": 1.0, "end_s": 1.5}]
     reply = read_reply(COMPLETION, {"agents": agents, "exits": exits}, 2.0)
-    assert (reply.text, reply.latency_s, reply.prompt_tokens, reply.completion_tokens) == ("Answer: 5", 2.0, 300, 30)
+    assert (reply.text, reply.latency_s, reply.prompt_tokens, reply.completion_tokens) == (
+        "Answer: 5",
+        2.0,
+        300,
+        30,
+    )
     assert reply.agents == (
         AgentRecord("done", "small", 0, "finished", True, 100, 90, 12),
         AgentRecord("sent", "small", 0, "early_exit", True, 0, 0, 4),

@@ -10,7 +10,14 @@ from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tabl
 from tests.fakes.evaluations import agent, failed, judged, record
 
 RECORDS = [
-    record("tree", 0, True, 2.0, agents=(agent(), agent("large", "early_exit", 4)), exits=(judged("c", True, 0.1),)),
+    record(
+        "tree",
+        0,
+        True,
+        2.0,
+        agents=(agent(), agent("large", "early_exit", 4)),
+        exits=(judged("c", True, 0.1),),
+    ),
     record("small", 0, False, 0.5, agents=(agent(),)),
     failed("large", 0),
 ]
@@ -52,10 +59,24 @@ def test_a_partial_report_says_so_in_its_title() -> None:
 
 
 def test_the_tables_have_a_line_per_setting_with_a_dash_where_nothing_is_known() -> None:
-    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in _printed(_report()).splitlines()]
+    lines = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in _printed(_report()).splitlines()
+    ]
     cells = {name: [line[1:] for line in lines if line[0] == name] for name in NAMES}
     assert cells["small"] == [
-        ["1", "0", "0.0% [0.0, 79.3]", "-100.0 [-100.0, +51.0]", "0.50", "0.50", "0.25", "100", "80%", "10"],
+        [
+            "1",
+            "0",
+            "0.0% [0.0, 79.3]",
+            "-100.0 [-100.0, +51.0]",
+            "0.50",
+            "0.50",
+            "0.25",
+            "100",
+            "80%",
+            "10",
+        ],
         ["small 1, 1 of 1", "0.00", "-", "-", "-"],
     ]
     assert cells["large"][0][:2] == ["1", "1"]

@@ -16,10 +16,26 @@ def indices(asked: Asked) -> list[tuple[int, int]]:
     return [(item.index, seed) for item, seed in asked]
 
 
-def test_every_question_goes_through_all_settings_before_the_next_and_another_begins_each_time() -> None:
+def test_every_question_goes_through_all_settings_before_the_next_and_another_begins_each_time() -> (
+    None
+):
     rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS))
-    assert [indices(asked) for asked, _ in rounds] == [[(0, 0)], [(1, 0)], [(2, 0)], [(0, 1)], [(1, 1)], [(2, 1)]]
-    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba", "ba", "ab", "ab", "ba"]
+    assert [indices(asked) for asked, _ in rounds] == [
+        [(0, 0)],
+        [(1, 0)],
+        [(2, 0)],
+        [(0, 1)],
+        [(1, 1)],
+        [(2, 1)],
+    ]
+    assert ["".join(one.name for one in settings) for _, settings in rounds] == [
+        "ab",
+        "ba",
+        "ba",
+        "ab",
+        "ab",
+        "ba",
+    ]
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd", "abcde"])
@@ -33,8 +49,18 @@ def test_each_setting_comes_right_after_each_other_one_equally_often(names: str)
 
 def test_questions_that_are_asked_at_once_go_through_the_settings_together() -> None:
     rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS, concurrency=2))
-    assert [indices(asked) for asked, _ in rounds] == [[(0, 0), (1, 0)], [(2, 0)], [(0, 1), (1, 1)], [(2, 1)]]
-    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba", "ba", "ab"]
+    assert [indices(asked) for asked, _ in rounds] == [
+        [(0, 0), (1, 0)],
+        [(2, 0)],
+        [(0, 1), (1, 1)],
+        [(2, 1)],
+    ]
+    assert ["".join(one.name for one in settings) for _, settings in rounds] == [
+        "ab",
+        "ba",
+        "ba",
+        "ab",
+    ]
 
 
 def test_a_requests_seed_depends_on_seed_and_question() -> None:

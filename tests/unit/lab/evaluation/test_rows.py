@@ -16,7 +16,11 @@ def test_a_row_per_setting_in_the_order_asked_for_without_those_never_asked() ->
 
 
 def test_accuracy_and_its_difference_to_the_baseline() -> None:
-    base, fast = rows_of([*BASE, *(record("fast", question, True) for question in range(3))], ["base", "fast"], "base")
+    base, fast = rows_of(
+        [*BASE, *(record("fast", question, True) for question in range(3))],
+        ["base", "fast"],
+        "base",
+    )
     assert base.accuracy == wilson(2 / 3, 3)
     assert base.difference is None
     assert fast.difference is not None
@@ -24,7 +28,11 @@ def test_accuracy_and_its_difference_to_the_baseline() -> None:
 
 
 def test_the_latency_ratio_is_the_median_of_each_questions_own() -> None:
-    fast = [record("fast", 0, latency_s=2.0), record("fast", 1, latency_s=0.5), record("fast", 2, latency_s=3.0)]
+    fast = [
+        record("fast", 0, latency_s=2.0),
+        record("fast", 1, latency_s=0.5),
+        record("fast", 2, latency_s=3.0),
+    ]
     base, row = rows_of([*BASE, *fast], ["base", "fast"], "base")
     assert (base.latency_ratio, row.latency_ratio) == (1.0, 0.5)  # of 0.5, 0.25 and 3
     assert (row.latency_p50_s, row.latency_p95_s) == (2.0, pytest.approx(2.9))
@@ -32,7 +40,9 @@ def test_the_latency_ratio_is_the_median_of_each_questions_own() -> None:
 
 def test_a_failed_request_is_wrong_is_counted_and_has_no_latency() -> None:
     _, row = rows_of(
-        [*BASE, record("fast", 0, latency_s=2.0), failed("fast", 1), failed("fast", 2)], ["base", "fast"], "base"
+        [*BASE, record("fast", 0, latency_s=2.0), failed("fast", 1), failed("fast", 2)],
+        ["base", "fast"],
+        "base",
     )
     assert (row.answers, row.failed) == (3, 2)
     assert row.accuracy.value == pytest.approx(1 / 3)
@@ -48,12 +58,20 @@ def test_a_failed_request_of_the_baseline_gives_no_ratio() -> None:
 
 def test_a_setting_that_only_failed_still_has_its_row() -> None:
     [row] = rows_of([failed("fast", 0)], ["fast"], "fast")
-    assert (row.failed, row.latency_p50_s, row.cached_share, row.models, row.exits) == (1, None, None, {}, None)
+    assert (row.failed, row.latency_p50_s, row.cached_share, row.models, row.exits) == (
+        1,
+        None,
+        None,
+        {},
+        None,
+    )
 
 
 def test_several_seeds_are_paired_one_by_one_and_count_as_one_question() -> None:
     records = [
-        record(name, 0, right, seed=seed) for name, right in (("base", False), ("fast", True)) for seed in (0, 1)
+        record(name, 0, right, seed=seed)
+        for name, right in (("base", False), ("fast", True))
+        for seed in (0, 1)
     ]
     _, row = rows_of(records, ["base", "fast"], "base")
     assert (row.questions, row.answers) == (1, 2)
@@ -63,7 +81,11 @@ def test_several_seeds_are_paired_one_by_one_and_count_as_one_question() -> None
 
 def test_tokens_are_means_and_the_cached_share_is_of_agents_that_finished() -> None:
     agents = (agent(), agent("large", "early_exit"))
-    [row] = rows_of([record("a", 0, agents=agents), record("a", 1, completion_tokens=20, agents=agents)], ["a"], "a")
+    [row] = rows_of(
+        [record("a", 0, agents=agents), record("a", 1, completion_tokens=20, agents=agents)],
+        ["a"],
+        "a",
+    )
     assert (row.prompt_tokens, row.completion_tokens, row.cached_share) == (100, 15, 0.8)
 
 
@@ -72,14 +94,28 @@ def test_an_agent_cut_off_is_started_and_not_completed_and_one_never_sent_is_nei
     cut = (agent(), agent(state="early_exit"), agent("large", "unneeded", 0, started=False))
     [row] = rows_of([record("a", 0, agents=whole), record("a", 1, agents=cut)], ["a"], "a")
     small, large = row.models["small"], row.models["large"]
-    assert (small.agents, small.started, small.completed, small.activation_rate) == (2, 2.0, 1.5, 0.75)
-    assert (large.agents, large.started, large.completed, large.activation_rate) == (1, 0.5, 0.5, 0.5)
+    assert (small.agents, small.started, small.completed, small.activation_rate) == (
+        2,
+        2.0,
+        1.5,
+        0.75,
+    )
+    assert (large.agents, large.started, large.completed, large.activation_rate) == (
+        1,
+        0.5,
+        0.5,
+        0.5,
+    )
     assert row.agents_cut == 1.0
 
 
 def test_exits_are_shares_of_judged_clusters_and_of_answers() -> None:
     several = (judged("left", False, 0.1), judged("left", True, 0.1), judged("right", False, 0.1))
-    [row] = rows_of([record("a", 0, exits=several), record("a", 1, exits=several[2:]), record("a", 2)], ["a"], "a")
+    [row] = rows_of(
+        [record("a", 0, exits=several), record("a", 1, exits=several[2:]), record("a", 2)],
+        ["a"],
+        "a",
+    )
     assert row.exits is not None
     assert (row.exits.clusters_judged, row.exits.clusters_exited) == (3, pytest.approx(1 / 3))
     assert row.exits.questions_with_exit == pytest.approx(1 / 3)
@@ -87,9 +123,16 @@ def test_exits_are_shares_of_judged_clusters_and_of_answers() -> None:
 
 def test_an_exit_costs_the_longest_deciding_judgement_of_each_layer() -> None:
     leaves = (judged("left", True, 0.1), judged("right", True, 0.3), judged("middle", False, 9.0))
-    [row] = rows_of([record("a", 0, latency_s=2.0, exits=(*leaves, judged("top", True, 0.1, layer=1)))], ["a"], "a")
+    [row] = rows_of(
+        [record("a", 0, latency_s=2.0, exits=(*leaves, judged("top", True, 0.1, layer=1)))],
+        ["a"],
+        "a",
+    )
     assert row.exits is not None
-    assert (row.exits.exposed_s, row.exits.exposed_share) == (pytest.approx(0.4), pytest.approx(0.2))
+    assert (row.exits.exposed_s, row.exits.exposed_share) == (
+        pytest.approx(0.4),
+        pytest.approx(0.2),
+    )
 
 
 def test_an_agent_that_votes_counts_to_no_model() -> None:

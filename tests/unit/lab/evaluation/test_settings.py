@@ -19,7 +19,9 @@ def test_a_setting_named_twice_is_compared_once() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_others() -> None:
-    with pytest.raises(UnknownModel, match=r"no 'smal'. Did you mean 'small'\? It serves: small, large"):
+    with pytest.raises(
+        UnknownModel, match=r"no 'smal'. Did you mean 'small'\? It serves: small, large"
+    ):
         chosen_settings(["smal"], SERVED)
 
 

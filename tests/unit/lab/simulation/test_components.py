@@ -26,7 +26,9 @@ def test_a_sample_gives_its_chains_in_order(tmp_path: Path) -> None:
         ('{"chain": ["x"]}', "no component 'x'"),
     ],
 )
-def test_a_line_that_is_no_chain_is_reported_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+def test_a_line_that_is_no_chain_is_reported_with_its_number(
+    tmp_path: Path, line: str, message: str
+) -> None:
     file = tmp_path / "sample.jsonl"
     file.write_text(f'{{"chain": ["a"]}}\n{line}\n', encoding="utf-8")
     with pytest.raises(DataError, match=rf"sample\.jsonl:2: .*{message}"):

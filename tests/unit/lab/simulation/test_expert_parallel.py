@@ -34,7 +34,9 @@ def test_one_gpu_with_even_experts_takes_as_long_as_a_gpu_that_has_them_all(sequ
     alone = shared(EVEN, 1)
     bandwidth, flops = BANDWIDTH * MEMORY_SHARE, FLOPS * COMPUTE_SHARE
     whole_s = PASS_S + step_s(sequences, bandwidth) + sequences * 2 * ACTIVE / flops
-    assert alone.costs.decode.steps_s(1, sequences, 0) + alone.step_s(sequences) == pytest.approx(whole_s)
+    assert alone.costs.decode.steps_s(1, sequences, 0) + alone.step_s(sequences) == pytest.approx(
+        whole_s
+    )
     assert alone.costs.decode.cache_tokens == costs(cached=False).decode.cache_tokens
 
 
@@ -48,14 +50,18 @@ def test_by_load_experts_take_as_much_longer_as_the_fullest_gpu_has_load_over_th
     assert shared(UNEVEN, 2, "by load").step_s(64) == pytest.approx(1.5 * even_s)
 
 
-def test_by_roofline_an_uneven_load_costs_products_but_no_reading_once_all_experts_have_tokens() -> None:
+def test_by_roofline_an_uneven_load_costs_products_but_no_reading_once_all_experts_have_tokens() -> (
+    None
+):
     tokens = 4096
     products_s = tokens * CHOSEN * LAYERS * 2 * EXPERT / (FLOPS * COMPUTE_SHARE)
     more_s = shared(UNEVEN, 2).step_s(tokens) - shared(EVEN, 2).step_s(tokens)
     assert more_s == pytest.approx((0.75 - 0.5) * products_s)
 
 
-def test_tokens_cross_the_link_there_and_back_for_each_expert_that_follows_on_the_other_gpu() -> None:
+def test_tokens_cross_the_link_there_and_back_for_each_expert_that_follows_on_the_other_gpu() -> (
+    None
+):
     apart = np.zeros((LAYERS - 1, EXPERTS, EXPERTS))
     apart[:, : EXPERTS // 2, EXPERTS // 2 :] = 1
     record = record_of(EVEN.activations, apart)

@@ -12,7 +12,13 @@ from shell_router.lab.simulation.profiling import (
     fitted_pair,
     prefill_timing,
 )
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts, attended_pairs
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+    attended_pairs,
+)
 
 PREFILL = PrefillCosts(0.002, 2e-5, 4e-8, chunk_tokens=512, prompts=1, cache_tokens=9000)
 DECODE = DecodeCosts(0.001, 5e-5, 2e-7, cache_tokens=9000, max_batch_size=32)
@@ -24,28 +30,43 @@ BATCHES = (1, 2, 4, 8, 16)
 def prefills(noise: float = 0.0, seed: int = 0) -> list[Timing]:
     draws = random.Random(seed)
     found = []
-    for cached, new in [*((0, length) for length in LENGTHS), *((length, 32) for length in LENGTHS)]:
+    for cached, new in [
+        *((0, length) for length in LENGTHS),
+        *((length, 32) for length in LENGTHS),
+    ]:
         seconds = -(-new // 512) * PREFILL.forward_s + new * PREFILL.token_s
         seconds += attended_pairs(new, cached) * PREFILL.attention_s
-        found.append(prefill_timing(cached, new, seconds * (1 + draws.uniform(-noise, noise)), PREFILL))
+        found.append(
+            prefill_timing(cached, new, seconds * (1 + draws.uniform(-noise, noise)), PREFILL)
+        )
     return found
 
 
 def decodes(noise: float = 0.0, seed: int = 0) -> list[Timing]:
     draws = random.Random(seed)
     return [
-        decode_timing(n, n * length, 60, DECODE.steps_s(60, n, n * length) * (1 + draws.uniform(-noise, noise)))
+        decode_timing(
+            n,
+            n * length,
+            60,
+            DECODE.steps_s(60, n, n * length) * (1 + draws.uniform(-noise, noise)),
+        )
         for n in BATCHES
         for length in (32, 512, 2048)
     ]
 
 
 def firsts() -> list[Timing]:
-    return [first_token_timing(length, length * 1e-4, length * 1e-4 + TRANSFER.seconds(length)) for length in LENGTHS]
+    return [
+        first_token_timing(length, length * 1e-4, length * 1e-4 + TRANSFER.seconds(length))
+        for length in LENGTHS
+    ]
 
 
 def fitted(
-    prefill: list[Timing] | None = None, first: list[Timing] | None = None, decode: list[Timing] | None = None
+    prefill: list[Timing] | None = None,
+    first: list[Timing] | None = None,
+    decode: list[Timing] | None = None,
 ) -> ProfiledCosts:
     """Fitted to exact timings where none are given."""
     limits = PairCosts(PREFILL, DECODE)
@@ -70,10 +91,18 @@ def test_the_limits_of_the_engines_are_kept() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_moves_predictions_by_about_its_own_size(seed: int) -> None:
     costs = fitted(prefills(0.1, seed), decode=decodes(0.1, seed)).costs
-    for new, attended in ((256, attended_pairs(256, 0)), (512, attended_pairs(512, 512)), (16, 16_000)):
-        assert costs.prefill.pass_s(new, attended) == pytest.approx(PREFILL.pass_s(new, attended), rel=0.2)
+    for new, attended in (
+        (256, attended_pairs(256, 0)),
+        (512, attended_pairs(512, 512)),
+        (16, 16_000),
+    ):
+        assert costs.prefill.pass_s(new, attended) == pytest.approx(
+            PREFILL.pass_s(new, attended), rel=0.2
+        )
     for sequences in (3, 6, 12):
-        assert costs.decode.steps_s(10, sequences, 500) == pytest.approx(DECODE.steps_s(10, sequences, 500), rel=0.2)
+        assert costs.decode.steps_s(10, sequences, 500) == pytest.approx(
+            DECODE.steps_s(10, sequences, 500), rel=0.2
+        )
 
 
 def test_the_held_out_error_is_nothing_for_exact_timings_and_grows_with_noise() -> None:
@@ -94,7 +123,9 @@ def test_no_cost_is_negative_even_where_that_would_fit_best() -> None:
 
 
 def test_too_few_different_timings_are_refused_with_the_option_that_names_more() -> None:
-    with pytest.raises(ConfigError, match=r"Prefill cannot be fitted to 2 different timings.*--lengths"):
+    with pytest.raises(
+        ConfigError, match=r"Prefill cannot be fitted to 2 different timings.*--lengths"
+    ):
         fitted(prefills()[:2] * 5)
     with pytest.raises(ConfigError, match="--lengths"):
         fitted(first=firsts()[:1])

@@ -1,4 +1,6 @@
-"""The router's own code in virtual time: an optimization whose benefit ends is switched off by what programs show."""
+"""The router's own code in virtual time: an optimization whose benefit ends is switched off by what
+programs show.
+"""
 
 import asyncio
 import math
@@ -11,7 +13,12 @@ from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.holdout import Comparison, HoldoutSettings
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+)
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.text import SimulatedTokenizer, Written, filler
 from shell_router.topology import Agent, Prompt, Topology
@@ -28,7 +35,9 @@ class Pair(SimulatedPair):
     async def prefill(self, request: Generation) -> Prefilled:
         if self.worn:
             draws = Random(request.rid)
-            await self.prefilling.prefill([draws.randrange(1 << 30) for _ in range(9 * len(request.input_ids))])
+            await self.prefilling.prefill(
+                [draws.randrange(1 << 30) for _ in range(9 * len(request.input_ids))]
+            )
         return await super().prefill(request)
 
 
@@ -45,7 +54,9 @@ class World:
         cost = PrefillCost(COSTS.prefill.forward_s, COSTS.prefill.token_s)
         model = ServedModel("m", self.pair, SimulatedTokenizer(), 100_000, prefill_cost=cost)
         self.cache = MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf)
-        self.executor = Executor({"m": model}, self.cache, None, clock=loop.time, holdouts=HoldoutSettings())
+        self.executor = Executor(
+            {"m": model}, self.cache, None, clock=loop.time, holdouts=HoldoutSettings()
+        )
         self.asked = 0
         self.updates = 0
 
@@ -78,7 +89,9 @@ async def worn_out() -> tuple[World, Comparison, Comparison]:
         return world, before, world.seen()
 
 
-def test_updates_that_begin_to_cost_ten_times_as_much_are_switched_off_within_fifty_programs() -> None:
+def test_updates_that_begin_to_cost_ten_times_as_much_are_switched_off_within_fifty_programs() -> (
+    None
+):
     async def story() -> None:
         world, before, after = await worn_out()
         assert before.state == "on"
@@ -88,7 +101,9 @@ def test_updates_that_begin_to_cost_ten_times_as_much_are_switched_off_within_fi
         assert after.benefit is not None
         assert after.benefit.mean < 0
         sent = world.updates
-        async with MemoryAgentPromptCache(clock=asyncio.get_running_loop().time) as world.executor.cache:
+        async with MemoryAgentPromptCache(
+            clock=asyncio.get_running_loop().time
+        ) as world.executor.cache:
             await world.ask(10)
         assert world.updates == sent
 

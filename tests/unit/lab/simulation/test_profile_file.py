@@ -3,12 +3,24 @@ from pathlib import Path
 import pytest
 
 from shell_router.errors import ConfigError
-from shell_router.lab.simulation.profiling import Amount, ProfiledCosts, require_extensible, write_profile
+from shell_router.lab.simulation.profiling import (
+    Amount,
+    ProfiledCosts,
+    require_extensible,
+    write_profile,
+)
 from shell_router.lab.simulation.settings import load_profiles
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+)
 
 COSTS = PairCosts(
-    PrefillCosts(0.002, 2e-5, 4e-11, chunk_tokens=512, prompts=1), DecodeCosts(0.001, 5e-5), TransferCosts(0.0015, 5e-6)
+    PrefillCosts(0.002, 2e-5, 4e-11, chunk_tokens=512, prompts=1),
+    DecodeCosts(0.001, 5e-5),
+    TransferCosts(0.0015, 5e-6),
 )
 BY_HAND = """# mine
 # and this

@@ -9,9 +9,20 @@ import pytest
 
 from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
 from shell_router.errors import ConfigError
-from shell_router.lab.simulation.profiling import Amount, ProfiledCosts, decode_timing, profiled, together
+from shell_router.lab.simulation.profiling import (
+    Amount,
+    ProfiledCosts,
+    decode_timing,
+    profiled,
+    together,
+)
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+)
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.text import Written
 
@@ -54,7 +65,9 @@ def profile(amount: Amount) -> tuple[ProfiledCosts, Overheard]:
         engine = Overheard(SimulatedPair(TRUE, endless))
         clock = asyncio.get_running_loop().time
         draws = random.Random(1)
-        return await profiled(engine, amount, LIMITS, vocabulary=VOCABULARY, draws=draws, clock=clock), engine
+        return await profiled(
+            engine, amount, LIMITS, vocabulary=VOCABULARY, draws=draws, clock=clock
+        ), engine
 
     return run_virtual(run())
 
@@ -98,7 +111,9 @@ def test_an_engine_that_keeps_nothing_of_a_prefill_is_profiled_by_what_it_says()
         engine = SimulatedPair(forgetful, endless)
         clock = asyncio.get_running_loop().time
         limits = PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.0))
-        return await profiled(engine, SHORT, limits, vocabulary=VOCABULARY, draws=random.Random(1), clock=clock)
+        return await profiled(
+            engine, SHORT, limits, vocabulary=VOCABULARY, draws=random.Random(1), clock=clock
+        )
 
     costs = run_virtual(run()).costs.prefill
     assert costs.forward_s + 48 * costs.token_s == pytest.approx(0.002 + 48 * 2e-5, rel=1e-3)
@@ -126,7 +141,9 @@ def test_a_context_that_holds_too_few_lengths_is_refused() -> None:
         {"batches": (0, 1)},
     ],
 )
-def test_lengths_and_batches_that_tell_nothing_are_refused(wrong: dict[str, tuple[int, ...]]) -> None:
+def test_lengths_and_batches_that_tell_nothing_are_refused(
+    wrong: dict[str, tuple[int, ...]],
+) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
         Amount(**wrong)  # type: ignore[arg-type]
 

@@ -25,7 +25,9 @@ def seconds(costs: PairCosts, cores: float | None) -> float:
     async def run() -> float:
         loop = asyncio.get_running_loop()
         shared = None if cores is None else Processor(cores)
-        pair = SimulatedPair(costs, ten, prefill_processor=shared, decode_processor=shared, host=shared)
+        pair = SimulatedPair(
+            costs, ten, prefill_processor=shared, decode_processor=shared, host=shared
+        )
         async for _ in pair.generate(Generation("a", [1, 2, 3], EVERY_TOKEN)):
             pass
         return loop.time()
@@ -34,7 +36,9 @@ def seconds(costs: PairCosts, cores: float | None) -> float:
 
 
 def test_the_host_cost_of_a_token_delays_no_sequence_on_an_engine_of_its_own() -> None:
-    assert seconds(WITH_HOST_COST, None) == pytest.approx(seconds(COSTS, None)) == pytest.approx(0.1)
+    assert (
+        seconds(WITH_HOST_COST, None) == pytest.approx(seconds(COSTS, None)) == pytest.approx(0.1)
+    )
 
 
 def test_it_delays_none_where_a_core_is_free() -> None:

@@ -17,12 +17,24 @@ from shell_router.cli import main
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.errors import ConfigError, DataError
 from shell_router.lab.simulation.run import Simulated, simulate
-from shell_router.lab.simulation.settings import Drafted, Length, SimulatedModel, Simulation, Workload, load
+from shell_router.lab.simulation.settings import (
+    Drafted,
+    Length,
+    SimulatedModel,
+    Simulation,
+    Workload,
+    load,
+)
 from shell_router.lab.simulation.summary import summary_of
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.queue import ORDERS, QueueSettings
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+)
 from shell_router.topology import Topology, load_topology, parse_topology
 
 ROOT = Path(__file__).parents[4]
@@ -42,11 +54,15 @@ def topology(name: str) -> Topology:
 
 def simulation(**workload: Any) -> Simulation:
     outputs = dict.fromkeys(MODELS, Length(low=20, high=60))
-    asked = Workload(**{"requests": 5, "outputs": outputs, "question": Length(tokens=30), **workload})
+    asked = Workload(
+        **{"requests": 5, "outputs": outputs, "question": Length(tokens=30), **workload}
+    )
     return Simulation((Path(),), Path(), {model: SimulatedModel(model) for model in MODELS}, asked)
 
 
-def run(name: str, seed: int = 0, costs: Mapping[str, PairCosts] = COSTS, **workload: Any) -> Simulated:
+def run(
+    name: str, seed: int = 0, costs: Mapping[str, PairCosts] = COSTS, **workload: Any
+) -> Simulated:
     return simulate(simulation(**workload), topology(name), costs, seed)
 
 
@@ -57,7 +73,11 @@ def latencies(simulated: Simulated) -> list[float]:
 def test_a_single_agents_latency_is_what_its_costs_add_up_to() -> None:
     tiny = load_topology(ROOT / "topologies/tiny.yaml", models=MODELS)
     root = tiny.root
-    alone = replace(tiny, agents={root.id: replace(root, precursors=(), sampling={"max_new_tokens": 50})}, clusters=())
+    alone = replace(
+        tiny,
+        agents={root.id: replace(root, precursors=(), sampling={"max_new_tokens": 50})},
+        clusters=(),
+    )
     asked = Workload(3, {model: Length(tokens=40) for model in MODELS}, Length(tokens=100))
     done = simulate(replace(simulation(), workload=asked), alone, COSTS)
     prompts = {one.trace["agents"][root.id]["prompt_tokens"] for one in done.runs}
@@ -66,13 +86,16 @@ def test_a_single_agents_latency_is_what_its_costs_add_up_to() -> None:
     # later questions find what the template has before them
     cached = [one.trace["agents"][root.id]["cached_tokens"] for one in done.runs]
     expected = [
-        costs.prefill.forward_s + (prompt - known) * 1e-4 + 0.005 + 39 * costs.decode.step_s for known in cached
+        costs.prefill.forward_s + (prompt - known) * 1e-4 + 0.005 + 39 * costs.decode.step_s
+        for known in cached
     ]
     assert latencies(done) == pytest.approx(expected, abs=2e-6)
 
 
 def test_incremental_prefill_hides_dear_prefill_and_changes_no_output() -> None:
-    costs = {model: replace(cost, prefill=PrefillCosts(0.01, 3e-3)) for model, cost in COSTS.items()}
+    costs = {
+        model: replace(cost, prefill=PrefillCosts(0.01, 3e-3)) for model, cost in COSTS.items()
+    }
     tree, incremental = run("tree", costs=costs), run("tree-incremental", costs=costs)
     assert [one.trace["agents"]["root"]["prompt_tokens"] for one in tree.runs] == [
         one.trace["agents"]["root"]["prompt_tokens"] for one in incremental.runs
@@ -87,7 +110,9 @@ def test_where_prefill_is_cheap_incremental_prefill_is_the_plain_tree() -> None:
     assert latencies(run("tree-incremental")) == latencies(run("tree"))
 
 
-@pytest.mark.parametrize("prefill", [PrefillCosts(0.01, 0.0), PrefillCosts(0.0, 1e-4), PrefillCosts(0.0, 0.0)])
+@pytest.mark.parametrize(
+    "prefill", [PrefillCosts(0.01, 0.0), PrefillCosts(0.0, 1e-4), PrefillCosts(0.0, 0.0)]
+)
 def test_prefill_whose_time_has_a_term_of_zero_is_simulated(prefill: PrefillCosts) -> None:
     costs = {model: replace(cost, prefill=prefill) for model, cost in COSTS.items()}
     plain, incremental = (run(name, costs=costs) for name in ("tree", "tree-incremental"))
@@ -101,15 +126,21 @@ def test_drafts_save_what_the_workload_says_where_the_topology_asks_for_them() -
     assert latencies(run("tree", drafts=drafts)) == latencies(run("tree"))
     assert drafted.mean_s < 0.8 * plain.mean_s
     assert plain.token_bound_s == plain.bound_s
-    # steps cost the same here however many tokens they verify, so that a pass per token is the plain tree
+    # steps cost the same here however many tokens they verify, so that a pass per token is the
+    # plain tree
     assert drafted.bound_s < 0.8 * drafted.token_bound_s
     assert drafted.token_bound_s == pytest.approx(plain.bound_s, rel=0.02)
 
 
 def test_wide_passes_that_cost_much_make_drafts_a_loss() -> None:
-    dear = {model: replace(cost, decode=replace(cost.decode, sequence_s=0.01)) for model, cost in COSTS.items()}
+    dear = {
+        model: replace(cost, decode=replace(cost.decode, sequence_s=0.01))
+        for model, cost in COSTS.items()
+    }
     drafts = {"root": Drafted(1.5), "aggregator": Drafted(1.5)}
-    plain, drafted = (summary_of(run(name, costs=dear, drafts=drafts)) for name in ("tree", "tree-drafts"))
+    plain, drafted = (
+        summary_of(run(name, costs=dear, drafts=drafts)) for name in ("tree", "tree-drafts")
+    )
     assert drafted.mean_s > plain.mean_s
 
 
@@ -121,7 +152,11 @@ def test_more_tokens_a_pass_than_it_computes_are_refused() -> None:
 def test_equal_agents_write_the_same_in_every_setting() -> None:
     def leaves(simulated: Simulated) -> list[dict[str, int]]:
         return [
-            {name: agent["decoded_tokens"] for name, agent in one.trace["agents"].items() if not agent["precursors"]}
+            {
+                name: agent["decoded_tokens"]
+                for name, agent in one.trace["agents"].items()
+                if not agent["precursors"]
+            }
             for one in simulated.runs
         ]
 
@@ -136,7 +171,10 @@ def test_early_exit_cuts_agents_off_where_outputs_agree() -> None:
 def test_an_agreed_answer_is_forwarded_without_aggregation() -> None:
     agreeing, differing = (run("full", right=right) for right in (1.0, 0.0))
     skipped = [
-        [sum(agent["state"] == "skipped" for agent in one.trace["agents"].values()) for one in simulated.runs]
+        [
+            sum(agent["state"] == "skipped" for agent in one.trace["agents"].values())
+            for one in simulated.runs
+        ]
         for simulated in (agreeing, differing)
     ]
     assert min(skipped[0]) >= 3  # two aggregators and the root
@@ -168,14 +206,18 @@ def test_a_second_layer_that_is_cut_off_entirely_is_not_reported() -> None:
     clusters:
       first: {agents: [a, b], early_exit: {policy: threshold, threshold: 0.0, min_completed: 1}}
     """
-    found = summary_of(simulate(simulation(), parse_topology(dedent(document), source="cut.yaml"), COSTS))
+    found = summary_of(
+        simulate(simulation(), parse_topology(dedent(document), source="cut.yaml"), COSTS)
+    )
     assert found.second_layer_s is None
     assert found.completed["large"] == 0
 
 
 def test_an_output_without_a_limit_ends_where_sglangs_would() -> None:
     tiny = load_topology(ROOT / "topologies/tiny.yaml", models=MODELS)
-    alone = replace(tiny, agents={tiny.root.id: replace(tiny.root, precursors=(), sampling={})}, clusters=())
+    alone = replace(
+        tiny, agents={tiny.root.id: replace(tiny.root, precursors=(), sampling={})}, clusters=()
+    )
     asked = Workload(1, {model: Length(tokens=1000) for model in MODELS})
     (one,) = simulate(replace(simulation(), workload=asked), alone, COSTS).runs
     assert one.trace["agents"][tiny.root.id]["decoded_tokens"] == DEFAULT_MAX_NEW_TOKENS
@@ -187,12 +229,17 @@ def test_a_simulation_ends_with_its_last_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "at_once"), [({"arrivals": "one_by_one"}, 1), ({"arrivals": "closed", "clients": 3}, 3)]
+    ("arrivals", "at_once"),
+    [({"arrivals": "one_by_one"}, 1), ({"arrivals": "closed", "clients": 3}, 3)],
 )
-def test_closed_loops_keep_that_number_of_requests_going(arrivals: dict[str, Any], at_once: int) -> None:
+def test_closed_loops_keep_that_number_of_requests_going(
+    arrivals: dict[str, Any], at_once: int
+) -> None:
     done = run("tree", requests=6, **arrivals)
     begun = [one.trace["started_at"] for one in done.runs]
-    spans = [(at_s, at_s + one.trace["duration_s"]) for at_s, one in zip(begun, done.runs, strict=True)]
+    spans = [
+        (at_s, at_s + one.trace["duration_s"]) for at_s, one in zip(begun, done.runs, strict=True)
+    ]
     assert max(sum(begin <= at_s < end - 1e-5 for begin, end in spans) for at_s in begun) == at_once
 
 
@@ -205,26 +252,36 @@ def test_requests_arrive_at_the_rate_that_is_asked_for() -> None:
 
 def test_a_second_pair_shortens_the_queue() -> None:
     busy = simulation(requests=12, arrivals="closed", clients=12)
-    loaded = {model: replace(costs, decode=replace(costs.decode, max_batch_size=2)) for model, costs in COSTS.items()}
+    loaded = {
+        model: replace(costs, decode=replace(costs.decode, max_batch_size=2))
+        for model, costs in COSTS.items()
+    }
     two = replace(busy, models={model: SimulatedModel(model, pairs=2) for model in MODELS})
-    one_pair, two_pairs = (summary_of(simulate(one, topology("tree"), loaded)) for one in (busy, two))
+    one_pair, two_pairs = (
+        summary_of(simulate(one, topology("tree"), loaded)) for one in (busy, two)
+    )
     assert two_pairs.p95_s < 0.7 * one_pair.p95_s
     assert len(two_pairs.engines) == 6
 
 
 def test_data_parallel_engines_take_the_same_gpus_and_need_no_transfer() -> None:
-    slow_link = {model: replace(costs, transfer=TransferCosts(0.0, 0.01)) for model, costs in COSTS.items()}
+    slow_link = {
+        model: replace(costs, transfer=TransferCosts(0.0, 0.01)) for model, costs in COSTS.items()
+    }
     apart = summary_of(simulate(simulation(), topology("tree"), slow_link))
     for engines in ("data_parallel", "data_parallel_chunked"):
         models = {model: SimulatedModel(model, engines=engines) for model in MODELS}  # type: ignore[arg-type]
-        found = summary_of(simulate(replace(simulation(), models=models), topology("tree"), slow_link))
+        found = summary_of(
+            simulate(replace(simulation(), models=models), topology("tree"), slow_link)
+        )
         assert len(found.engines) == 2 * len(apart.engines)
         assert found.mean_s < apart.mean_s
 
 
 def test_engines_that_share_a_cpu_slow_each_other_down() -> None:
     alone, shared = (
-        summary_of(simulate(replace(simulation(), cores=cores), topology("tree"), COSTS)) for cores in (None, 1.0)
+        summary_of(simulate(replace(simulation(), cores=cores), topology("tree"), COSTS))
+        for cores in (None, 1.0)
     )
     assert shared.mean_s > 1.3 * alone.mean_s
 
@@ -265,7 +322,8 @@ def test_a_model_without_engines_or_outputs_is_named() -> None:
 def written(done: Simulated) -> dict[str, list[int]]:
     """Per agent its tokens, in every run."""
     return {
-        name: [run.trace["agents"][name]["completion_tokens"] for run in done.runs] for name in done.topology.agents
+        name: [run.trace["agents"][name]["completion_tokens"] for run in done.runs]
+        for name in done.topology.agents
     }
 
 
@@ -306,7 +364,11 @@ def printed(tmp_path: Path, hash_seed: str) -> tuple[str, bytes]:
 
 def small(tmp_path: Path) -> Path:
     """The shipped simulation with fewer requests."""
-    text = SHIPPED.read_text(encoding="utf-8").replace("requests: 200", "requests: 3").replace("../../", f"{ROOT}/")
+    text = (
+        SHIPPED.read_text(encoding="utf-8")
+        .replace("requests: 200", "requests: 3")
+        .replace("../../", f"{ROOT}/")
+    )
     file = tmp_path / "simulation.yaml"
     file.write_text(text.replace("../engines", str(ROOT / "configs/engines")), encoding="utf-8")
     return file
@@ -341,9 +403,13 @@ def test_simulations_are_compared_by_the_names_of_their_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = small(tmp_path), tmp_path / "other.yaml"
-    other.write_text(one.read_text(encoding="utf-8").replace("mean: 400", "mean: 200"), encoding="utf-8")
+    other.write_text(
+        one.read_text(encoding="utf-8").replace("mean: 400", "mean: 200"), encoding="utf-8"
+    )
     written = tmp_path / "both.json"
-    assert main(["simulate", str(one), str(other), "--topology", "tree", "--json", str(written)]) == 0
+    assert (
+        main(["simulate", str(one), str(other), "--topology", "tree", "--json", str(written)]) == 0
+    )
     both = json.loads(written.read_bytes())
     assert list(both) == ["simulation tree", "other tree"]
     assert both["other tree"]["mean_s"] < both["simulation tree"]["mean_s"]
@@ -367,14 +433,35 @@ def test_invalid_options_are_reported(
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (("requests: 3", "requests: 0"), "workload.requests must be a whole number at least 1, not 0"),
+        (
+            ("requests: 3", "requests: 0"),
+            "workload.requests must be a whole number at least 1, not 0",
+        ),
         (("profile: qwen3-vl-4b", "profile: gpt"), "models.small has the profile 'gpt'"),
-        (("small: {mean: 400, cv: 0.5}", "small: {mean: 400, tokens: 3}"), "a length is tokens, low and high, or mean"),
-        (("small: {mean: 400, cv: 0.5}", "small: {low: 9, high: 3}"), "low and high must satisfy 1 <= low <= high"),
-        (("small: {mean: 400, cv: 0.5}", "small: {mean: .inf}"), "mean must be a number at least 1, not inf"),
-        (("small: {mean: 400, cv: 0.5}", "small: {tokens: 5, cv: 0.5}"), "cv and runaways go with mean"),
-        (("request_s: 0.0069", "request_s: -1.0"), "embedder.request_s must be a number at least 0, not -1"),
-        (("right: 0.8", "right: 1.8"), "workload.right must be a number at least 0 and at most 1, not 1.8"),
+        (
+            ("small: {mean: 400, cv: 0.5}", "small: {mean: 400, tokens: 3}"),
+            "a length is tokens, low and high, or mean",
+        ),
+        (
+            ("small: {mean: 400, cv: 0.5}", "small: {low: 9, high: 3}"),
+            "low and high must satisfy 1 <= low <= high",
+        ),
+        (
+            ("small: {mean: 400, cv: 0.5}", "small: {mean: .inf}"),
+            "mean must be a number at least 1, not inf",
+        ),
+        (
+            ("small: {mean: 400, cv: 0.5}", "small: {tokens: 5, cv: 0.5}"),
+            "cv and runaways go with mean",
+        ),
+        (
+            ("request_s: 0.0069", "request_s: -1.0"),
+            "embedder.request_s must be a number at least 0, not -1",
+        ),
+        (
+            ("right: 0.8", "right: 1.8"),
+            "workload.right must be a number at least 0 and at most 1, not 1.8",
+        ),
         (("right: 0.8", "rihgt: 0.8"), "Unknown key 'rihgt' in workload. Did you mean 'right'?"),
         (("one_by_one", "sometimes"), "not 'sometimes'"),
         (("tree.yaml", "bush.yaml"), "bush.yaml"),
@@ -399,7 +486,12 @@ def scheduled(scheduling: SchedulingSettings, **workload: Any) -> Simulated:
 
 
 def placements(done: Simulated) -> list[dict[str, Any]]:
-    return [placed for one in done.runs for agent in one.trace["agents"].values() for placed in agent["engines"]]
+    return [
+        placed
+        for one in done.runs
+        for agent in one.trace["agents"].values()
+        for placed in agent["engines"]
+    ]
 
 
 def test_the_routers_own_policies_choose_among_simulated_pairs() -> None:
@@ -410,7 +502,9 @@ def test_the_routers_own_policies_choose_among_simulated_pairs() -> None:
         ("scored", {"wait", "affinity", "tie", "prefix"}),
     ):
         found = placements(scheduled(SchedulingSettings(SelectionSettings(policy))))
-        if policy != "gimbal":  # which keeps a user's requests together, and here all are one user's
+        if (
+            policy != "gimbal"
+        ):  # which keeps a user's requests together, and here all are one user's
             assert {one["engine"] for one in found} == {"pair-0", "pair-1"}
         assert {one["policy"] for one in found} == {policy}
         assert {one["why"] for one in found} <= whys | {"growing_prompt"}
@@ -433,7 +527,9 @@ def test_requests_wait_for_simulated_pairs_and_all_are_answered(order: str) -> N
 def test_the_outputs_of_agents_are_expected_by_what_they_wrote_before() -> None:
     """The shortest total needs it; without expectations all totals would be alike."""
     first_come, shortest = (
-        scheduled(SchedulingSettings(queue=QueueSettings(order, max_running=1, wait_s=1e6, age_s=1e6)))
+        scheduled(
+            SchedulingSettings(queue=QueueSettings(order, max_running=1, wait_s=1e6, age_s=1e6))
+        )
         for order in ("fcfs", "shortest_total")
     )
     assert latencies(first_come) != latencies(shortest)

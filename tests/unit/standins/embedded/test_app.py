@@ -57,11 +57,18 @@ async def test_a_client_that_leaves_its_stream_ends_the_work_and_is_no_error(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0]
         async with aiohttp.ClientSession() as client, asyncio.timeout(20):
-            body = {"input_ids": [97], "stream": True, "bootstrap_host": "2.2.2.2", "bootstrap_room": 1}
+            body = {
+                "input_ids": [97],
+                "stream": True,
+                "bootstrap_host": "2.2.2.2",
+                "bootstrap_room": 1,
+            }
             async with client.post(f"http://{host}:{port}/generate", json=body) as response:
                 await response.content.readuntil(b"\n\n")
                 response.close()
             await service.cancelled.wait()
     finally:
         await runner.cleanup()
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR
+    ] == []

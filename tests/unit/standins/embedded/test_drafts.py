@@ -1,4 +1,6 @@
-"""Drafted decoding writes what plain decoding writes, whatever is asked, and whether drafts are right or wrong."""
+"""Drafted decoding writes what plain decoding writes, whatever is asked, and whether drafts are
+right or wrong.
+"""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,14 +49,18 @@ class AlwaysWide(DraftGate):
         return 16 if any(length for length, _ in drafts) else 1
 
 
-def job_of(lm: CausalLm, ids: Sequence[int], params: SamplingParams, length: int, *, logprobs: bool) -> DecodeJob:
+def job_of(
+    lm: CausalLm, ids: Sequence[int], params: SamplingParams, length: int, *, logprobs: bool
+) -> DecodeJob:
     """A request whose prompt is prefilled, and whose first token is drawn."""
     request = GenerateRequest("r", tuple(ids), params, length, return_logprob=logprobs)
     output = Output.of(request, lm)
     prompt = PromptKv(lm.kv_shape.empty(len(ids)))
     with torch.inference_mode():
         logits = lm.prefill(prompt, torch.tensor(ids), 0)
-        ((token, chance),) = BatchSampler([output.draw], with_logprobs=logprobs, rng=random.Random(0))(logits)
+        ((token, chance),) = BatchSampler(
+            [output.draw], with_logprobs=logprobs, rng=random.Random(0)
+        )(logits)
     first = Prefilled(prompt.kv, cached_tokens=0, token_id=token, logprob=chance)
     return DecodeJob(Inflight(request), output, first)
 
@@ -76,12 +82,18 @@ def decoded(lm: CausalLm, gate: DraftGate, jobs: Sequence[DecodeJob]) -> list[li
 
 
 def plain(lm: CausalLm, params: SamplingParams, *, logprobs: bool = True) -> list[list[Piece]]:
-    return decoded(lm, DraftGate(), [job_of(lm, ids, params, LENGTH, logprobs=logprobs) for ids in PROMPTS])
+    return decoded(
+        lm, DraftGate(), [job_of(lm, ids, params, LENGTH, logprobs=logprobs) for ids in PROMPTS]
+    )
 
 
 def observed(pieces: Sequence[Piece]) -> tuple[list[int | None], str, Any]:
     """Ids, text and the reason of the end."""
-    return [piece.token_id for piece in pieces], "".join(piece.text for piece in pieces), pieces[-1].finish_reason
+    return (
+        [piece.token_id for piece in pieces],
+        "".join(piece.text for piece in pieces),
+        pieces[-1].finish_reason,
+    )
 
 
 def ids_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
@@ -100,19 +112,31 @@ def half_right(ids: Sequence[int]) -> tuple[int, ...]:
         pytest.param(SEEDED, id="sampled"),
         pytest.param(replace(SEEDED, top_p=0.8, top_k=20, min_p=0.01), id="truncated"),
         pytest.param(
-            replace(SEEDED, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2), id="penalised"
+            replace(SEEDED, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2),
+            id="penalised",
         ),
         pytest.param(replace(GREEDY, repetition_penalty=1.3), id="greedy and penalised"),
         pytest.param(
-            replace(SEEDED, ignore_eos=False, min_new_tokens=9, stop_token_ids=frozenset(range(40))), id="eos"
+            replace(
+                SEEDED, ignore_eos=False, min_new_tokens=9, stop_token_ids=frozenset(range(40))
+            ),
+            id="eos",
         ),
-        pytest.param(replace(SEEDED, logit_bias={17: 4.0}, stop=(" tower", " wei")), id="biased, with stop strings"),
+        pytest.param(
+            replace(SEEDED, logit_bias={17: 4.0}, stop=(" tower", " wei")),
+            id="biased, with stop strings",
+        ),
     ],
 )
 @pytest.mark.parametrize("corrupt", [tuple, half_right], ids=["right", "half right"])
-def test_drafted_outputs_are_the_plain_ones(lm: CausalLm, params: SamplingParams, corrupt: Any) -> None:
+def test_drafted_outputs_are_the_plain_ones(
+    lm: CausalLm, params: SamplingParams, corrupt: Any
+) -> None:
     wanted = plain(lm, params)
-    sources = [(corrupt(ids_of(pieces)),) for pieces in plain(lm, replace(params, stop=(), ignore_eos=True))]
+    sources = [
+        (corrupt(ids_of(pieces)),)
+        for pieces in plain(lm, replace(params, stop=(), ignore_eos=True))
+    ]
     jobs = [
         job_of(lm, ids, replace(params, drafts=source), LENGTH, logprobs=True)
         for ids, source in zip(PROMPTS, sources, strict=True)
@@ -126,7 +150,9 @@ def test_drafted_outputs_are_the_plain_ones(lm: CausalLm, params: SamplingParams
     assert corrupt is tuple or rejected > 0
 
 
-def test_a_right_draft_takes_fewer_passes_and_those_without_drafts_go_on_beside_it(lm: CausalLm) -> None:
+def test_a_right_draft_takes_fewer_passes_and_those_without_drafts_go_on_beside_it(
+    lm: CausalLm,
+) -> None:
     wanted = plain(lm, GREEDY, logprobs=False)
     drafting = replace(GREEDY, drafts=(ids_of(wanted[0]),))
     jobs = [
@@ -162,7 +188,9 @@ def test_without_a_seed_what_is_kept_follows_the_models_own_distribution(lm: Cau
         with torch.inference_mode():
             for _ in range(200):
                 request = GenerateRequest("r", tuple(ids), replace(params, drafts=drafts), 3)
-                job = DecodeJob(Inflight(request), Output.of(request, lm), replace(first, kv=first.kv.clone()))
+                job = DecodeJob(
+                    Inflight(request), Output.of(request, lm), replace(first, kv=first.kv.clone())
+                )
                 worker.admit(job)
                 pieces: list[Piece] = []
                 while worker.busy:
@@ -181,8 +209,12 @@ def test_without_a_seed_what_is_kept_follows_the_models_own_distribution(lm: Cau
 
 def test_tokens_after_an_early_end_are_not_counted_as_accepted(lm: CausalLm) -> None:
     full = ids_of(plain(lm, GREEDY, logprobs=False)[0])
-    stopping = replace(GREEDY, ignore_eos=False, stop_token_ids=frozenset(full[5:6]), drafts=(full,))
-    (pieces,) = decoded(lm, AlwaysWide(), [job_of(lm, PROMPTS[0], stopping, LENGTH, logprobs=False)])
+    stopping = replace(
+        GREEDY, ignore_eos=False, stop_token_ids=frozenset(full[5:6]), drafts=(full,)
+    )
+    (pieces,) = decoded(
+        lm, AlwaysWide(), [job_of(lm, PROMPTS[0], stopping, LENGTH, logprobs=False)]
+    )
     ids = ids_of(pieces)
     assert ids == full[: len(ids)] and len(ids) <= 6
     assert sum(piece.accepted for piece in pieces) < len(ids)
@@ -200,7 +232,9 @@ def test_drafts_never_go_beyond_the_length(lm: CausalLm) -> None:
 def test_a_row_that_leaves_while_others_draft_changes_nothing_for_them(lm: CausalLm) -> None:
     wanted = plain(lm, SEEDED, logprobs=False)
     jobs = [
-        job_of(lm, ids, replace(SEEDED, drafts=(half_right(ids_of(pieces)),)), LENGTH, logprobs=False)
+        job_of(
+            lm, ids, replace(SEEDED, drafts=(half_right(ids_of(pieces)),)), LENGTH, logprobs=False
+        )
         for ids, pieces in zip(PROMPTS, wanted, strict=True)
     ]
     worker = DecodeWorker(lm, SlotKv(lm.kv_shape), random.Random(1), gate=AlwaysWide())

@@ -19,7 +19,12 @@ def kv_of(tokens: Sequence[int]) -> Tensor:
     numbers: list[float] = []
     for token in tokens:
         numbers.append((numbers[-1] if numbers else 1.0) * 3 + token)
-    return torch.tensor(numbers, dtype=torch.float64).reshape(1, 1, 1, -1, 1).expand(2, 2, 1, -1, 1).clone()
+    return (
+        torch.tensor(numbers, dtype=torch.float64)
+        .reshape(1, 1, 1, -1, 1)
+        .expand(2, 2, 1, -1, 1)
+        .clone()
+    )
 
 
 def gathered(cache: KvCache, tokens: Sequence[int]) -> tuple[int, Tensor]:
@@ -32,7 +37,10 @@ def gathered(cache: KvCache, tokens: Sequence[int]) -> tuple[int, Tensor]:
 def longest_shared(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
     return max(
         (
-            next((i for i, (a, b) in enumerate(zip(tokens, o, strict=False)) if a != b), min(len(tokens), len(o)))
+            next(
+                (i for i, (a, b) in enumerate(zip(tokens, o, strict=False)) if a != b),
+                min(len(tokens), len(o)),
+            )
             for o in others
         ),
         default=0,
@@ -55,16 +63,22 @@ def test_without_eviction_a_match_is_the_longest_shared_prefix_with_its_own_kv(
     length, kv = gathered(cache, wanted)
     assert length == longest_shared(wanted, prompts)
     assert torch.equal(kv, kv_of(wanted)[:, :, :, :length])
-    assert cache.tokens == len({tuple(tokens[: i + 1]) for tokens in prompts for i in range(len(tokens))})
+    assert cache.tokens == len(
+        {tuple(tokens[: i + 1]) for tokens in prompts for i in range(len(tokens))}
+    )
 
 
 @given(PROMPTS, st.integers(1, 12), SHORT_LEAF)
-def test_eviction_keeps_the_budget_and_never_the_wrong_kv(prompts: list[list[int]], capacity: int, short: int) -> None:
+def test_eviction_keeps_the_budget_and_never_the_wrong_kv(
+    prompts: list[list[int]], capacity: int, short: int
+) -> None:
     cache = KvCache(capacity, short_leaf_tokens=short)
     for tokens in prompts:
         cache.keep(tuple(tokens), kv_of(tokens))
         assert cache.tokens <= capacity
-        kept = {tuple(each[: i + 1]) for each in prompts for i in range(cache.find(tuple(each)).length)}
+        kept = {
+            tuple(each[: i + 1]) for each in prompts for i in range(cache.find(tuple(each)).length)
+        }
         assert cache.tokens == len(kept)
         for each in prompts:
             length, kv = gathered(cache, each)
@@ -143,7 +157,9 @@ def test_a_prompt_that_grew_token_by_token_is_matched_whole_and_can_be_evicted()
 
 
 OWNED = st.lists(
-    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=8)), min_size=1, max_size=12
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=8)),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -152,7 +168,9 @@ def kv_by(owner: int, tokens: Sequence[int]) -> Tensor:
 
 
 @given(OWNED, st.integers(1, 30), SHORT_LEAF)
-def test_owners_share_the_budget_and_never_kv(prompts: list[tuple[int, list[int]]], capacity: int, short: int) -> None:
+def test_owners_share_the_budget_and_never_kv(
+    prompts: list[tuple[int, list[int]]], capacity: int, short: int
+) -> None:
     cache = KvCache(capacity, short_leaf_tokens=short)
     for owner, tokens in prompts:
         cache.keep(tuple(tokens), kv_by(owner, tokens), owner)
@@ -161,7 +179,9 @@ def test_owners_share_the_budget_and_never_kv(prompts: list[tuple[int, list[int]
             match = cache.find(tuple(each), other)
             kv = torch.zeros(2, 2, 1, len(each), 1, dtype=torch.float64)
             match.copy_into(kv)
-            assert torch.equal(kv[:, :, :, : match.length], kv_by(other, each)[:, :, :, : match.length])
+            assert torch.equal(
+                kv[:, :, :, : match.length], kv_by(other, each)[:, :, :, : match.length]
+            )
 
 
 @given(OWNED, st.integers(0, 2), SHORT_LEAF)
@@ -175,7 +195,9 @@ def test_what_is_forgotten_of_one_owner_is_all_of_it_and_nothing_of_the_others(
     kept = [(owner, tokens) for owner, tokens in prompts if owner != gone]
     assert all(cache.find(tuple(tokens), owner).length == len(tokens) for owner, tokens in kept)
     assert all(cache.find(tuple(tokens), gone).length == 0 for _, tokens in prompts)
-    assert cache.tokens == len({(owner, *tokens[: i + 1]) for owner, tokens in kept for i in range(len(tokens))})
+    assert cache.tokens == len(
+        {(owner, *tokens[: i + 1]) for owner, tokens in kept for i in range(len(tokens))}
+    )
 
 
 def test_the_least_recently_used_leaf_goes_first_whatever_owns_it() -> None:

@@ -18,7 +18,9 @@ STOP_ID = 256
 def byte_tokenizer() -> Tokenizer:
     """One token per byte, and a special one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(
+        models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<stop>"])
@@ -79,23 +81,37 @@ def test_no_token_is_given_where_none_was_asked_for() -> None:
 def test_a_stop_token_is_given_as_id_and_not_as_text() -> None:
     pieces = accept_all([*TOKENIZER.encode("ab").ids, STOP_ID], skip_special_tokens=False)
     assert said(pieces) == "ab"
-    assert (pieces[-1].token_id, pieces[-1].finish_reason) == (STOP_ID, {"type": "stop", "matched": STOP_ID})
+    assert (pieces[-1].token_id, pieces[-1].finish_reason) == (
+        STOP_ID,
+        {"type": "stop", "matched": STOP_ID},
+    )
 
 
 def test_a_stop_token_is_text_too_when_stops_are_not_trimmed() -> None:
-    pieces = accept_all([*TOKENIZER.encode("ab").ids, STOP_ID], skip_special_tokens=False, no_stop_trim=True)
+    pieces = accept_all(
+        [*TOKENIZER.encode("ab").ids, STOP_ID], skip_special_tokens=False, no_stop_trim=True
+    )
     assert said(pieces) == "ab<stop>"
 
 
-@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(text: str, stops: list[str]) -> None:
-    pieces = accept_all(TOKENIZER.encode(text).ids, stop=tuple(stops), max_new_tokens=max(len(text), 1))
+@given(
+    st.text("ab", max_size=20),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(
+    text: str, stops: list[str]
+) -> None:
+    pieces = accept_all(
+        TOKENIZER.encode(text).ids, stop=tuple(stops), max_new_tokens=max(len(text), 1)
+    )
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     if not ends:
         assert said(pieces) == text
         return
     shortest = text[: ends[0]]
-    assert said(pieces) == shortest[: min(shortest.find(stop) for stop in stops if stop in shortest)]
+    assert (
+        said(pieces) == shortest[: min(shortest.find(stop) for stop in stops if stop in shortest)]
+    )
     reason = pieces[-1].finish_reason
     assert reason is not None
     assert (reason["type"], len(pieces)) == ("stop", ends[0])
@@ -103,4 +119,7 @@ def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(tex
 
 @pytest.mark.parametrize(("no_stop_trim", "expected"), [(False, "hel"), (True, "hello")])
 def test_a_stop_string_is_kept_only_when_asked_for(no_stop_trim: bool, expected: str) -> None:
-    assert said(accept_all(TOKENIZER.encode("hello you").ids, stop=("lo",), no_stop_trim=no_stop_trim)) == expected
+    assert (
+        said(accept_all(TOKENIZER.encode("hello you").ids, stop=("lo",), no_stop_trim=no_stop_trim))
+        == expected
+    )

@@ -20,7 +20,9 @@ def draw_of(said: list[int] | None = None, prompt: tuple[int, ...] = (), **param
 
 
 def sample(draws: list[Draw], seed: int = 0) -> tuple[list[int], list[float | None]]:
-    drawn = BatchSampler(draws, with_logprobs=True, rng=random.Random(seed))(LOGITS.expand(len(draws), -1))
+    drawn = BatchSampler(draws, with_logprobs=True, rng=random.Random(seed))(
+        LOGITS.expand(len(draws), -1)
+    )
     return [token for token, _ in drawn], [logprob for _, logprob in drawn]
 
 
@@ -37,7 +39,9 @@ def test_greedy_takes_the_likeliest_and_reports_its_logprob() -> None:
 
 def test_frequencies_follow_the_softmax_at_the_temperature() -> None:
     counts, expected = drawn(temperature=0.5), torch.softmax(LOGITS / 0.5, -1)
-    assert [counts[token] / 4000 for token in range(5)] == pytest.approx(expected.tolist(), abs=0.03)
+    assert [counts[token] / 4000 for token in range(5)] == pytest.approx(
+        expected.tolist(), abs=0.03
+    )
 
 
 def test_logprobs_are_those_after_temperature_and_before_truncation() -> None:
@@ -61,24 +65,37 @@ def test_truncation_leaves_only_the_likely(params: dict[str, Any], possible: set
 
 
 @pytest.mark.parametrize(
-    "params", [{"logit_bias": {2: 1e39}}, {"min_new_tokens": 5, "stop_token_ids": frozenset(range(5))}]
+    "params",
+    [{"logit_bias": {2: 1e39}}, {"min_new_tokens": 5, "stop_token_ids": frozenset(range(5))}],
 )
 def test_what_is_drawn_exists_even_where_no_probability_does(params: dict[str, Any]) -> None:
     draw = Draw(SamplingParams(**params), (), params.get("stop_token_ids", frozenset()), [])
-    ((token, _),) = BatchSampler([draw], with_logprobs=False, rng=random.Random(0))(LOGITS.float()[None])
+    ((token, _),) = BatchSampler([draw], with_logprobs=False, rng=random.Random(0))(
+        LOGITS.float()[None]
+    )
     assert 0 <= token < len(LOGITS)
 
 
-@given(st.integers(0, 50), st.integers(0, 6), st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.1}]))
-def test_a_seeded_request_draws_the_same_in_any_batch(seed: int, others: int, theirs: dict[str, Any]) -> None:
+@given(
+    st.integers(0, 50),
+    st.integers(0, 6),
+    st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.1}]),
+)
+def test_a_seeded_request_draws_the_same_in_any_batch(
+    seed: int, others: int, theirs: dict[str, Any]
+) -> None:
     alone, _ = sample([draw_of(said=[1, 2], sampling_seed=seed)], seed=1)
     crowd = [draw_of(**theirs) for _ in range(others)]
-    together, _ = sample([*crowd, draw_of(said=[1, 2], sampling_seed=seed), draw_of(top_k=1)], seed=2)
+    together, _ = sample(
+        [*crowd, draw_of(said=[1, 2], sampling_seed=seed), draw_of(top_k=1)], seed=2
+    )
     assert together[others] == alone[0]
 
 
 def test_a_seeded_request_draws_anew_at_each_position() -> None:
-    tokens = {sample([draw_of(said=[0] * position, sampling_seed=3)])[0][0] for position in range(40)}
+    tokens = {
+        sample([draw_of(said=[0] * position, sampling_seed=3)])[0][0] for position in range(40)
+    }
     assert len(tokens) > 2
 
 

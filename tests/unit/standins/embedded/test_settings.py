@@ -12,7 +12,8 @@ from shell_router.topology.forms import check
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dtype": "int8"}, {"threads": 0}, {"max_total_tokens": -1}, {"max_running_requests": 0}]
+    "wrong",
+    [{"dtype": "int8"}, {"threads": 0}, {"max_total_tokens": -1}, {"max_running_requests": 0}],
 )
 def test_bad_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
     (problem,) = check(form_of(EmbeddedSection), wrong, ())
@@ -21,6 +22,7 @@ def test_bad_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
 
 def test_launching_loads_no_torch() -> None:
     code = (
-        "import sys, shell_router.standins.embedded.fleet;sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        "import sys, shell_router.standins.embedded.fleet;sys.exit(bool({'torch', "
+        "'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -30,7 +30,12 @@ def read(**body: Any) -> GenerateRequest:
 
 def test_defaults_are_those_of_sglang() -> None:
     params = parse_sampling_params({}, 50)
-    assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k) == (128, 1.0, 1.0, WHOLE_VOCABULARY)
+    assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k) == (
+        128,
+        1.0,
+        1.0,
+        WHOLE_VOCABULARY,
+    )
 
 
 def test_temperature_zero_is_greedy() -> None:
@@ -40,8 +45,15 @@ def test_temperature_zero_is_greedy() -> None:
 
 
 def test_nulls_are_defaults_but_a_null_length_is_no_limit() -> None:
-    params = parse_sampling_params({"temperature": None, "top_k": None, "stop": None, "max_new_tokens": None}, 50)
-    assert (params.temperature, params.top_k, params.stop, params.max_new_tokens) == (1.0, WHOLE_VOCABULARY, (), None)
+    params = parse_sampling_params(
+        {"temperature": None, "top_k": None, "stop": None, "max_new_tokens": None}, 50
+    )
+    assert (params.temperature, params.top_k, params.stop, params.max_new_tokens) == (
+        1.0,
+        WHOLE_VOCABULARY,
+        (),
+        None,
+    )
 
 
 def test_a_single_stop_string_is_a_list_of_one() -> None:
@@ -89,7 +101,10 @@ def test_what_sampling_cannot_honour_is_refused(raw: Any) -> None:
 
 
 def test_drafts_are_asked_for_in_the_custom_parameters() -> None:
-    assert parse_sampling_params({"custom_params": {"drafts": [[1, 2], []]}}, 50).drafts == ((1, 2), ())
+    assert parse_sampling_params({"custom_params": {"drafts": [[1, 2], []]}}, 50).drafts == (
+        (1, 2),
+        (),
+    )
     assert parse_sampling_params({"custom_params": {"drafts": []}}, 50).drafts == ()
     for custom in (None, {}, {"other": 1}, "text"):
         assert parse_sampling_params({"custom_params": custom}, 50).drafts is None
@@ -114,8 +129,14 @@ def test_output_is_cut_to_what_the_engine_can_hold() -> None:
     ("body", "words"),
     [
         ({"input_ids": [1] * 100}, "longer than the model's context length"),
-        ({"input_ids": [1] * 90, "sampling_params": {"max_new_tokens": 11}}, "total of 101 tokens: 90 tokens"),
-        ({"input_ids": [1] * 85, "sampling_params": {"max_new_tokens": 1}}, "maximum allowed length"),
+        (
+            {"input_ids": [1] * 90, "sampling_params": {"max_new_tokens": 11}},
+            "total of 101 tokens: 90 tokens",
+        ),
+        (
+            {"input_ids": [1] * 85, "sampling_params": {"max_new_tokens": 1}},
+            "maximum allowed length",
+        ),
         ({"input_ids": [50]}, "vocabulary"),
         ({"input_ids": [-1]}, "vocabulary"),
         ({"image_data": "x", "text": "one"}, "image_data"),
@@ -123,7 +144,9 @@ def test_output_is_cut_to_what_the_engine_can_hold() -> None:
         ({"text": ""}, "empty"),
     ],
 )
-def test_prompts_that_do_not_fit_are_refused_with_the_numbers(body: dict[str, Any], words: str) -> None:
+def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
+    body: dict[str, Any], words: str
+) -> None:
     with pytest.raises(InvalidRequest, match=words):
         read(**body)
 

@@ -1,4 +1,6 @@
-"""The workers of a pair's two servers, where a request cannot even begin: it fails alone, and the rest goes on."""
+"""The workers of a pair's two servers, where a request cannot even begin: it fails alone, and the
+rest goes on.
+"""
 
 import asyncio
 import random
@@ -47,7 +49,9 @@ def prompt(lm: CausalLm, ids: Sequence[int]) -> PrefillJob:
     return PrefillJob(*asked(lm, ids, 4), asyncio.get_running_loop().create_future())
 
 
-async def test_a_prompt_that_cannot_be_begun_fails_alone_and_keeps_nothing_in_the_cache(lm: CausalLm) -> None:
+async def test_a_prompt_that_cannot_be_begun_fails_alone_and_keeps_nothing_in_the_cache(
+    lm: CausalLm,
+) -> None:
     worker = PrefillWorker(lm, KvCache(1000), 100, random.Random(0))
     outcomes: dict[PrefillJob, Prefilled | KvTransferError] = {}
     ended = asyncio.Event()
@@ -66,14 +70,21 @@ async def test_a_prompt_that_cannot_be_begun_fails_alone_and_keeps_nothing_in_th
             await ended.wait()
     finally:
         await thread.stop()
-    assert [type(outcomes[job]) for job in (good, bad, after)] == [Prefilled, KvTransferError, Prefilled]
+    assert [type(outcomes[job]) for job in (good, bad, after)] == [
+        Prefilled,
+        KvTransferError,
+        Prefilled,
+    ]
     worker.cache.keep((1,) * 1000, lm.kv_shape.empty(1000))
     assert worker.cache.match((1,) * 1000) == 1000, "nothing is pinned any more"
 
 
 def decoding(lm: CausalLm, room_tokens: int) -> DecodeJob:
     kv = torch.zeros_like(lm.kv_shape.empty(2))
-    return DecodeJob(*asked(lm, [5, 6], room_tokens - 2), Prefilled(kv, cached_tokens=0, token_id=7, logprob=None))
+    return DecodeJob(
+        *asked(lm, [5, 6], room_tokens - 2),
+        Prefilled(kv, cached_tokens=0, token_id=7, logprob=None),
+    )
 
 
 async def read(job: DecodeJob) -> list[Piece]:
@@ -85,7 +96,9 @@ async def read(job: DecodeJob) -> list[Piece]:
 
 async def test_a_request_that_finds_no_memory_to_decode_in_fails_alone(lm: CausalLm) -> None:
     worker = DecodeWorker(lm, SlotKv(lm.kv_shape), random.Random(0))
-    thread: ModelThread[DecodeJob, Piece] = ModelThread(worker, lambda job, piece: job.inflight.put(piece))
+    thread: ModelThread[DecodeJob, Piece] = ModelThread(
+        worker, lambda job, piece: job.inflight.put(piece)
+    )
     jobs = [decoding(lm, room_tokens) for room_tokens in (6, TOO_MANY, 6)]
     for job in jobs:
         thread.submit(job)

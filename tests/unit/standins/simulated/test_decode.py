@@ -17,7 +17,8 @@ Progress = list[tuple[float, int]]
 
 
 class Batch:
-    """A decode engine, and the progress that each sequence reports: when, and how many tokens it had written.
+    """A decode engine, and the progress that each sequence reports: when, and how many tokens it
+    had written.
 
     Preempted sequences join again when they are admitted, with `again_tokens` more tokens.
     """
@@ -40,7 +41,11 @@ class Batch:
     ) -> None:
         progress: Progress = []
         self.progress.append(progress)
-        self._open.append(asyncio.create_task(self._one(at_s, prompt, wanted, interval, gives_up_s, drafts, progress)))
+        self._open.append(
+            asyncio.create_task(
+                self._one(at_s, prompt, wanted, interval, gives_up_s, drafts, progress)
+            )
+        )
 
     async def _one(
         self,
@@ -81,7 +86,9 @@ class Batch:
         return self.progress
 
 
-def progress(costs: DecodeCosts, *asked: abc.Sequence[float], again_tokens: int = 1) -> list[Progress]:
+def progress(
+    costs: DecodeCosts, *asked: abc.Sequence[float], again_tokens: int = 1
+) -> list[Progress]:
     async def run() -> list[Progress]:
         batch = Batch(costs, again_tokens)
         for one in asked:
@@ -147,10 +154,19 @@ def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(
     room = 200 if reserved_tokens is None else 80
     # with drafts contexts grow unevenly, by their mean where steps are taken together
     context_s = 0.0 if drafting else 0.01
-    costs = DecodeCosts(1.0, 0.1, context_s, cache_tokens=room, max_batch_size=4, reserved_tokens=reserved_tokens)
-    drafts = [draws.choice(((1, 1), (2.3, 4), (7.5, 16))) if drafting else (1, 1) for _ in range(12)]
+    costs = DecodeCosts(
+        1.0, 0.1, context_s, cache_tokens=room, max_batch_size=4, reserved_tokens=reserved_tokens
+    )
+    drafts = [
+        draws.choice(((1, 1), (2.3, 4), (7.5, 16))) if drafting else (1, 1) for _ in range(12)
+    ]
     asked = [
-        (draws.uniform(0, 60), draws.randint(1, 50), draws.randint(1, 40), draws.choice((None, 90.0)))
+        (
+            draws.uniform(0, 60),
+            draws.randint(1, 50),
+            draws.randint(1, 40),
+            draws.choice((None, 90.0)),
+        )
         for _ in range(12)
     ]
 
@@ -171,7 +187,9 @@ def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(
     assert written_together == written
     for every, few, (_, _, wanted, _) in zip(one_by_one, together, asked, strict=True):
         ends = {tokens: at_s for at_s, tokens in every if tokens in (1, wanted)}
-        assert {tokens: at_s for at_s, tokens in few if tokens in (1, wanted)} == pytest.approx(ends)
+        assert {tokens: at_s for at_s, tokens in few if tokens in (1, wanted)} == pytest.approx(
+            ends
+        )
 
 
 def test_a_sequence_waits_for_room_for_all_that_it_will_write() -> None:
@@ -198,7 +216,9 @@ def test_a_sequence_that_gives_up_waiting_delays_no_other() -> None:
     costs = DecodeCosts(step_s=1.0, cache_tokens=20)
     _, second, third = progress(costs, (0, 5, 10), (0, 15, 5, 1, 2.5), (0, 2, 2))
     assert second == []
-    assert third[0] == (3, 1), "at the end of the step that had begun when the one before it gave up"
+    assert third[0] == (3, 1), (
+        "at the end of the step that had begun when the one before it gave up"
+    )
 
 
 def test_tokens_and_times_are_counted() -> None:
@@ -217,7 +237,9 @@ def test_sequences_that_are_let_in_by_their_prompts_lose_room_where_it_runs_out(
     costs = DecodeCosts(step_s=1.0, cache_tokens=20, reserved_tokens=0)
     first, second = progress(costs, (0, 8, 6), (0, 8, 6))
     assert first == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
-    assert second == [(0, 1), (1, 2), (5, 3), (6, 4), (7, 5), (8, 6)], "its prompt and two tokens are prefilled at 5 s"
+    assert second == [(0, 1), (1, 2), (5, 3), (6, 4), (7, 5), (8, 6)], (
+        "its prompt and two tokens are prefilled at 5 s"
+    )
     _, reloaded = progress(costs, (0, 8, 6), (0, 8, 6), again_tokens=0)
     assert reloaded == [(0, 1), (1, 2), (6, 3), (7, 4), (8, 5), (9, 6)]
 
@@ -246,13 +268,19 @@ def test_the_last_sequence_keeps_its_room_however_long_it_gets() -> None:
 @pytest.mark.parametrize("interval", [1, 1000])
 @pytest.mark.parametrize(
     ("reserved_tokens", "expected"),
-    [(0, [14 + 34, 16 + 36, 18 + 38 + 7, 22, 0]), (None, [30 + 39, 30 + 39 + 8, 30 + 39 + 8, 30, 0])],
+    [
+        (0, [14 + 34, 16 + 36, 18 + 38 + 7, 22, 0]),
+        (None, [30 + 39, 30 + 39 + 8, 30 + 39 + 8, 30, 0]),
+    ],
 )
 def test_capacity_is_reported_as_it_is_claimed_however_few_pieces_come(
     interval: int, reserved_tokens: int | None, expected: list[int]
 ) -> None:
     async def run() -> list[int]:
-        batch, taken = Batch(DecodeCosts(1.0, cache_tokens=1000, reserved_tokens=reserved_tokens)), list[int]()
+        batch, taken = (
+            Batch(DecodeCosts(1.0, cache_tokens=1000, reserved_tokens=reserved_tokens)),
+            list[int](),
+        )
         batch.ask(0.0, 10, 20, interval)
         batch.ask(0.0, 30, 9, interval)
         batch.ask(5.2, 5, 3, interval)
@@ -299,7 +327,9 @@ def test_a_sequence_that_left_ends_no_steps_of_others(reserved_tokens: int | Non
 
 @pytest.mark.parametrize("reserved_tokens", [None, 0, 5])
 @pytest.mark.parametrize("seed", range(10))
-def test_all_room_is_free_when_all_have_ended_or_given_up(seed: int, reserved_tokens: int | None) -> None:
+def test_all_room_is_free_when_all_have_ended_or_given_up(
+    seed: int, reserved_tokens: int | None
+) -> None:
     draws = random.Random(seed)
     costs = DecodeCosts(1.0, cache_tokens=60, max_batch_size=5, reserved_tokens=reserved_tokens)
 
@@ -308,7 +338,9 @@ def test_all_room_is_free_when_all_have_ended_or_given_up(seed: int, reserved_to
         for _ in range(20):
             at_s = draws.uniform(0, 40)
             until_s = draws.choice((None, at_s + draws.uniform(1, 30)))
-            batch.ask(at_s, draws.randint(1, 30), draws.randint(1, 30), draws.choice((1, 7)), until_s)
+            batch.ask(
+                at_s, draws.randint(1, 30), draws.randint(1, 30), draws.choice((1, 7)), until_s
+            )
         for written in await batch.ended():
             assert [tokens for _, tokens in written] == sorted({tokens for _, tokens in written})
         engine = batch.engine

@@ -29,10 +29,15 @@ def test_outputs_are_as_alike_as_was_asked(wanted: tuple[float, float]) -> None:
 
 
 def ends(*texts: tuple[float, int, float | None]) -> list[float | None]:
-    """When texts of given arrival times and token counts are embedded; None for one that is given up at another."""
+    """When texts of given arrival times and token counts are embedded; None for one that is given
+    up at another.
+    """
 
     async def run() -> list[float | None]:
-        embedder, loop = SimulatedEmbedder(0.8, 0.5, request_s=1.0, token_s=0.1), asyncio.get_running_loop()
+        embedder, loop = (
+            SimulatedEmbedder(0.8, 0.5, request_s=1.0, token_s=0.1),
+            asyncio.get_running_loop(),
+        )
 
         async def one(at_s: float, tokens: int, until_s: float | None) -> float | None:
             await asyncio.sleep(at_s)

@@ -8,12 +8,19 @@ import pytest
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.placement import EngineReport
-from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    TransferCosts,
+)
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor
 from shell_router.standins.simulated.text import SimulatedTokenizer, Written
 
-COSTS = PairCosts(PrefillCosts(1.0, 0.0, prompts=1), DecodeCosts(0.1, cache_tokens=100), TransferCosts(0.5, 0.01))
+COSTS = PairCosts(
+    PrefillCosts(1.0, 0.0, prompts=1), DecodeCosts(0.1, cache_tokens=100), TransferCosts(0.5, 0.01)
+)
 OUTPUT = Written.of("一丁丂七 word", math.log(0.5))
 
 
@@ -21,7 +28,9 @@ def pair(costs: PairCosts = COSTS) -> SimulatedPair:
     return SimulatedPair(costs, lambda _request: OUTPUT)
 
 
-async def answer(engine: SimulatedPair, request: Generation) -> tuple[list[tuple[float, Tokens]], Finish]:
+async def answer(
+    engine: SimulatedPair, request: Generation
+) -> tuple[list[tuple[float, Tokens]], Finish]:
     loop, on_progress = asyncio.get_running_loop(), list[tuple[float, Tokens]]()
     async with aclosing(engine.generate(request)) as stream:
         async for item in stream:
@@ -38,7 +47,9 @@ def test_a_request_is_prefilled_handed_over_and_decoded() -> None:
     on_progress, finish = run_virtual(run())
     assert [at_s for at_s, _ in on_progress] == pytest.approx([1.6, 1.7, 1.8, 1.9, 2.0, 2.1])
     assert "".join(one.text for _, one in on_progress) == "一丁丂七 word"
-    assert [number for _, one in on_progress for number in one.ids] == SimulatedTokenizer().encode("一丁丂七 word")
+    assert [number for _, one in on_progress for number in one.ids] == SimulatedTokenizer().encode(
+        "一丁丂七 word"
+    )
     assert all(one.logprobs == () for _, one in on_progress)
     assert finish == Finish("stop", 10, 6, 0)
 
@@ -83,7 +94,10 @@ def test_a_request_claims_its_room_before_it_is_prefilled() -> None:
 def test_a_pair_reports_what_is_taken_and_what_waits() -> None:
     async def run() -> list[EngineReport]:
         engine, reports = pair(), list[EngineReport]()
-        answers = [asyncio.create_task(answer(engine, Generation(str(first), [first] * 60))) for first in range(3)]
+        answers = [
+            asyncio.create_task(answer(engine, Generation(str(first), [first] * 60)))
+            for first in range(3)
+        ]
         await asyncio.sleep(0.5)
         reports.append(engine.reported())
         answers[1].cancel()
@@ -125,7 +139,9 @@ def test_an_abandoned_request_gives_its_room_back(after_s: float) -> None:
         ("shared", 2.6),
     ],
 )
-def test_one_engine_that_does_both_decodes_slower_while_it_prefills(one_engine: str, expected: float) -> None:
+def test_one_engine_that_does_both_decodes_slower_while_it_prefills(
+    one_engine: str, expected: float
+) -> None:
     async def run() -> float:
         gpu = Processor()
         engine = SimulatedPair(
@@ -159,7 +175,8 @@ def test_on_shared_cores_what_hands_kv_over_slows_others_down() -> None:
 
         return await asyncio.gather(first_token_s("a"), first_token_s("b"))
 
-    # a's 0.6 s of transfer take 1.2 s while b is prefilled, whose last 0.4 s and transfer then run alone
+    # a's 0.6 s of transfer take 1.2 s while b is prefilled, whose last 0.4 s and transfer then run
+    # alone
     assert run_virtual(run()) == pytest.approx([2.2, 3.2])
 
 
@@ -167,7 +184,9 @@ def test_a_request_that_is_abandoned_while_its_kv_goes_over_leaves_the_cores() -
     async def run() -> float:
         loop, cores = asyncio.get_running_loop(), Processor(1)
         engine = SimulatedPair(COSTS, lambda _request: OUTPUT, host=cores)
-        abandoned = asyncio.create_task(answer(engine, Generation("a", range(10), {"max_new_tokens": 1})))
+        abandoned = asyncio.create_task(
+            answer(engine, Generation("a", range(10), {"max_new_tokens": 1}))
+        )
         await asyncio.sleep(1.1)
         abandoned.cancel()
         done = loop.create_future()
@@ -179,7 +198,9 @@ def test_a_request_that_is_abandoned_while_its_kv_goes_over_leaves_the_cores() -
 
 
 TIGHT = PairCosts(
-    PrefillCosts(0.0, 0.001), DecodeCosts(0.1, cache_tokens=26, reserved_tokens=0), TransferCosts(0.5, 0.01)
+    PrefillCosts(0.0, 0.001),
+    DecodeCosts(0.1, cache_tokens=26, reserved_tokens=0),
+    TransferCosts(0.5, 0.01),
 )
 """Room for two prompts of ten tokens and for six that are written, where each writes six."""
 
@@ -190,7 +211,9 @@ async def ends_s(engine: SimulatedPair, *prompts: int) -> list[float]:
 
     async def one(number: int, tokens: int) -> float:
         ids = range(1000 * number, 1000 * number + tokens)
-        on_progress, finish = await answer(engine, Generation(str(number), ids, {"stream_interval": 4}))
+        on_progress, finish = await answer(
+            engine, Generation(str(number), ids, {"stream_interval": 4})
+        )
         assert "".join(one.text for _, one in on_progress) == "一丁丂七 word"
         assert finish == Finish("stop", tokens, 6, 0)
         return loop.time()
@@ -212,7 +235,11 @@ def test_what_an_engine_that_does_both_takes_back_is_prefilled_anew_with_what_wa
     async def run() -> tuple[list[float], int, int]:
         gpu = Processor()
         engine = SimulatedPair(
-            TIGHT, lambda _request: OUTPUT, prefill_processor=gpu, decode_processor=gpu, one_engine=True
+            TIGHT,
+            lambda _request: OUTPUT,
+            prefill_processor=gpu,
+            decode_processor=gpu,
+            one_engine=True,
         )
         return await ends_s(engine, 10, 10), engine.prefilling.computed, engine.decoding.preemptions
 
@@ -239,7 +266,10 @@ def test_a_preempted_sequence_continues_when_another_leaves_at_that_moment(other
                             return
 
             async def stays(first: int) -> None:
-                await answer(engine, Generation(f"stays {first}", [first] * 10, {"stream_interval": interval}))
+                await answer(
+                    engine,
+                    Generation(f"stays {first}", [first] * 10, {"stream_interval": interval}),
+                )
 
             staying = [asyncio.create_task(stays(1000 + number)) for number in range(others)]
             leaving = asyncio.create_task(leaves())

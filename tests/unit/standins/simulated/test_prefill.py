@@ -11,7 +11,9 @@ from shell_router.standins.simulated.processor import Processor
 COSTS = PrefillCosts(forward_s=1.0, token_s=0.01, attention_s=0.001, chunk_tokens=100)
 
 
-def prompts(*asked: tuple[float, Sequence[int]], costs: PrefillCosts = COSTS) -> list[tuple[float, int]]:
+def prompts(
+    *asked: tuple[float, Sequence[int]], costs: PrefillCosts = COSTS
+) -> list[tuple[float, int]]:
     """When prompts that come at a time are prefilled, and how many of their tokens were cached."""
 
     async def run() -> list[tuple[float, int]]:
@@ -48,20 +50,32 @@ def test_the_last_token_of_a_known_prompt_is_computed_again() -> None:
 
 
 def test_prompts_that_wait_share_the_next_pass() -> None:
-    ends = [end_s for end_s, _ in prompts((0, fresh(10, 1)), (0.5, fresh(10, 2)), (0.6, fresh(10, 3)))]
+    ends = [
+        end_s for end_s, _ in prompts((0, fresh(10, 1)), (0.5, fresh(10, 2)), (0.6, fresh(10, 3)))
+    ]
     first_s = 1.155
     assert ends == pytest.approx([first_s, first_s + 1 + 0.2 + 0.11, first_s + 1 + 0.2 + 0.11])
 
 
 def test_an_engine_may_take_one_prompt_at_a_time() -> None:
     costs = PrefillCosts(1.0, 0.0, prompts=1)
-    ends = [end_s for end_s, _ in prompts((0, fresh(10, 1)), (0, fresh(10, 2)), (0, fresh(10, 3)), costs=costs)]
+    ends = [
+        end_s
+        for end_s, _ in prompts(
+            (0, fresh(10, 1)), (0, fresh(10, 2)), (0, fresh(10, 3)), costs=costs
+        )
+    ]
     assert ends == pytest.approx([1, 2, 3])
 
 
 def test_a_long_prompt_takes_several_passes_and_the_rest_of_its_last_is_for_others() -> None:
     costs = PrefillCosts(1.0, 0.0, chunk_tokens=100)
-    ends = [end_s for end_s, _ in prompts((0, fresh(250, 1)), (0, fresh(40, 2)), (0, fresh(20, 3)), costs=costs)]
+    ends = [
+        end_s
+        for end_s, _ in prompts(
+            (0, fresh(250, 1)), (0, fresh(40, 2)), (0, fresh(20, 3)), costs=costs
+        )
+    ]
     assert ends == pytest.approx([3, 3, 4])
 
 

@@ -39,7 +39,9 @@ def ends(cores: float, *jobs: tuple[float, float]) -> list[float]:
         (1, [(0, 0), (0, 1)], [0, 1]),
     ],
 )
-def test_jobs_share_the_cores_evenly(cores: float, jobs: list[tuple[float, float]], expected: list[float]) -> None:
+def test_jobs_share_the_cores_evenly(
+    cores: float, jobs: list[tuple[float, float]], expected: list[float]
+) -> None:
     assert ends(cores, *jobs) == pytest.approx(expected)
 
 

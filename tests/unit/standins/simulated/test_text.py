@@ -54,5 +54,10 @@ def test_an_output_after_filler_ends_as_it_should_however_it_is_cut(
 
 
 def test_a_chat_names_its_roles() -> None:
-    chat = TOKENIZER.render_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}])
-    assert chat == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    chat = TOKENIZER.render_chat(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    )
+    assert chat == (
+        "<|im_start|>system\nBe "
+        "brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
