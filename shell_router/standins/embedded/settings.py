@@ -12,9 +12,7 @@ Mode = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedSection:
-    """A prefill and a decode process that the router starts and ends itself; used where there are
-    no `pairs`.
-    """
+    """A prefill and a decode process of the router's own; used where there are no `pairs`."""
 
     device: Annotated[str, "Where the model runs: `cpu`, `cuda`, `cuda:1`, ..."] = "cpu"
     dtype: Annotated[
