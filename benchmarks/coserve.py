@@ -37,6 +37,9 @@ from statistics import fmean
 from report import Row, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.coserve.pool import Policies
+from benchmarks.coserve.pool.memory import two_stage
+from benchmarks.coserve.pool.policies import least_extension_and_reading
 from benchmarks.coserve.runs import (
     DEVICES,
     IMAGE_EVERY_S,
@@ -48,9 +51,6 @@ from benchmarks.coserve.runs import (
     run,
 )
 from benchmarks.coserve.splits import deciding, splits
-from shell_router.experts.components import Policies
-from shell_router.experts.components.memory import two_stage
-from shell_router.experts.components.policies import least_extension_and_reading
 
 COSERVE, SAMBA, FIFO = POLICIES["coserve"], POLICIES["samba-coe"], POLICIES["samba-coe-fifo"]
 ONE = {"Samba-CoE": SAMBA, "Samba-CoE FIFO": FIFO}

@@ -64,10 +64,6 @@ class TopologiesOff(InvalidRequest):
     """The deployment does not let clients change, list or bring topologies."""
 
 
-class UnknownComponent(InvalidRequest):
-    """The pool has no component of that name."""
-
-
 class PromptTooLong(InvalidRequest):
     """Prompt and requested output together exceed the model's context length."""
 
@@ -199,24 +195,6 @@ class EngineRejected(EngineError):
 
 class EngineStalled(EngineError):
     """The engine sent nothing within the limit."""
-
-
-class ComponentError(ShellRouterError):
-    """A component of a pool could not serve a request."""
-
-
-class ComponentTooLarge(ComponentError):
-    """The component and one sample fit into no executor's memory, however empty."""
-
-
-class ComponentFailed(ComponentError):
-    """The component did not load, or failed on the batch that the request was in; the cause is
-    chained.
-    """
-
-
-class MemoryBudgetExceeded(ComponentError):
-    """More memory was to be reserved than its budget has left: nothing was allocated."""
 
 
 class AgentFailed(ShellRouterError):

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.coserve.runs import POLICIES, fewest_switches_in_any_order, shares
-from benchmarks.report import Row
-from shell_router.experts.components import (
+from benchmarks.coserve.pool import (
     Component,
     ComponentPool,
     Costs,
@@ -29,9 +27,11 @@ from shell_router.experts.components import (
     Served,
     Switched,
 )
-from shell_router.experts.components.measuring import Amount, Bench, Measured, measured
-from shell_router.experts.components.torch_components import TorchComponents, components_in
-from shell_router.lab.simulation.components import ComponentTrials
+from benchmarks.coserve.pool.measuring import Amount, Bench, Measured, measured
+from benchmarks.coserve.pool.profiling import ComponentTrials
+from benchmarks.coserve.pool.torch_components import TorchComponents, components_in
+from benchmarks.coserve.runs import POLICIES, fewest_switches_in_any_order, shares
+from benchmarks.report import Row
 
 EXPERTS, SHARED, ROOM, WIDTH = 150, 10, 20, 768
 EVERY_S = 0.0

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
-from shell_router.errors import ConfigError
-from shell_router.experts.components import (
+from benchmarks.coserve.pool import (
     Component,
     ComponentPool,
     Costs,
@@ -23,9 +22,10 @@ from shell_router.experts.components import (
     Switched,
     Tier,
 )
-from shell_router.experts.components.memory import Resident, two_stage
-from shell_router.experts.components.policies import QueueView
-from shell_router.experts.components.simulated import SimulatedComponents
+from benchmarks.coserve.pool.memory import Resident, two_stage
+from benchmarks.coserve.pool.policies import QueueView
+from benchmarks.coserve.pool.simulated import SimulatedComponents
+from shell_router.errors import ConfigError
 from shell_router.lab.simulation.virtual_time import run_virtual
 
 SKEW = 1.2

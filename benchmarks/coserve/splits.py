@@ -9,6 +9,20 @@ from functools import cache
 from statistics import fmean, quantiles
 from typing import Any
 
+from benchmarks.coserve.pool import ExecutorSettings
+from benchmarks.coserve.pool.executor import ComponentExecutor
+from benchmarks.coserve.pool.memory import Shelf
+from benchmarks.coserve.pool.pool import ComponentPool
+from benchmarks.coserve.pool.profiling import ComponentTrials
+from benchmarks.coserve.pool.queue import ComponentQueue
+from benchmarks.coserve.pool.splitting import (
+    CASUAL_SHARE,
+    PERCENT,
+    chosen,
+    decay_window,
+    refined,
+    share_next_to_largest_batch,
+)
 from benchmarks.coserve.runs import (
     BYTES,
     DEVICES,
@@ -21,20 +35,6 @@ from benchmarks.coserve.runs import (
     run,
 )
 from benchmarks.report import Row
-from shell_router.experts.components import ExecutorSettings
-from shell_router.experts.components.executor import ComponentExecutor
-from shell_router.experts.components.memory import Shelf
-from shell_router.experts.components.pool import ComponentPool
-from shell_router.experts.components.queue import ComponentQueue
-from shell_router.experts.components.splitting import (
-    CASUAL_SHARE,
-    PERCENT,
-    chosen,
-    decay_window,
-    refined,
-    share_next_to_largest_batch,
-)
-from shell_router.lab.simulation.components import ComponentTrials
 
 EXPERTS = 400
 DECISIONS: tuple[tuple[str, type, str], ...] = (

@@ -32,7 +32,7 @@ DEFAULT_KIND = "embedded"
 WINGS: Mapping[str, str] = {
     "batch": "shell_router.batch.api.routes:attached",
     "prediction": "shell_router.prediction.service:running_predictor",
-    "swapping": "shell_router.experts.components.engine_components:Swapping",
+    "swapping": "shell_router.swapping.kind:Swapping",
 }
 """What attaches each wing, each a function that gives a context manager.
 

@@ -49,7 +49,6 @@ for part in (serving.app, lab.app):
 app.add_typer(serving.topology, name="topology")
 app.add_typer(batch.app, name="batch")
 app.add_typer(experts.app, name="experts")
-app.add_typer(experts.components, name="components")
 app.add_typer(train.app, name="train")
 
 

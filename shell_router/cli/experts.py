@@ -1,12 +1,9 @@
-"""`shell-router experts`: record, place; and `shell-router components profile`."""
+"""The commands `shell-router experts record` and `shell-router experts place`."""
 
-import os
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,22 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from shell_router.cli.options import (
-    NONE,
     KeyVariable,
-    Several,
     argument,
     examples,
-    listed,
     option,
     print_table,
     require_writable,
     run,
-    say,
     secret,
     takes,
     write,
 )
-from shell_router.errors import ConfigError, DataError
+from shell_router.errors import DataError
 
 if TYPE_CHECKING:
     from shell_router.experts.placement import ExpertRecord, Placement
@@ -37,10 +30,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
 
-components = typer.Typer(help="Measure a pool of components.", no_args_is_help=True)
-
 Algorithm = Literal["swap", "gimbal", "eplb", "contiguous"]
-POOL_BATCHES = Several((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 
 Record = Annotated[Path, argument("RECORD", "What `experts record` wrote.")]
 PlacementFile = Annotated[Path, option("The placement, as SGLang's JSON.", "--out", metavar="FILE")]
@@ -160,67 +150,3 @@ def _summary(record: "ExpertRecord") -> str:
         followed = "without transitions"
     counted = f"{record.activations.sum():,.0f} activations"
     return f"{len(record.layers)} layers of {record.experts} experts, {counted}, {followed}"
-
-
-@components.command(
-    epilog=examples(
-        "shell-router components profile pool.yaml --sample requests.jsonl --devices cuda:0"
-    )
-)
-def profile(
-    pool: Annotated[Path, argument("POOL", "The pool's YAML file.")],
-    devices: Annotated[Several, listed(str, "Measure only these devices. Default: all.")] = NONE,
-    keep_costs: Annotated[
-        bool, option("Measure nothing; update only usage and the split of memory.", "--keep-costs")
-    ] = False,
-    rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
-    batches: Annotated[Several, listed(int, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
-    warm_files: Annotated[
-        bool, option("Time loads of files that the system has in memory.", "--warm-files")
-    ] = False,
-    sample: Annotated[
-        Path | None, option('Requests: JSONL, one {"chain": […]} per line.', metavar="FILE")
-    ] = None,
-    requests: Annotated[
-        int, option("Requests that are drawn from rules to try splits on.", least=1)
-    ] = 2000,
-    every_s: Annotated[
-        float, option("One request each S seconds; 0 sends all at once.", "--every-s", metavar="S")
-    ] = 0.0,
-) -> None:
-    """Measure what a pool's components cost, and split its memory.
-
-    The costs, usages and shares of memory are written to the file that the pool names as its
-    profile.
-    """
-    sys.path.insert(
-        0, str(Path.cwd())
-    )  # where the modules that the pool names lie, unless they are installed
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs to stderr otherwise
-    from shell_router.experts.components.measuring import Amount
-    from shell_router.lab.simulation.components import ProfileOptions, find_split, measure
-
-    if not every_s >= 0:
-        raise ConfigError(f"--every-s is {every_s}.", remedy="Give 0 or more seconds.")
-    amount = Amount(batches, rounds)
-    date = datetime.now(UTC).date().isoformat()
-    options = ProfileOptions(
-        pool,
-        date,
-        devices,
-        amount,
-        not warm_files,
-        not keep_costs,
-        sample=sample,
-        requests=requests,
-        every_s=every_s,
-    )
-
-    chains: list[tuple[str, ...]] = []
-
-    async def measured() -> None:
-        chains.extend(await measure(options, say))
-
-    run(measured())
-    if chains:
-        find_split(options, chains, say)

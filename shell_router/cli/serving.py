@@ -168,7 +168,7 @@ def show(
     print(draw(load_with_others([file], models=models)[file]), end="")
 
 
-FileKind = Literal["topology", "deployment", "batch-pool", "component-pool", "simulation"]
+FileKind = Literal["topology", "deployment", "batch-pool", "simulation"]
 
 
 @app.command(epilog=examples("shell-router schema deployment > deployment.schema.json"))
@@ -177,14 +177,12 @@ def schema(kind: Annotated[FileKind, argument("KIND", "The kind of file.")]) -> 
     from shell_router.app.wings import kind_settings
     from shell_router.batch.pool import Pool
     from shell_router.config import Config, json_schema
-    from shell_router.experts.components.pool_file import ComponentPoolFile
     from shell_router.lab.simulation.settings import Simulation
     from shell_router.topology import json_schema as topology_schema
 
     classes = {
         "deployment": Config,
         "batch-pool": Pool,
-        "component-pool": ComponentPoolFile,
         "simulation": Simulation,
     }
     title = f"Shell router {kind.replace('-', ' ')}"

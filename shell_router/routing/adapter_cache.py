@@ -6,7 +6,7 @@ CoServe's expert queues, section 4.2). Within `window_s` loaded adapters serve e
 comes. Then as many of them are drained as there are other adapters that have been awaited for so
 long: an adapter in steady use would else never leave. The one whose last use was first leaves
 first; orders that know more gained nothing within the window (docs/benchmarks). Models that take
-turns are kept by the same rules, in an order of their own (`experts.components.engine_components`).
+turns are kept by the same rules, in an order of their own (`swapping`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

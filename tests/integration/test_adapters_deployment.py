@@ -25,7 +25,7 @@ from shell_router.config import (
     PairSettings,
 )
 from shell_router.errors import ConfigError
-from tests.fakes.components import write_adapters
+from tests.fakes.adapters import write_adapters
 
 MODEL = Path(__file__).parents[2] / "models" / "small"
 SERVERS = ScriptedSettings(max_loaded_adapters=2, vocabulary=30)

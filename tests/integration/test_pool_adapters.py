@@ -21,7 +21,7 @@ from shell_router.errors import (
     InvalidRequest,
 )
 from shell_router.routing.adapter_cache import AdapterSettings
-from tests.fakes.components import write_adapters
+from tests.fakes.adapters import write_adapters
 from tests.fakes.scripted_pair import ScriptedPool, collect, scripted_pool, until
 
 NAMES = ("algebra", "biology", "chemistry", "drama")

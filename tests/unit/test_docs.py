@@ -13,8 +13,6 @@ from shell_router.api.chat import INERT, REFUSED
 from shell_router.api.fields import SAMPLING
 from shell_router.app import load_config
 from shell_router.batch.pool import load_pool
-from shell_router.experts.components import Policies
-from shell_router.experts.components.pool_file import read_component_pool
 from shell_router.lab.simulation.settings import load, load_profiles
 from shell_router.routing.engine_selection import POLICIES, SCORERS
 from shell_router.routing.queue import ORDERS
@@ -42,12 +40,6 @@ def test_generated_parts_are_current_and_every_setting_route_error_event_and_met
 def test_every_policy_order_and_scorer_is_explained() -> None:
     assert {*POLICIES, *ORDERS} <= set(re.findall(r"^### `(\w+)`$", SCHEDULING, re.MULTILINE))
     assert set(SCORERS) <= set(re.findall(r"^\| `(\w+)` \|", SCHEDULING, re.MULTILINE))
-
-
-def test_every_policy_of_component_pools_is_explained() -> None:
-    text = PAGES["docs/explanation/component-pools.md"]
-    names = {one.__name__ for one in (Policies().assign, Policies().evict, Policies().evict_host)}
-    assert names <= set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
 
 
 def test_every_field_of_a_chat_completion_is_documented() -> None:
@@ -156,10 +148,6 @@ def test_the_examples_of_files_are_right_ones(tmp_path: Path) -> None:
     assert load_config(written("docs/reference/settings.md"), {}).cache.backend == "redis"
     assert load_pool(written("docs/how-to/batch-a-file.md")).aggregate is not None
     assert list(load(written("docs/how-to/simulate.md")).topologies) == ["tree", "full"]
-    assert (
-        read_component_pool(written("docs/how-to/component-pools.md")).architecture_of("detector-3")
-        == "detector"
-    )
     for number in (0, 1):
         profiles = load_profiles(written("docs/reference/simulation-files.md", number))
         costs = profiles.models["qwen3-vl-8b"].costs(profiles.gpus)

@@ -10,7 +10,6 @@ from shell_router.errors import (
     AdapterFailed,
     AdapterMissing,
     AgentFailed,
-    ComponentError,
     EngineRejected,
     EngineStalled,
     InvalidField,
@@ -27,11 +26,7 @@ INTERNAL_KINDS = {"ShellRouterError", "ConfigError", "DataError", "TopologyError
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind
-        for kind in KINDS
-        if kind.__name__ not in INTERNAL_KINDS and not issubclass(kind, ComponentError)
-    ],
+    [kind for kind in KINDS if kind.__name__ not in INTERNAL_KINDS],
 )
 def test_every_error_a_client_may_meet_has_a_status_of_its_own(
     kind: type[ShellRouterError],

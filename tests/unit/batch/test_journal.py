@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shell_router.batch.journal import Journal, Output, opened, write_whole
 from shell_router.errors import ConfigError
-from tests.fakes.components import full_disk
+from tests.fakes.disk import full_disk
 
 RUN = {"questions": "abc", "seed": 0, "proposers": ("small", "large")}
 

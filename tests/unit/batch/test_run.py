@@ -26,7 +26,7 @@ from shell_router.batch.sessions import SPANNING, Sessions
 from shell_router.config import PairLaunch, PairSettings
 from shell_router.errors import ConfigError, EngineRejected
 from shell_router.standins.embedded.settings import EmbeddedSection
-from tests.fakes.components import full_disk
+from tests.fakes.disk import full_disk
 from tests.fakes.moa import WordTokenizer
 from tests.fakes.pools import ScriptedWorkers
 from tests.fakes.scripted_engine import Hold, Script

@@ -15,7 +15,7 @@ from shell_router.cli import main
 from shell_router.config import Config, json_schema
 
 ROOT = Path(__file__).parents[3]
-KINDS = ("topology", "deployment", "batch-pool", "component-pool", "simulation")
+KINDS = ("topology", "deployment", "batch-pool", "simulation")
 
 
 def _schema() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from shell_router.batch.api.storage import keep_as, link_or_copy, on_disk
 from shell_router.batch.journal import append_whole, write_whole
 from shell_router.errors import StorageFailed
-from tests.fakes.components import full_disk
+from tests.fakes.disk import full_disk
 
 
 async def test_a_failing_disk_is_reported_with_its_reason_and_the_remedy() -> None:
