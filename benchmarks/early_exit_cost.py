@@ -25,7 +25,8 @@ import numpy as np
 from report import Row, report
 
 from shell_router.core.predictors import TokenStates
-from shell_router.early_exit.algorithm1 import ClusterGate, features, similarity
+from shell_router.early_exit.algorithm1 import features, similarity
+from shell_router.early_exit.cluster_gate import ClusterGate
 from shell_router.engines.embedding import SentenceTransformerEmbedder
 
 TITLE = "Early exit: milliseconds per step of the gate"
@@ -123,9 +124,9 @@ def _gate_ms(states: Sequence[TokenStates], rounds: int) -> float:
     for _ in range(rounds):
         gate = ClusterGate(tau=0.7, min_completed=2)
         for one in states[:-1]:
-            gate.completed("a", 0.9, features(one))
+            gate.completed("a", "", 0.9, features(one))
         started = time.perf_counter()
-        gate.completed("a", 0.9, features(states[-1]))
+        gate.completed("a", "", 0.9, features(states[-1]))
         gate.score()
         times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times)

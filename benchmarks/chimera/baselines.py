@@ -13,9 +13,14 @@ def least_loaded(scene: Scene) -> tuple[Candidate, str]:
 def taking_turns() -> Policy:
     """One after the other."""
     turns = count()
-    return lambda scene: (scene.candidates[next(turns) % len(scene.candidates)], "in_turn")
+    return Policy(
+        lambda scene: (scene.candidates[next(turns) % len(scene.candidates)], "in_turn"),
+        scores_decide=lambda scene: False,
+    )
 
 
 def enter_baselines() -> None:
     """Let settings name `least_loaded` and a `round_robin` that begins with the first model."""
-    POLICIES.update(least_loaded=least_loaded, round_robin=taking_turns())
+    POLICIES.update(
+        least_loaded=Policy(least_loaded, lambda scene: False), round_robin=taking_turns()
+    )

@@ -4,7 +4,7 @@ errors, as OpenAPI 3.1.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from aiohttp import web
 
@@ -16,7 +16,13 @@ from shell_router.api.engine_chat import MAX_CHOICES, MAX_TOP_LOGPROBS
 from shell_router.api.fields import FLAGS, INTEGERS, MAX_TOKENS, NUMBERS
 from shell_router.api.messages import INERT as INERT_MESSAGE
 from shell_router.api.messages import SAME as SAME_MESSAGE
-from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE, json_reply
+from shell_router.api.replies import (
+    INTERNAL,
+    PROBLEMS,
+    REJECTED_BY_ENGINE,
+    ErrorBody,
+    json_reply,
+)
 from shell_router.api.responses import INERT as INERT_RESPONSE
 from shell_router.api.responses import SAME
 from shell_router.engines.native_body import GENERATE_FIELDS
@@ -49,6 +55,11 @@ def _all(schema: Schema, names: str) -> Body:
 
 NAMES = _either(TEXT, _list(TEXT, uniqueItems=True))
 TEXT_OR_OBJECT = _either(TEXT, OBJECT)
+ERROR_TYPES: Mapping[Any, Schema] = {
+    str: TEXT,
+    str | None: _either(TEXT, {"type": "null"}),
+    bool: FLAG,
+}
 TOOLS = _list(OBJECT, maxItems=MAX_TOOLS)
 OBJECTS = _list(OBJECT, minItems=1)
 LIMIT = _number(1, MAX_TOKENS)
@@ -200,12 +211,8 @@ def document(routes: Iterator[web.AbstractRoute]) -> Mapping[str, Any]:
                 f"{route.method} {path}", route.handler
             )
     codes = sorted({problem.code for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)})
-    error = {
-        "message": TEXT,
-        "type": TEXT,
-        "param": _either(TEXT, {"type": "null"}),
-        "code": {"enum": codes},
-    }
+    types = get_type_hints(ErrorBody)
+    error = {name: ERROR_TYPES[of] for name, of in types.items()} | {"code": {"enum": codes}}
     envelope = {"type": "object", "properties": {"error": {"type": "object", "properties": error}}}
     header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {

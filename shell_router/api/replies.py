@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import orjson
 from aiohttp import web
@@ -115,17 +115,43 @@ def is_retryable(error: BaseException) -> bool:
     return isinstance(error, waits) or problem_of(error).code == BUSY_ENGINE.code
 
 
+class ErrorBody(TypedDict):
+    """The fields of an error. The OpenAPI document gets them from here.
+
+    OpenAI's shape has all of them, Anthropic's and failed responses the `shared_fields`.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+OPENAI_FIELDS = frozenset({"type", "param", "code"})
+"""Fields that only OpenAI's shape has, or in which others differ from it."""
+
+
 def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
-    """The error envelope. An unexpected error gives away nothing but the request's id."""
+    """Return the error envelope in OpenAI's shape.
+
+    An unexpected error gives away nothing but the request's id.
+    """
     problem = problem_of(error)
-    return {
-        "error": {
-            "message": _message(error, problem, request_id),
-            "type": problem.type,
-            "param": error.field[:200] if isinstance(error, errors.InvalidField) else problem.param,
-            "code": problem.code,
-        }
-    }
+    param = problem.param
+    if isinstance(error, errors.InvalidField):
+        param = error.field[:200]
+    body = ErrorBody(
+        message=_message(error, problem, request_id),
+        type=problem.type,
+        param=param,
+        code=problem.code,
+    )
+    return {"error": body}
+
+
+def shared_fields(error: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the envelope's `error` that every API's shape has."""
+    return {name: field for name, field in error.items() if name not in OPENAI_FIELDS}
 
 
 def stream_error(error: Exception, request_id: str) -> dict[str, Any]:
@@ -137,11 +163,13 @@ def stream_error(error: Exception, request_id: str) -> dict[str, Any]:
     return problem_body(error, request_id)
 
 
-def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict[str, str]:
-    """The envelope's `error` as Anthropic's clients know it; its `status` is that of its code."""
+def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict[str, Any]:
+    """Return the envelope's `error` in Anthropic's shape; by default its code gives the status."""
     status = status or STATUSES.get(str(error.get("code")), 500)
     kind = BY_STATUS.get(status, "api" if status >= 500 else "invalid_request") + "_error"
-    return {"type": "request_too_large" if status == 413 else kind, "message": error["message"]}
+    if status == 413:
+        kind = "request_too_large"
+    return {**shared_fields(error), "type": kind}
 
 
 def _message(error: BaseException, problem: Problem, request_id: str) -> str:

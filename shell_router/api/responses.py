@@ -31,7 +31,7 @@ from shell_router.api.fields import (
 from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
-from shell_router.api.replies import json_reply, note_ignored, stream_error
+from shell_router.api.replies import json_reply, note_ignored, shared_fields, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
 from shell_router.api.streaming import (
@@ -263,7 +263,7 @@ class ResponseTranslation(ItemTranslation):
 
     def fault(self, error: Mapping[str, Any]) -> dict[str, Any]:
         """The response that failed."""
-        return self.standing("failed", {"code": "server_error", "message": error["message"]})
+        return self.standing("failed", {**shared_fields(error), "code": "server_error"})
 
     def answer(self) -> dict[str, Any]:
         """See `ItemTranslation`."""

@@ -1,3 +1,1 @@
-"""When the unfinished agents of a cluster are cut off: Faster-MoA's gate (section 4.2, Algorithm 1)
-and ours.
-"""
+"""Early exit of a cluster's unfinished agents: Faster-MoA's gate (Algorithm 1), ours, and votes."""

@@ -11,7 +11,7 @@ most min(n1, h) * min(n2, h) * h multiplications, and two correlation matrices o
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,77 +162,3 @@ def score(
         agreement = 0.0
     balance = max(1.0 - abs(agreement - tau) / tau, 0.0)
     return Score(confidence, agreement, balance, math.sqrt(confidence * balance))
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What a gate decides: whether the cluster's unfinished agents are cut off now.
-
-    `compared_with` is the draw, or what else the score had to reach. `sources` are the agents whose
-    complete outputs may stand for the whole cluster, the most confident first, for policies that
-    know some.
-    """
-
-    score: Score
-    compared_with: float
-    exits: bool
-    sources: tuple[str, ...] = ()
-
-
-class ClusterGate:
-    """Scores one cluster's outputs as they complete; each completion computes only its own row of
-    Sim.
-
-    Exits when Q reaches `threshold`; without one, with probability Q.
-    """
-
-    embeds = True
-
-    def __init__(
-        self,
-        *,
-        tau: float,
-        min_completed: int,
-        self_similarity: bool = True,
-        threshold: float | None = None,
-    ) -> None:
-        self._tau = tau
-        self._min_completed = min_completed
-        self._self_similarity = self_similarity
-        self._threshold = threshold
-        self._confidences: list[float] = []
-        self._features: list[Features] = []
-        self._rows: list[list[float]] = []
-
-    def wrote(self, agent: str, text: str, confidence: float) -> None:
-        """Nothing: only complete outputs are judged here."""
-
-    def completed(self, agent: str, confidence: float, output: Features | None) -> None:
-        """Take in one completed output (lines 4 to 9). ValueError if it is of another embedding
-        model.
-        """
-        assert output is not None, "this policy judges embedded outputs"
-        row = [similarity(earlier, output) for earlier in self._features]
-        self._rows.append([*row, 1.0])
-        self._confidences.append(confidence)
-        self._features.append(output)
-
-    def score(self) -> Score | None:
-        """The score of all completed outputs; None while fewer than `min_completed` are there."""
-        if len(self._rows) < self._min_completed:
-            return None
-        size = len(self._rows)
-        lower = np.array([row + [0.0] * (size - len(row)) for row in self._rows], dtype=np.float64)
-        return score(self._confidences, lower, self._tau, self_similarity=self._self_similarity)
-
-    def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement | None:
-        """The decision after a completion (line 14); `draw` is uniform on [0, 1). None without a
-        score.
-        """
-        scored = self.score()
-        if scored is None:
-            return None
-        drawn = draw()
-        if self._threshold is not None:
-            return Judgement(scored, self._threshold, scored.probability >= self._threshold)
-        return Judgement(scored, drawn, drawn < scored.probability)

@@ -1,5 +1,4 @@
-"""Early exit judged on tokens in flight: an answer that enough of a cluster supports need not be
-waited for.
+"""Early exit judged on outputs in flight, once enough of a cluster supports the leading answer.
 
 The paper's gate sees completed outputs only. This one also reads what the unfinished agents have
 written so far. It needs no embedding model and costs a few operations per word.
@@ -9,8 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from shell_router.early_exit.algorithm1 import Features, Judgement, Score, rms_confidence
+from shell_router.early_exit.algorithm1 import Features, Score, rms_confidence
 from shell_router.early_exit.answers import AnswerReader, Stated, comparable
+from shell_router.early_exit.gate import Judgement
 
 _BLANKS = re.compile(r"\s+")
 
@@ -18,9 +18,7 @@ NO_QUORUM = Score(confidence=0.0, agreement=0.0, balance=0.0, probability=0.0)
 
 
 class Overlap:
-    """How much of a complete text an unfinished one has already said, as words, whatever their
-    order.
-    """
+    """The words that an unfinished text shares with a complete one, whatever their order."""
 
     __slots__ = ("_left", "_matched", "_seen", "_size")
 
@@ -30,7 +28,7 @@ class Overlap:
         self._seen = self._matched = 0
 
     def add(self, words: Iterable[str]) -> None:
-        """Take in further words of the unfinished text."""
+        """Count further words of the unfinished text."""
         for word in words:
             self._seen += 1
             if self._left[word] > 0:
@@ -39,14 +37,12 @@ class Overlap:
 
     @property
     def value(self) -> float:
-        """Words that both have, by the words of the longer: 1 where the same was said to the end, 0
-        without words.
-        """
+        """The shared words over the words of the longer text, in [0, 1]; 0 without words."""
         return self._matched / max(self._seen, self._size, 1)
 
 
 class _Member:
-    """One agent's output as it stands."""
+    """An agent's output so far."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -59,8 +55,9 @@ class _Member:
         self._word: list[str] = []
 
     def write(self, text: str) -> None:
-        """Take in more text; its last word may still grow, and an answer counts once its line has
-        ended.
+        """Take in more text.
+
+        The last word may still grow, so it waits; an answer counts once its line has ended.
         """
         self._reader.add(text)
         self._state(self._reader.stated)
@@ -72,17 +69,16 @@ class _Member:
             self._take([word for word in whole if word])
 
     def end(self) -> None:
-        """The text is complete."""
+        """Take in the end of the text."""
         self._state(self._reader.end())
         self._take("".join(self._word).split())
         self.complete = True
         self.overlaps.clear()
 
     def compare(self, answer: str, complete: "_Member") -> None:
-        """Keep up from now on how much of what `complete` said on the way to `answer` this one has
-        said too.
-        """
-        overlap = self.overlaps[answer] = Overlap(complete.words)
+        """Follow from now on the words shared with `complete`, which states `answer`."""
+        overlap = Overlap(complete.words)
+        self.overlaps[answer] = overlap
         overlap.add(self.words)
 
     def _state(self, stated: Stated | None) -> None:
@@ -100,11 +96,13 @@ class _Member:
 
 
 class InFlightGate:
-    """Follows one cluster's outputs while they are written, and says how well the leading answer is
-    supported.
-    """
+    """Exit when the leading answer's support reaches the threshold.
 
-    embeds = False
+    Args:
+        members: The ids of the cluster's agents.
+        quorum: Outputs that must state the leading answer.
+        threshold: The support to reach.
+    """
 
     def __init__(self, members: Iterable[str], *, quorum: int, threshold: float) -> None:
         self._quorum = quorum
@@ -112,17 +110,17 @@ class InFlightGate:
         self._members = {name: _Member() for name in members}
         self._ended: set[str] = set()
 
-    def wrote(self, name: str, text: str, confidence: float) -> None:
-        """Member `name` wrote more; `confidence` is that of all it has written."""
-        member = self._members[name]
+    def wrote(self, agent: str, text: str, confidence: float) -> None:
+        """See `Gate.wrote`."""
+        member = self._members[agent]
         member.confidence = confidence
         member.write(text)
 
-    def completed(self, name: str, confidence: float = 0.0, output: Features | None = None) -> None:
-        """Member `name` has ended. If it is the first with its answer, the others are compared with
-        it from now on.
-        """
-        ended = self._members[name]
+    def completed(
+        self, agent: str, text: str, confidence: float, features: Features | None
+    ) -> None:
+        """End the output; the first with its answer is compared with the unfinished outputs."""
+        ended = self._members[agent]
         ended.end()
         if ended.answer is None or ended.answer in self._ended:
             return
@@ -132,23 +130,27 @@ class InFlightGate:
                 other.compare(ended.answer, ended)
 
     def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement:
-        """Exits when the leading answer's support reaches the threshold. Its sources are the
-        completed members that state the leading answer; there is one with a quorum."""
+        """Decide; the sources are the complete outputs that state the leading answer."""
         scored = self.score(running)
         if scored is NO_QUORUM or scored.probability < self._threshold:
-            return Judgement(scored, self._threshold, exits=False)
-        answer = _leading(self._counted(running))
+            return Judgement(False, scored, self._threshold)
+        answer = _leading_answer(self._judged_members(running))
         stating = [
-            name for name, one in self._members.items() if one.complete and one.answer == answer
+            name
+            for name, member in self._members.items()
+            if member.complete and member.answer == answer
         ]
         stating.sort(key=lambda name: self._members[name].confidence, reverse=True)
-        return Judgement(scored, self._threshold, exits=True, sources=tuple(stating))
+        return Judgement(True, scored, self._threshold, tuple(stating))
 
-    def _counted(self, running: Collection[str]) -> list[_Member]:
-        return [one for name, one in self._members.items() if one.complete or name in running]
+    def _judged_members(self, running: Collection[str]) -> list[_Member]:
+        """Leave out the members that have failed."""
+        return [
+            member for name, member in self._members.items() if member.complete or name in running
+        ]
 
     def score(self, running: Collection[str]) -> Score:
-        """The support of the leading answer among the completed members and those in `running`.
+        """Compute the leading answer's support among completed members and those in `running`.
 
         Member i supports it by s_i: 1 where it states the answer; 0 where it states another, or
         ended without one; else its overlap with the first completed output that states the answer.
@@ -159,12 +161,12 @@ class InFlightGate:
         All are 0 while fewer than the quorum state the answer, and while none of those has ended:
         one output has to be there for the successor to read.
         """
-        members = self._counted(running)
-        answer = _leading(members)
+        members = self._judged_members(running)
+        answer = _leading_answer(members)
         stating = [member.confidence for member in members if member.answer == answer]
         if answer is None or answer not in self._ended or len(stating) < self._quorum:
             return NO_QUORUM
-        agreeing = [_agrees(member, answer) for member in members]
+        agreeing = [_support(member, answer) for member in members]
         support = sum(s * member.confidence for s, member in zip(agreeing, members, strict=True))
         return Score(
             confidence=rms_confidence(stating),
@@ -174,8 +176,8 @@ class InFlightGate:
         )
 
 
-def _leading(members: Sequence[_Member]) -> str | None:
-    """The answer whose members have the largest sum of confidences; None where there is none."""
+def _leading_answer(members: Sequence[_Member]) -> str | None:
+    """Return the answer with the largest sum of confidences; None if none is stated."""
     sums: dict[str, float] = {}
     for member in members:
         if member.answer is not None:
@@ -183,7 +185,7 @@ def _leading(members: Sequence[_Member]) -> str | None:
     return max(sums, key=sums.__getitem__, default=None)
 
 
-def _agrees(member: _Member, answer: str) -> float:
+def _support(member: _Member, answer: str) -> float:
     if member.answer is not None or member.complete:
         return float(member.answer == answer)
     return member.overlaps[answer].value

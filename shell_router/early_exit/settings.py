@@ -1,56 +1,96 @@
-"""What a topology may say about a cluster's early exit, and the policies it may name."""
+"""A cluster's settings of early exit, and the table of policies."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
-from shell_router.early_exit.algorithm1 import ClusterGate, Features, Judgement
+from shell_router.early_exit.cluster_gate import ClusterGate
+from shell_router.early_exit.gate import Gate
 from shell_router.early_exit.in_flight import InFlightGate
+from shell_router.early_exit.quorum import QuorumGate
 
 
-class Gate(Protocol):
-    """Judges one cluster of one run. A new policy is a class with these members, and an entry in
-    POLICIES."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An early-exit policy: its gate, and what the gate needs.
 
-    embeds: bool
-    """Whether it judges embeddings of complete outputs; if not, it also reads what is written, as
-    it is written.
+    Attributes:
+        new_gate: Makes the gate of one cluster of one run, from settings and the agents' ids.
+        meaning: What it does, to follow its name in a sentence.
+        judges: It judges outputs, so engines report log-probabilities and thresholds count. If not,
+            a cluster without any output fails the run.
+        embeds: It reads the embeddings of complete outputs.
+        reads_streams: It reads outputs while they are written.
+        names_sources: Its judgements name the agents that agree, as `skip_aggregation` needs.
+        takes_grace: `grace_s` passes between its decision and the exit.
     """
 
-    def wrote(self, agent: str, text: str, confidence: float) -> None:
-        """The agent wrote more; `confidence` is that of all it has written. Not called for gates
-        that embed.
-        """
-        ...
+    new_gate: Callable[["EarlyExit", Sequence[str]], Gate]
+    meaning: str
+    judges: bool = True
+    embeds: bool = False
+    reads_streams: bool = False
+    names_sources: bool = False
+    takes_grace: bool = False
 
-    def completed(self, agent: str, confidence: float, output: Features | None) -> None:
-        """The agent has ended; `output` is its embedded output, for gates that embed. Called on a
-        worker thread then.
 
-        ValueError if it cannot be judged.
-        """
-        ...
+def _new_cluster_gate(settings: "EarlyExit", threshold: float | None) -> Gate:
+    return ClusterGate(
+        tau=settings.tau,
+        min_completed=settings.min_completed,
+        self_similarity=settings.self_similarity,
+        threshold=threshold,
+    )
 
-    def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement | None:
-        """Whether the agents that still run are cut off; None if too little has completed."""
-        ...
+
+POLICIES: Mapping[str, Policy] = {
+    "stochastic": Policy(
+        lambda settings, agents: _new_cluster_gate(settings, None),
+        "exits with probability Q, as in the paper",
+        embeds=True,
+    ),
+    "threshold": Policy(
+        lambda settings, agents: _new_cluster_gate(settings, settings.threshold),
+        "exits at Q >= threshold",
+        embeds=True,
+    ),
+    "in_flight": Policy(
+        lambda settings, agents: InFlightGate(
+            agents, quorum=settings.min_completed, threshold=settings.threshold
+        ),
+        "reads unfinished outputs too and exits when the leading answer's support reaches "
+        "threshold",
+        reads_streams=True,
+        names_sources=True,
+    ),
+    "quorum": Policy(
+        lambda settings, agents: QuorumGate(settings.min_completed),
+        "exits grace_s after min_completed agents have ended",
+        judges=False,
+        takes_grace=True,
+    ),
+}
+"""Every policy by its name in topologies. A new one is a class with `Gate`'s members, in a file of
+its own, and an entry here.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
     """When a cluster's unfinished agents are cut off.
 
-    `stochastic` exits with probability Q (Algorithm 1, line 14); `threshold` exits when Q >=
-    `threshold`; `in_flight` reads unfinished outputs too, and exits when the leading answer's
-    support (`InFlightGate`) reaches `threshold`; `quorum` reads no output, and exits `grace_s`
-    after `min_completed` agents have ended. `tau` is the preferred similarity. The gate is silent
-    until `min_completed` outputs are there (the paper's is 1), or, with `in_flight`, that many
-    state the leading answer and one of them is there. P counts each output as similar to itself, as
-    the paper's does, unless `self_similarity` is off. `scope` says which agents are judged
-    together: those with the same successors, or all of a layer, as in the paper. With
-    `skip_aggregation`, which needs `in_flight`, an agent that reads just this cluster is skipped
-    where the leading answer's support reaches
-    `threshold`: its output is the surest complete one of the cluster that it could have written.
+    Attributes:
+        policy: A key of POLICIES.
+        scope: Which agents are judged together: those with the same successors, or all of a layer,
+            as in the paper.
+        tau: The preferred similarity of outputs.
+        threshold: What Q (`threshold`) or the leading answer's support (`in_flight`) must reach.
+        min_completed: Outputs that must be complete before a judgement (the paper's is 1). With
+            `in_flight`, outputs that must state the leading answer.
+        self_similarity: P counts each output as similar to itself, as the paper's does.
+        skip_aggregation: If the cluster agrees, an agent that reads just this cluster is skipped.
+            Its output is the most confident complete one that it could have written.
+        grace_s: Seconds between a quorum's decision and the exit.
     """
 
     policy: str = "stochastic"
@@ -63,87 +103,46 @@ class EarlyExit:
     grace_s: float = 0.0
 
     @property
-    def judges(self) -> bool:
-        """Whether outputs are judged, by a gate."""
-        return POLICIES[self.policy].gate is not None
+    def needs(self) -> Policy:
+        """The policy's entry in the table."""
+        return POLICIES[self.policy]
 
-    @property
-    def embeds(self) -> bool:
-        """Whether outputs have to be embedded."""
-        return POLICIES[self.policy].embeds
-
-    def gate(self, members: Sequence[str]) -> Gate | None:
-        """A new gate for one cluster of one run; None where outputs are only counted."""
-        gate = POLICIES[self.policy].gate
-        if gate is None:
-            return None
-        return gate(self, members)
+    def new_gate(self, agents: Sequence[str]) -> Gate:
+        """Make the gate for one cluster of one run."""
+        return self.needs.new_gate(self, agents)
 
     def __post_init__(self) -> None:
-        skips = self.skip_aggregation
         policy = self.policy
-        checks = (
-            (policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {policy!r}"),
-            (
-                self.scope in ("cluster", "layer"),
-                f"scope must be 'cluster' or 'layer', not {self.scope!r}",
-            ),
-            (0 < self.tau <= 1, f"tau must be above 0 and at most 1, not {self.tau}"),
-            (0 <= self.threshold <= 1, f"threshold must be between 0 and 1, not {self.threshold}"),
-            (
-                self.min_completed >= 1,
-                f"min_completed must be at least 1, not {self.min_completed}",
-            ),
-            (
-                not self.grace_s or policy == "quorum",
-                f"grace_s goes with policy quorum, not {policy!r}",
-            ),
-            (
-                not skips or self.scope != "layer",
-                (
-                    "skip_aggregation goes with scope cluster: no agent reads just a layer of "
-                    "several clusters"
-                ),
-            ),
-            (
-                not skips or policy == "in_flight",
-                (
-                    "skip_aggregation goes with policy in_flight, which reads what outputs say, "
-                    "not "
-                    f"{policy!r}"
-                ),
-            ),
+        _check(policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        _check(
+            self.scope in ("cluster", "layer"),
+            f"scope must be 'cluster' or 'layer', not {self.scope!r}",
         )
-        for holds, message in checks:
-            if not holds:
-                raise ValueError(message)
+        _check(0 < self.tau <= 1, f"tau must be above 0 and at most 1, not {self.tau}")
+        _check(0 <= self.threshold <= 1, f"threshold must be between 0 and 1, not {self.threshold}")
+        _check(
+            self.min_completed >= 1, f"min_completed must be at least 1, not {self.min_completed}"
+        )
+        graced = " or ".join(name for name, entry in POLICIES.items() if entry.takes_grace)
+        _check(
+            not self.grace_s or self.needs.takes_grace,
+            f"grace_s goes with policy {graced}, not {policy!r}",
+        )
+        if not self.skip_aggregation:
+            return
+        _check(
+            self.scope != "layer",
+            "skip_aggregation goes with scope cluster: no agent reads just a layer of several "
+            "clusters",
+        )
+        naming = " or ".join(name for name, entry in POLICIES.items() if entry.names_sources)
+        _check(
+            self.needs.names_sources,
+            f"skip_aggregation goes with policy {naming}, which reads what outputs say, not "
+            f"{policy!r}",
+        )
 
 
-class Policy(NamedTuple):
-    """Whether outputs have to be embedded for it, and how its gate is made; None where outputs are
-    only counted.
-    """
-
-    embeds: bool
-    gate: Callable[[EarlyExit, Sequence[str]], Gate] | None
-
-
-def _algorithm1(settings: EarlyExit, members: Sequence[str]) -> Gate:
-    return ClusterGate(
-        tau=settings.tau,
-        min_completed=settings.min_completed,
-        self_similarity=settings.self_similarity,
-        threshold=settings.threshold if settings.policy == "threshold" else None,
-    )
-
-
-def _in_flight(settings: EarlyExit, members: Sequence[str]) -> Gate:
-    return InFlightGate(members, quorum=settings.min_completed, threshold=settings.threshold)
-
-
-POLICIES: Mapping[str, Policy] = {
-    "stochastic": Policy(embeds=True, gate=_algorithm1),
-    "threshold": Policy(embeds=True, gate=_algorithm1),
-    "in_flight": Policy(embeds=False, gate=_in_flight),
-    "quorum": Policy(embeds=False, gate=None),
-}
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

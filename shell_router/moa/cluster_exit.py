@@ -1,16 +1,14 @@
-"""Judges one cluster of one run: which agents are cut off, and whether its aggregator is
-skipped."""
+"""Judge one cluster of one run: which agents are cut off, and whether its aggregator is skipped."""
 
 import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shell_router.core.events import Degraded, Emit, ExitScored
 from shell_router.core.predictors import Embedder
-from shell_router.early_exit.algorithm1 import features
-from shell_router.early_exit.settings import Gate
+from shell_router.early_exit.algorithm1 import Score, features
 from shell_router.errors import AgentFailed, EngineError
 from shell_router.moa.agent import Output
 from shell_router.topology import Cluster
@@ -20,8 +18,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The agents that are cut off, and those of which the cluster's readers forward an output
-    instead of writing.
+    """The effect of a judgement.
+
+    Attributes:
+        cut: Agents to abort.
+        sources: Agents whose output the cluster's readers forward instead of generating, the most
+            confident first.
     """
 
     cut: tuple[str, ...] = ()
@@ -32,13 +34,18 @@ GO_ON = Verdict()
 
 
 class ClusterExit:
-    """Feeds a cluster's outputs to its gate in the order they come, and reports what the gate
-    decides.
+    """Feed a cluster's outputs to its gate in the order they come, and report its decisions.
 
-    Gates that embed draw once for each completion, and score on a worker thread, one completion at
-    a time. The others never wait: nothing happens between a score and its exit. A quorum has no
-    gate: `grace_s` after `min_completed` agents have ended the others are cut off, whatever they
-    wrote. `unfinished` are the agents of the cluster that still run.
+    A gate that embeds draws once per completion, and scores on a worker thread, one completion at a
+    time. Other gates never wait: nothing happens between a score and its exit.
+
+    Args:
+        cluster: A cluster with early exit.
+        embedder: Needed by policies that embed.
+        draws: Gives the draws of stochastic policies.
+        unfinished: Gives the agents of the cluster that still run.
+        emit: Receives events.
+        clock: Gives monotonic seconds.
     """
 
     def __init__(
@@ -54,8 +61,9 @@ class ClusterExit:
         self.cluster = cluster
         self._id = cluster.id
         self._settings = cluster.early_exit
+        self._needs = cluster.early_exit.needs
         self._unfinished = unfinished
-        self._gate = cluster.early_exit.gate(cluster.agents)
+        self._gate = cluster.early_exit.new_gate(cluster.agents)
         self._embedder = embedder
         self._draws = draws
         self._emit = emit
@@ -66,92 +74,97 @@ class ClusterExit:
     @property
     def reads(self) -> bool:
         """Whether it reads outputs while they are written."""
-        return self._gate is not None and not self._gate.embeds
+        return self._needs.reads_streams
 
     def wrote(self, agent: str, text: str, confidence: float) -> Verdict:
-        """The verdict after `agent` has written `text`. Scores that cut no agent off are not
-        reported.
-        """
-        if self._gate is not None:
-            self._gate.wrote(agent, text, confidence)
+        """Judge after `agent` has written `text`. Scores without an exit are not reported."""
+        self._gate.wrote(agent, text, confidence)
         return self.dropped()
 
     def dropped(self) -> Verdict:
-        """The verdict after an agent has failed: those that are left may agree. Raises AgentFailed
-        where a quorum has none left, not even a completed one: its readers would have nothing to
-        read."""
-        if self._gate is None and not self._completed and not self._unfinished():
+        """Judge after an agent has failed: those that are left may agree.
+
+        Raises:
+            AgentFailed: The policy judges no outputs, and all agents have failed, so readers would
+                have nothing to read.
+        """
+        if not (self._needs.judges or self._completed or self._unfinished()):
             raise AgentFailed(
                 f"No agent of {self._id!r} has answered: each has failed.",
                 remedy="Ask again, or name other models.",
             )
-        if self._gate is None or not self.reads or not self._completed:
-            return GO_ON
-        return self._judged(self._gate, self._clock(), self._unfinished(), report=False)
+        if self.reads and self._completed:
+            return self._judge(self._clock(), report=False)
+        return GO_ON
 
     async def completed(self, agent: str, output: Output) -> Verdict:
-        """The verdict after `agent` has ended. The agent that completes a quorum waits here for the
-        others.
+        """Judge after `agent` has ended.
 
-        For a gate that embeds, nothing is scored that could cut none off: whether any still runs is
-        asked before it and again after it. An embedder that fails leaves this completion out of the
-        judgement, with a warning and an event.
+        The agent whose completion decides a quorum waits here while the others have their grace.
         """
-        gate = self._gate
-        confidence = output.confidence or 0.0
-        if gate is None:
-            self._completed.append(agent)
-            if len(self._completed) != self._settings.min_completed or not self._unfinished():
-                return GO_ON
+        if self._needs.embeds:
+            return await self._complete_embedded(agent, output)
+        self._completed.append(agent)
+        self._gate.completed(agent, output.text, output.confidence or 0.0, None)
+        verdict = self._judge(self._clock(), report=True)
+        if verdict.cut and self._needs.takes_grace:
             await asyncio.sleep(self._settings.grace_s)
-            return Verdict(self._unfinished())
-        if not gate.embeds:
-            self._completed.append(agent)
-            gate.completed(agent, confidence, None)
-            return self._judged(gate, self._clock(), self._unfinished(), report=True)
+            return replace(verdict, cut=self._unfinished())
+        return verdict
+
+    async def _complete_embedded(self, agent: str, output: Output) -> Verdict:
+        """Embed and judge, if any agent still runs.
+
+        If the embedder fails, this completion is left out of the judgement, with a warning and an
+        event.
+        """
         async with self._lock:
             if not self._unfinished():
                 return GO_ON
             started_s = self._clock()
-            assert self._embedder is not None, "a gate that embeds has an embedder"
+            assert self._embedder is not None, "a policy that embeds has an embedder"
+            confidence = output.confidence or 0.0
             try:
                 states = await self._embedder.embed(output.text)
-                await asyncio.to_thread(lambda: gate.completed(agent, confidence, features(states)))
-            except (
-                EngineError,
-                ValueError,
-            ) as error:  # ValueError: what the embedder gave is no embedding
+                await asyncio.to_thread(
+                    lambda: self._gate.completed(agent, output.text, confidence, features(states))
+                )
+            # ValueError: the embedder's answer is no embedding
+            except (EngineError, ValueError) as error:
                 log.warning("cluster %s is not judged on %s: %s", self._id, agent, error)
                 self._emit(Degraded(self._clock(), self._id, "early_exit", str(error)))
                 return GO_ON
             self._completed.append(agent)
-            return self._judged(gate, started_s, self._unfinished(), report=True)
+            return self._judge(started_s, report=True)
 
-    def _judged(
-        self, gate: Gate, started_s: float, left: tuple[str, ...], *, report: bool
-    ) -> Verdict:
+    def _judge(self, started_s: float, *, report: bool) -> Verdict:
+        running = self._unfinished()
         skips = self._settings.skip_aggregation
-        if not (left or skips or gate.embeds):
+        if not (running or skips or self._needs.embeds):
             return GO_ON
-        judged = gate.judge(frozenset(left), self._draws.random)
+        judged = self._gate.judge(frozenset(running), self._draws.random)
         if judged is None:
             return GO_ON
-        cut = left if judged.exits else ()
-        if judged.exits or report:
-            score = judged.score
-            self._emit(
-                ExitScored(
-                    self._clock(),
-                    started_s,
-                    self._id,
-                    tuple(self._completed),
-                    score.confidence,
-                    score.agreement,
-                    score.balance,
-                    score.probability,
-                    draw=judged.compared_with,
-                    exited=bool(cut),
-                    aborted=cut,
-                )
-            )
+        cut = running if judged.exits else ()
+        if judged.score is not None and (judged.exits or report):
+            self._report(judged.score, judged.compared_with, started_s, cut)
         return Verdict(cut, judged.sources if skips else ())
+
+    def _report(
+        self, score: Score, compared_with: float, started_s: float, cut: tuple[str, ...]
+    ) -> None:
+        self._emit(
+            ExitScored(
+                self._clock(),
+                started_s,
+                self._id,
+                tuple(self._completed),
+                score.confidence,
+                score.agreement,
+                score.balance,
+                score.probability,
+                draw=compared_with,
+                exited=bool(cut),
+                aborted=cut,
+            )
+        )

@@ -184,7 +184,7 @@ class _Run:
             if cluster.early_exit is None:
                 continue
             embedder = self._executor.embedder
-            if cluster.early_exit.embeds and embedder is None:
+            if cluster.early_exit.needs.embeds and embedder is None:
                 raise ConfigError(
                     (
                         f"Topology {self._topology.name!r} asks for early exit, but no embedder is "

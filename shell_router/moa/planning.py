@@ -146,7 +146,9 @@ class Plan:
                 shared[same] = agent_parts(agent, order, model, request.messages, options, tools)
             cluster = topology.cluster_of.get(agent.id)
             judged = (
-                cluster is not None and cluster.early_exit is not None and cluster.early_exit.judges
+                cluster is not None
+                and cluster.early_exit is not None
+                and cluster.early_exit.needs.judges
             )
             params = self.sampling[agent.id]
             answers = is_root or topology.voters.get(agent.id)
@@ -255,7 +257,7 @@ class Plan:
             exits = cluster.early_exit
         else:
             exits = None
-        judged = exits is not None and exits.judges and not exits.embeds
+        judged = exits is not None and exits.needs.reads_streams
         wanted = (
             self.growing[reader]
             for reader in self.topology.successors[agent.id]

@@ -11,8 +11,7 @@ from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnavailable, Overloaded, require
 from shell_router.routing.engine_selection import (
-    BLIND,
-    IGNORES_PREFIXES,
+    POLICIES,
     Scene,
     SelectionSettings,
     choose,
@@ -156,7 +155,7 @@ class EngineSlot(Generic[E]):
         self._held += tokens
         load.held_tokens += tokens
         if self._dispatcher.holds:
-            self._dispatcher.queue.served(self.features.user, 0, tokens)
+            self._dispatcher.queue.count_tokens(self.features.user, 0, tokens)
 
     def completed(self) -> None:
         """All that it had to write is written."""
@@ -219,7 +218,8 @@ class Dispatcher(Generic[E]):
         self.engines = tuple(at.engine for at in tracked)
         self._by_index = {at.index: at for at in tracked}
         self._only = (Choice(tracked[0].index, "only_engine")) if (len(tracked) == 1) else (None)
-        self.reads_reports = len(tracked) > 1 and self.policy not in BLIND
+        policy = POLICIES[self.policy]
+        self.reads_reports = len(tracked) > 1 and policy.reads_reports
         """Whether choices depend on what engines report."""
         often_s = self.settings.poll_s
         if self.reads_reports:
@@ -228,8 +228,7 @@ class Dispatcher(Generic[E]):
             self.poll_s = max(METRICS_POLL_S, often_s)
         """Seconds between polls of the engines."""
         self._memory.remembers = self.reads_reports
-        by_prefix = len(tracked) > 1 and self.policy not in IGNORES_PREFIXES
-        if by_prefix:
+        if len(tracked) > 1 and policy.reads_prefixes:
             self.prompts.prefixes = self.prompts.prefixes or PrefixIndex()
         else:
             self.prompts.prefixes = None
@@ -327,7 +326,7 @@ class Dispatcher(Generic[E]):
             entry.slot.close()
         else:
             self._held_back(entry, -1)
-            self.queue.left(entry.features)
+            self.queue.leave(entry.features)
 
     def grant(self) -> None:
         """Give slots that are free to requests that wait, in their order."""
@@ -367,7 +366,7 @@ class Dispatcher(Generic[E]):
 
     def left(self, features: RoutingFeatures) -> None:
         """A request is over."""
-        self.queue.left(features)
+        self.queue.leave(features)
         self.grant()
 
     # --- choosing
@@ -453,7 +452,7 @@ class Dispatcher(Generic[E]):
             self.waits.add(waited_s)
         self._held_back(entry, -1)
         entry.slot = slot = self._take(choice, entry.features, now_s, waited_s)
-        self.queue.chosen(entry, slot.features.new_tokens)
+        self.queue.take(entry, slot.features.new_tokens)
 
     def _take(
         self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0

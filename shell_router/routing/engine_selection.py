@@ -1,7 +1,7 @@
-"""Which of several engines takes a request: filters, scorers and policies. See
-docs/explanation/scheduling.md.
+"""Choose the engine that takes a request: filters, scorers and policies.
 
-A policy is one function and one entry in POLICIES, a scorer one function and one entry in SCORERS.
+docs/explanation/scheduling.md explains each. A new policy is a function and an entry in POLICIES, a
+new scorer a function and an entry in SCORERS.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Annotated
 
+from shell_router.core.choices import list_names
 from shell_router.core.engine import value
 from shell_router.errors import require
 from shell_router.routing.placement import Choice, ChoiceMemory, EngineState, RoutingFeatures
@@ -16,10 +17,9 @@ from shell_router.routing.placement import Choice, ChoiceMemory, EngineState, Ro
 
 @value
 class Scene:
-    """What policies and scorers see: the request, the engines that serve, at least one, and the
-    choices before.
+    """The input of policies and scorers: a request, the engines to choose from, earlier choices.
 
-    `now_s` is in monotonic seconds.
+    `engines` has at least one engine; `now_s` is in monotonic seconds.
     """
 
     features: RoutingFeatures
@@ -30,39 +30,39 @@ class Scene:
 
 
 Scorer = Callable[[Scene], Sequence[float]]
-"""A score per engine of the scene, in their order."""
+"""A function that gives a score per engine of the scene, in their order."""
 
 
 def wait(scene: Scene) -> Sequence[float]:
-    """The least work until the request is through, over that on the engine: tokens there, and of it
-    what is new there.
+    """Score each engine by min(work) / work.
 
-    A prefix that the engine has had before saves its length, so that requests that share one are
-    put together where that costs less than it saves.
+    Work is the tokens that the engine still has to process and this request's uncached tokens. A
+    cached prefix saves its length, so requests that share one meet on an engine where that costs
+    less than it saves.
     """
     features = scene.features
     weight = scene.settings.output_weight
     work = [
         1
-        + one.prefill_tokens
-        + one.waiting_tokens
-        + weight * one.output_tokens
-        + _new_tokens(features, one.index)
-        for one in scene.engines
+        + engine.prefill_tokens
+        + engine.waiting_tokens
+        + weight * engine.output_tokens
+        + _uncached_tokens(features, engine.index)
+        for engine in scene.engines
     ]
     least = min(work)
-    return [least / one for one in work]
+    return [least / tokens for tokens in work]
 
 
 def affinity(scene: Scene) -> Sequence[float]:
-    """1 for the engine that had the last request of this user and place in a topology."""
+    """Score 1 for the engine of the last request by this user and agent."""
     home = scene.memory.home(scene.features.place, scene.now_s)
-    return [float(one.index == home) for one in scene.engines]
+    return [float(engine.index == home) for engine in scene.engines]
 
 
 def adapter(scene: Scene) -> Sequence[float]:
-    """1 for engines that have the request's adapter, or are about to."""
-    return [float(one.has_adapter) for one in scene.engines]
+    """Score 1 for engines that have the request's adapter or load it now."""
+    return [float(engine.has_adapter) for engine in scene.engines]
 
 
 SCORERS: dict[str, Scorer] = {
@@ -70,20 +70,132 @@ SCORERS: dict[str, Scorer] = {
     "affinity": affinity,
     "adapter": adapter,
 }
-"""Every scorer by the name that settings give it."""
+"""Every scorer by its name in settings."""
 
 
-def _new_tokens(features: RoutingFeatures, index: int) -> int:
-    """What the engine would have to prefill; nothing, where another engine does that."""
+def _uncached_tokens(features: RoutingFeatures, index: int) -> int:
+    """Count the prompt tokens that the engine would have to prefill."""
     if features.prefills:
         return max(1, features.prompt_tokens - features.overlaps.get(index, 0))
     return 0
 
 
 @dataclass(frozen=True, slots=True)
+class Policy:
+    """A load-balancing policy and the facts that it reads.
+
+    Attributes:
+        choose: Returns one of the scene's engines.
+        reads_reports: It reads engines' reports or earlier choices, so engines are polled often
+            and choices remembered.
+        reads_prefixes: It reads `RoutingFeatures.overlaps`, so every prompt is hashed.
+        weighs_adapters: It decides itself what a loaded adapter is worth. For other policies the
+            engines are filtered by `with_adapter` first.
+    """
+
+    choose: Callable[[Scene], Choice]
+    reads_reports: bool = False
+    reads_prefixes: bool = False
+    weighs_adapters: bool = False
+
+
+def least_running(scene: Scene) -> Choice:
+    """Choose the engine with the fewest requests; ties go to the one chosen longest ago."""
+    least = min(scene.engines, key=lambda engine: (engine.running + engine.waiting, engine.chosen))
+    return Choice(least.index, "fewest_requests")
+
+
+def round_robin(scene: Scene) -> Choice:
+    """Choose each engine in turn, whatever its load."""
+    return Choice(scene.engines[scene.memory.made % len(scene.engines)].index, "turn")
+
+
+def gimbal(scene: Scene) -> Choice:
+    """Choose by Gimbal's Algorithm 1; metrics count as available while every engine's are fresh.
+
+    Requests that the router holds back for an engine count as its running load, because the paper's
+    engines hold them back themselves. The paper's affinity has no limit while KV is free, so one
+    user fills one engine. Here `within_bound` limits it, and a request that leaves its user's
+    engine takes turns among the engines below the bound.
+    """
+    engines = scene.engines
+    turn = round_robin(scene)
+    theta = scene.settings.gimbal
+    reports = [engine.reported for engine in engines if engine.reported is not None]
+    if len(reports) < len(engines):
+        return Choice(turn.index, "no_metrics")
+    usage = [report.kv_usage for report in reports]
+    if max(usage) >= theta.theta_kv:
+        if max(usage) - min(usage) >= theta.theta_diff:
+            return Choice(engines[usage.index(min(usage))].index, "lowest_kv_usage")
+        loads = [
+            report.tokens + engine.waiting_tokens
+            for engine, report in zip(engines, reports, strict=True)
+        ]
+        if max(loads) - min(loads) > theta.theta_load:
+            return Choice(engines[loads.index(min(loads))].index, "lowest_load")
+        return turn
+    home = scene.memory.home(scene.features.client, scene.now_s)
+    if home is None or home not in [engine.index for engine in engines]:
+        return turn
+    within = within_bound(engines, theta.load_factor)
+    if home in [engine.index for engine in within]:
+        return Choice(home, "user_affinity")
+    return Choice(round_robin(replace(scene, engines=within)).index, "home_busy")
+
+
+def within_bound(engines: Sequence[EngineState], factor: float) -> Sequence[EngineState]:
+    """Return the engines with at most ceil(`factor` * mean) requests, this request included.
+
+    Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018; c = 1 +
+    epsilon). At least one engine is within the bound if the factor is at least 1.
+    """
+    requests = [engine.running + engine.waiting for engine in engines]
+    bound = ceil(factor * (sum(requests) + 1) / len(engines))
+    return [engine for engine, count in zip(engines, requests, strict=True) if count < bound]
+
+
+def scored(scene: Scene) -> Choice:
+    """Choose the highest weighted sum of scores; ties go to the engine chosen longest ago.
+
+    Engines whose KV is full are left out unless all are full. The reason is the scorer by which the
+    engine is furthest above the mean, or `tie`.
+    """
+    full = scene.settings.gimbal.theta_kv
+    not_full = [
+        engine
+        for engine in scene.engines
+        if engine.reported is None or engine.reported.kv_usage < full
+    ]
+    scene = replace(scene, engines=not_full or scene.engines)
+    engines = scene.engines
+    parts = {
+        name: [weight * score for score in SCORERS[name](scene)]
+        for name, weight in scene.settings.weights.items()
+        if weight > 0
+    }
+    sums = [sum(scores) for scores in zip(*parts.values(), strict=True)]
+    best = max(range(len(engines)), key=lambda at: (sums[at], -engines[at].chosen))
+    lead = {name: scores[best] - sum(scores) / len(scores) for name, scores in parts.items()}
+    reason = max(lead, key=lead.__getitem__)
+    return Choice(engines[best].index, reason if lead[reason] > 0 else "tie")
+
+
+POLICIES: dict[str, Policy] = {
+    "least_running": Policy(least_running),
+    "round_robin": Policy(round_robin),
+    "gimbal": Policy(gimbal, reads_reports=True),
+    "scored": Policy(scored, reads_reports=True, reads_prefixes=True, weighs_adapters=True),
+}
+"""Every policy by its name in settings."""
+
+
+@dataclass(frozen=True, slots=True)
 class GimbalThresholds:
-    """Algorithm 1's: KV usage that counts as full, what usages may differ by, what loads in tokens
-    may differ by.
+    """Thresholds of Gimbal's Algorithm 1.
+
+    `theta_diff` is the difference in KV usage, and `theta_load` the difference in tokens, above
+    which full engines differ.
     """
 
     theta_kv: Annotated[
@@ -115,18 +227,19 @@ class GimbalThresholds:
 
 @dataclass(frozen=True, slots=True)
 class SelectionSettings:
-    """How engines are chosen.
+    """Settings of the choice of engines.
 
-    `affinity_s` after its last request a user's, or a place's, engine is forgotten. `weights` are
-    those of the policy `scored`, by scorer; it leaves out engines whose KV is filled to
-    `gimbal.theta_kv`, unless all are. `output_weight` tokens of a prompt take an engine as long as
-    one token that it writes. Other policies than `scored` choose among the engines that have the
-    request's adapter, unless these have `adapter_slack` more requests.
+    Attributes:
+        weights: Weights of the scorers of policy `scored`. It leaves out engines whose KV usage is
+            at least `gimbal.theta_kv`, unless all of them are.
+        output_weight: Prompt tokens that take an engine as long as one output token.
+        affinity_s: Seconds after its last request at which a user's or agent's engine is forgotten.
+        adapter_slack: See `with_adapter`.
     """
 
-    policy: Annotated[
-        str, "Which engine takes a request: `least_running`, `round_robin`, `gimbal` or `scored`."
-    ] = "least_running"
+    policy: Annotated[str, f"Which engine takes a request: {list_names(POLICIES)}."] = (
+        "least_running"
+    )
     gimbal: GimbalThresholds = GimbalThresholds()
     weights: Annotated[
         Mapping[str, float], "Of `scored`: how much waiting, prefix reuse and adapters count."
@@ -145,152 +258,38 @@ class SelectionSettings:
             require(name in SCORERS, f"weights: {name!r} is none of: {', '.join(SCORERS)}")
             require(weight >= 0, f"weights.{name} must be at least 0, not {weight:g}")
         require(any(self.weights.values()), "weights are all 0: give one scorer a weight")
-        require(
-            self.output_weight >= 0, f"output_weight must be at least 0, not {self.output_weight:g}"
-        )
-        require(
-            self.adapter_slack >= 0, f"adapter_slack must be at least 0, not {self.adapter_slack}"
-        )
+        for name in ("output_weight", "adapter_slack"):
+            setting = getattr(self, name)
+            require(setting >= 0, f"{name} must be at least 0, not {setting:g}")
         require(self.affinity_s > 0, f"affinity_s must be above 0, not {self.affinity_s:g}")
 
 
-Policy = Callable[[Scene], Choice]
-"""Chooses one of the engines for the request."""
-
-
-def least_running(scene: Scene) -> Choice:
-    """The engine with the fewest requests; of equals the one that was chosen longest ago."""
-    return Choice(
-        min(scene.engines, key=lambda one: (one.running + one.waiting, one.chosen)).index,
-        "fewest_requests",
-    )
-
-
-def round_robin(scene: Scene) -> Choice:
-    """One after the other, whatever they have to do."""
-    return Choice(scene.engines[scene.memory.made % len(scene.engines)].index, "turn")
-
-
-def gimbal(scene: Scene) -> Choice:
-    """Gimbal, Algorithm 1. Metric data count as available while every engine's is fresh.
-
-    What the router holds back for an engine is part of that engine's running load: the paper's
-    engines hold it back. The paper's affinity has no limit as long as KV is free, so that one user
-    fills one engine; here it is that of `within_bound`, and a request that leaves its user's engine
-    for it takes turns among the engines below.
-    """
-    engines = scene.engines
-    turn = round_robin(scene)
-    theta = scene.settings.gimbal
-    usage = [one.reported.kv_usage for one in engines if one.reported is not None]
-    loads = [
-        one.reported.tokens + one.waiting_tokens for one in engines if one.reported is not None
-    ]
-    if len(usage) < len(engines):
-        return Choice(turn.index, "no_metrics")
-    if max(usage) >= theta.theta_kv:
-        if max(usage) - min(usage) >= theta.theta_diff:
-            return Choice(engines[usage.index(min(usage))].index, "lowest_kv_usage")
-        is_uneven = max(loads) - min(loads) > theta.theta_load
-        if is_uneven:
-            return Choice(engines[loads.index(min(loads))].index, "lowest_load")
-        return turn
-    home = scene.memory.home(scene.features.client, scene.now_s)
-    if home is None or home not in [one.index for one in engines]:
-        return turn
-    within = replace(scene, engines=within_bound(engines, theta.load_factor))
-    is_within = home in [one.index for one in within.engines]
-    if is_within:
-        return Choice(home, "user_affinity")
-    return Choice(round_robin(within).index, "home_busy")
-
-
-def within_bound(engines: Sequence[EngineState], factor: float) -> Sequence[EngineState]:
-    """Those that have, with this request, at most `factor` times the mean requests of all, rounded
-    up.
-
-    Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018; c = 1 +
-    epsilon). With a factor of at least 1 there always is one.
-    """
-    requests = [one.running + one.waiting for one in engines]
-    bound = ceil(factor * (sum(requests) + 1) / len(engines))
-    return [one for one, has in zip(engines, requests, strict=True) if has < bound]
-
-
-def scored(scene: Scene) -> Choice:
-    """The highest weighted sum of scores among engines whose KV is not full; of equals the one
-    chosen longest ago.
-
-    Why: the scorer by which it is furthest above the mean of all, or `tie`.
-    """
-    full = scene.settings.gimbal.theta_kv
-    not_full = [
-        one for one in scene.engines if one.reported is None or one.reported.kv_usage < full
-    ]
-    scene = replace(scene, engines=not_full or scene.engines)
-    engines = scene.engines
-    weights = scene.settings.weights
-    parts = {
-        name: [weight * score for score in SCORERS[name](scene)]
-        for name, weight in weights.items()
-        if weight > 0
-    }
-    sums = [sum(scores) for scores in zip(*parts.values(), strict=True)]
-    best = max(range(len(engines)), key=lambda at: (sums[at], -engines[at].chosen))
-    lead = {name: scores[best] - sum(scores) / len(scores) for name, scores in parts.items()}
-    first = max(lead, key=lead.__getitem__)
-    return Choice(engines[best].index, first if lead[first] > 0 else "tie")
-
-
-POLICIES: dict[str, Policy] = {
-    "least_running": least_running,
-    "round_robin": round_robin,
-    "gimbal": gimbal,
-    "scored": scored,
-}
-"""Every policy by the name that settings give it."""
-
-BLIND = frozenset({"least_running", "round_robin"})
-"""Policies that read only the router's own count: neither engines' reports, nor earlier choices,
-nor prefixes.
-"""
-
-IGNORES_PREFIXES = BLIND | {"gimbal"}
-"""Policies that never read `RoutingFeatures.overlaps`, which spares hashing every prompt."""
-
-WEIGHS_ADAPTERS = frozenset({"scored"})
-"""Policies that weigh themselves whether an engine has the request's adapter."""
-
-
 def choose(scene: Scene) -> Choice:
-    """The choice of the settings' policy, among the engines with the request's adapter where these
-    are not too busy.
-    """
+    """Choose an engine by the settings' policy, preferring engines with the request's adapter."""
     settings = scene.settings
-    if settings.policy not in WEIGHS_ADAPTERS and scene.features.adapter is not None:
-        scene = replace(
-            scene, engines=with_adapter(scene.features, scene.engines, settings.adapter_slack)
-        )
+    policy = POLICIES[settings.policy]
+    if scene.features.adapter is not None and not policy.weighs_adapters:
+        eligible = with_adapter(scene.features, scene.engines, settings.adapter_slack)
+        scene = replace(scene, engines=eligible)
     if len(scene.engines) == 1:
         return Choice(scene.engines[0].index, "has_adapter")
-    return POLICIES[settings.policy](scene)
+    return policy.choose(scene)
 
 
 def with_adapter(
     features: RoutingFeatures, engines: Sequence[EngineState], slack: int
 ) -> Sequence[EngineState]:
-    """Those that have the request's adapter, so that it need not be loaded elsewhere.
+    """Return the engines that have the request's adapter, or all engines.
 
-    All, where none has it, or where the least busy of them has over `slack` more requests than the
-    least busy of all: an adapter that is wanted so much is loaded once more.
+    All engines are returned if none has it, or if the least busy engine that has it has over
+    `slack` more requests than the least busy of all: such an adapter is loaded once more.
     """
-    if features.adapter is not None:
-        having = [one for one in engines if one.has_adapter]
-    else:
-        having = []
+    if features.adapter is None:
+        return engines
+    having = [engine for engine in engines if engine.has_adapter]
     if not having:
         return engines
-    least = min(one.running + one.waiting for one in engines)
-    if min(one.running + one.waiting for one in having) - least <= slack:
+    least = min(engine.running + engine.waiting for engine in engines)
+    if min(engine.running + engine.waiting for engine in having) - least <= slack:
         return having
     return engines

@@ -1,22 +1,168 @@
-"""Which of several models answers: Chimera's Algorithm 1 (lines 4 to 22), and simpler ways."""
+"""Choose which of several models answers, by Chimera's Algorithm 1 (lines 4 to 22) or simpler ways.
+
+A new policy is a function and an entry in POLICIES.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from shell_router.core.choices import list_names
 from shell_router.errors import require
 
 
 @dataclass(frozen=True, slots=True)
-class ModelChoiceSettings:
-    """How models are chosen.
+class Candidate:
+    """A model that may be chosen, with its predicted score and its load.
 
-    As in the paper, the slack is nothing as long as any model is idle: whatever else is known, the
-    idle one answers.
+    Attributes:
+        tokens_in_flight: P_m, the predicted output tokens that the model still has to decode.
+        decode_s_per_token: Seconds per token of a sequence, with `max_batch` sequences at once;
+            None until measured.
+        own_tokens: Output tokens expected of this request; None if unknown.
     """
 
-    policy: Annotated[str, "How a model is chosen: `chimera`, `worth` or `best_score`."] = "chimera"
+    model: str
+    score: float | None
+    tokens_in_flight: float
+    decode_s_per_token: float | None
+    max_batch: int
+    own_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The chosen model, and why.
+
+    Attributes:
+        waits: Per model L[m] in seconds. If any candidate's cost is unknown, P_m over its batch, in
+            tokens.
+        unmeasured: The candidates whose cost is unknown.
+    """
+
+    model: str
+    why: str
+    waits: Mapping[str, float] = field(default_factory=dict)
+    unmeasured: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The input of policies: the candidates, at least one, and the wait for each by model."""
+
+    candidates: Sequence[Candidate]
+    settings: "ModelChoiceSettings"
+    waits: Mapping[str, float]
+
+    @property
+    def fastest(self) -> Candidate:
+        """The candidate with the shortest wait; ties go to the cheapest tokens, then to the first.
+
+        Several wait equally long when they are idle.
+        """
+        return min(
+            self.candidates,
+            key=lambda model: (self.waits[model.model], model.decode_s_per_token or 0.0),
+        )
+
+    @property
+    def within_slack(self) -> Sequence[Candidate]:
+        """The candidates within the latency slack (line 18), the fastest included."""
+        limit = (1 + self.settings.latency_slack) * min(self.waits.values())
+        return [model for model in self.candidates if self.waits[model.model] <= limit]
+
+    @property
+    def scored(self) -> bool:
+        """Whether every candidate has a score."""
+        return all(model.score is not None for model in self.candidates)
+
+
+def _always(scene: Scene) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A way to choose a model.
+
+    Attributes:
+        choose: Returns one of the scene's candidates, and the reason.
+        scores_decide: Tells, without reading scores, whether they could change the choice. If not,
+            they need not be predicted.
+    """
+
+    choose: Callable[[Scene], tuple[Candidate, str]]
+    scores_decide: Callable[[Scene], bool] = _always
+
+
+def chimera(scene: Scene) -> tuple[Candidate, str]:
+    """Choose the highest score within the latency slack and above the score margin (lines 12-22).
+
+    Without scores the load decides. The paper's loop ends at the first model within the slack,
+    whether its score suffices or not, because the models after it have lower scores.
+    """
+    fastest = scene.fastest
+    within = scene.within_slack
+    if len(within) == 1:
+        return fastest, "fastest"
+    if not scene.scored:
+        return fastest, "no_scores"
+    best = max(within, key=_score)
+    if best is not fastest and _score(best) >= _score(fastest) + scene.settings.score_margin:
+        return best, "better"
+    return fastest, "fastest"
+
+
+def worth(scene: Scene) -> tuple[Candidate, str]:
+    """Choose the highest q[m] - (L[m] + own time) / `answer_worth_s`; without scores, the fastest.
+
+    This policy is our own. Chimera's slack gives every question to a better model while there is
+    room, and none when there is not; here the questions that gain most go first. Own time is
+    `own_tokens` * `decode_s_per_token`, if both are known of all candidates.
+    """
+    if not scene.scored:
+        return scene.fastest, "no_scores"
+    has_lengths = all(model.own_tokens is not None for model in scene.candidates)
+
+    def gain(model: Candidate) -> float:
+        cost_s = scene.waits[model.model]
+        if has_lengths:
+            cost_s += (model.own_tokens or 0.0) * (model.decode_s_per_token or 0.0)
+        return _score(model) - cost_s / scene.settings.answer_worth_s
+
+    return max(scene.candidates, key=gain), "worth"
+
+
+def best_score(scene: Scene) -> tuple[Candidate, str]:
+    """Choose the highest score, whatever the load; without scores, the fastest."""
+    if scene.scored:
+        return max(scene.candidates, key=_score), "best_score"
+    return scene.fastest, "no_scores"
+
+
+def _score(candidate: Candidate) -> float:
+    if candidate.score is None:
+        return -math.inf
+    return candidate.score
+
+
+POLICIES: dict[str, Policy] = {
+    "chimera": Policy(chimera, scores_decide=lambda scene: len(scene.within_slack) > 1),
+    "worth": Policy(worth),
+    "best_score": Policy(best_score),
+}
+"""Every policy by its name in settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoiceSettings:
+    """Settings of the choice of models.
+
+    As in the paper, the slack is 0 while any model is idle, so an idle model always answers.
+    """
+
+    policy: Annotated[str, f"How a model is chosen: {list_names(POLICIES)}."] = "chimera"
     latency_slack: Annotated[
         float,
         "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest.",
@@ -34,165 +180,37 @@ class ModelChoiceSettings:
             f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}",
         )
         for name in ("latency_slack", "score_margin"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} must be at least 0 and finite, not {value}")
+            limit = getattr(self, name)
+            require(0 <= limit < math.inf, f"{name} must be at least 0 and finite, not {limit}")
         worth_s = self.answer_worth_s
         require(0 < worth_s < math.inf, f"answer_worth_s must be above 0 and finite, not {worth_s}")
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A model that may be chosen: what the router scores it, and its load.
-
-    `tokens_in_flight` is P_m, the predicted output tokens of what it was given and has not done.
-    `decode_s_per_token` is a sequence's seconds per token with `max_batch` sequences at once; None
-    until measured. `own_tokens` are what it is expected to write itself, None where it is not
-    known.
-    """
-
-    model: str
-    score: float | None
-    tokens_in_flight: float
-    decode_s_per_token: float | None
-    max_batch: int
-    own_tokens: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """The chosen model, why, and by which waits: L[m] in seconds, or, where the cost of any
-    candidate's tokens is not known, P_m over its batch in tokens; `unmeasured` then names those.
-    """
-
-    model: str
-    why: str
-    waits: Mapping[str, float] = field(default_factory=dict)
-    unmeasured: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What policies see: the models, at least one, and the wait for each."""
-
-    candidates: Sequence[Candidate]
-    settings: ModelChoiceSettings
-    waits: Mapping[str, float]
-
-    @property
-    def fastest(self) -> Candidate:
-        """The shortest wait; of several, as on idle models, the one whose tokens cost least, then
-        the first.
-        """
-        return min(
-            self.candidates, key=lambda one: (self.waits[one.model], one.decode_s_per_token or 0.0)
-        )
-
-    @property
-    def within_slack(self) -> Sequence[Candidate]:
-        """Line 18; the fastest is among them."""
-        limit = (1 + self.settings.latency_slack) * min(self.waits.values())
-        return [one for one in self.candidates if self.waits[one.model] <= limit]
-
-    @property
-    def scored(self) -> bool:
-        """Whether every model has a score."""
-        return all(one.score is not None for one in self.candidates)
-
-
 def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> ModelChoice:
-    """One of `candidates`, which are not empty."""
+    """Return one of `candidates`, of which there is at least one."""
     waits, unmeasured = _waits(candidates)
     if len(candidates) == 1:
         return ModelChoice(candidates[0].model, "only", waits, unmeasured)
-    chosen, why = POLICIES[settings.policy](Scene(candidates, settings, waits))
+    chosen, why = POLICIES[settings.policy].choose(Scene(candidates, settings, waits))
     return ModelChoice(chosen.model, why, waits, unmeasured)
 
 
 def scores_decide(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> bool:
-    """Whether scores could change which of `candidates` is chosen, as busy as they are. Reads
-    none."""
-    if len(candidates) == 1 or settings.policy not in READS_SCORES:
+    """Tell whether scores could change which of `candidates` is chosen under their present load."""
+    if len(candidates) == 1:
         return False
-    return (
-        settings.policy != "chimera"
-        or len(Scene(candidates, settings, _waits(candidates)[0]).within_slack) > 1
-    )
+    waits, _ = _waits(candidates)
+    return POLICIES[settings.policy].scores_decide(Scene(candidates, settings, waits))
 
 
 def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[str, ...]]:
-    """L[m] = P_m * decode_s_per_token / max_batch by model (Algorithm 1, line 11), and those whose
-    cost is not known: see ModelChoice."""
-    unmeasured = tuple(one.model for one in candidates if one.decode_s_per_token is None)
-    costs = [1.0 if unmeasured else one.decode_s_per_token or 0.0 for one in candidates]
-    waits = {
-        one.model: one.tokens_in_flight * cost / one.max_batch
-        for one, cost in zip(candidates, costs, strict=True)
-    }
+    """Compute `ModelChoice.waits` and `unmeasured`.
+
+    L[m] = P_m * decode_s_per_token / max_batch (Algorithm 1, line 11).
+    """
+    unmeasured = tuple(model.model for model in candidates if model.decode_s_per_token is None)
+    waits = {}
+    for model in candidates:
+        token_s = 1.0 if unmeasured else model.decode_s_per_token or 0.0
+        waits[model.model] = model.tokens_in_flight * token_s / model.max_batch
     return waits, unmeasured
-
-
-Policy = Callable[[Scene], tuple[Candidate, str]]
-
-
-def chimera(scene: Scene) -> tuple[Candidate, str]:
-    """The highest score within the latency slack and above the score margin (lines 12 to 22);
-    without scores, the load.
-
-    The paper's loop ends at the first model within the slack, whether its score suffices or not:
-    those after it have lower ones. Where only the fastest is within the slack, scores do not
-    matter.
-    """
-    fastest = scene.fastest
-    within = scene.within_slack
-    if len(within) == 1:
-        return fastest, "fastest"
-    if not scene.scored:
-        return fastest, "no_scores"
-    best = max(within, key=_score)
-    if best is not fastest and _score(best) >= _score(fastest) + scene.settings.score_margin:
-        return best, "better"
-    return fastest, "fastest"
-
-
-def worth(scene: Scene) -> tuple[Candidate, str]:
-    """The highest score less what waiting costs, q[m] - (L[m] + own time) / `answer_worth_s`;
-    without scores, the load.
-
-    Our own. Chimera's slack lets every question to a better model while there is room, and none
-    when there is not; here those that gain most by it go first. Own time is `own_tokens` *
-    `decode_s_per_token`, where both are known of all.
-    """
-    if not scene.scored:
-        return scene.fastest, "no_scores"
-    known = all(one.own_tokens is not None for one in scene.candidates)
-
-    def gain(one: Candidate) -> float:
-        if known:
-            own_s = (one.own_tokens or 0.0) * (one.decode_s_per_token or 0.0)
-        else:
-            own_s = 0.0
-        return _score(one) - (scene.waits[one.model] + own_s) / scene.settings.answer_worth_s
-
-    return max(scene.candidates, key=gain), "worth"
-
-
-def best_score(scene: Scene) -> tuple[Candidate, str]:
-    """The highest score, whatever the load; without scores, the load."""
-    if scene.scored:
-        return (max(scene.candidates, key=_score), "best_score")
-    return (scene.fastest, "no_scores")
-
-
-POLICIES: dict[str, Policy] = {
-    "chimera": chimera,
-    "worth": worth,
-    "best_score": best_score,
-}
-READS_SCORES = frozenset({"chimera", "worth", "best_score"})
-"""Policies whose choice depends on scores; for others they need not be predicted."""
-
-
-def _score(candidate: Candidate) -> float:
-    if candidate.score is None:
-        return -math.inf
-    return candidate.score

@@ -1,9 +1,7 @@
-"""The order of requests that wait for an engine. docs/explanation/scheduling.md has a section per
-order.
+"""The order of requests that wait for an engine.
 
-An order is one function and one entry in ORDERS: it gives a waiting request its key, and the lowest
-key is next. `turn` ages every order but the fair one, which starves none: a request that has waited
-`age_s` goes first.
+docs/explanation/scheduling.md has a section per order. A new order is a function and an entry in
+ORDERS. The function gives a waiting request its key; the request with the lowest key is next.
 """
 
 from collections import Counter, OrderedDict
@@ -11,13 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from shell_router.core.choices import list_names
 from shell_router.core.engine import Hints
 from shell_router.errors import EngineUnavailable, require
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
-"""An output token counts as two of a prompt, as in the literature on fair serving (and in most
-price lists).
+"""Prompt tokens that an output token counts as, by the literature on fair serving and most price
+lists.
 """
 
 
@@ -26,7 +25,100 @@ def _forget_oldest(remembered: OrderedDict[Any, Any]) -> None:
         remembered.popitem(last=False)
 
 
+def _ignore() -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class QueueEntry:
+    """A request that waits for an engine.
+
+    Attributes:
+        missed: How many requests were chosen since it came.
+        excluded: Indices of engines that it has failed on.
+        bound: The engine it waits for; any engine if None.
+        slot: Its slot, once it is granted.
+        error: Why it gets no slot.
+        decided: Called once it has a slot or an error.
+        waits: Whether it got no slot at once.
+    """
+
+    features: RoutingFeatures
+    arrived_s: float
+    missed: int = 0
+    excluded: frozenset[int] = frozenset()
+    bound: Choice | None = None
+    slot: Any = None
+    error: EngineUnavailable | None = None
+    decided: Callable[[], None] = _ignore
+    waits: bool = False
+    chosen_before: int = 0
+
+
 Key = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of waiting requests.
+
+    Attributes:
+        key: Gives a request's key; requests with equal keys go by their arrival.
+        ages: Whether a request that has waited `age_s` goes first, so that none starves.
+        weighs_tenants: Whether the order reads the settings' `weights`.
+    """
+
+    key: Callable[[QueueEntry, "RequestQueue"], Key]
+    ages: bool = True
+    weighs_tenants: bool = False
+
+
+def fcfs(entry: QueueEntry, queue: "RequestQueue") -> Key:
+    """Order by arrival alone."""
+    return ()
+
+
+def shortest_prefill(entry: QueueEntry, queue: "RequestQueue") -> Key:
+    """Order by tokens to prefill, fewest first (Gimbal, Algorithm 2; `sort_key` has its aging).
+
+    Tokens known to be cached are not counted. Without any this is the paper's r.prompt.
+    """
+    return (entry.features.new_tokens,)
+
+
+def shortest_total(entry: QueueEntry, queue: "RequestQueue") -> Key:
+    """Order by (starvation_level, output tokens left in the program), Chimera 3.4 and 3.7.
+
+    A request rises by a level whenever S others were chosen before it. Running requests are not
+    interrupted here, so the quantum counts requests: the next Q of a program whose request was
+    promoted start at the level it had reached. A request without an expected total counts its own
+    expected output.
+    """
+    hints = entry.features.hints
+    level = queue.level(hints) - entry.missed // queue.settings.starvation_misses
+    if hints.total_tokens is None:
+        return (level, entry.features.output_tokens)
+    return (level, hints.total_tokens)
+
+
+def least_attained(entry: QueueEntry, queue: "RequestQueue") -> Key:
+    """Order by the tokens that the user was served, divided by its weight, fewest first.
+
+    It does not age: a user who is not served becomes the least served, and with aging a flood of
+    one user's requests would go before all others.
+    """
+    return (queue.attained(entry.features.user),)
+
+
+ORDERS: dict[str, Order] = {
+    "fcfs": Order(fcfs),
+    "shortest_prefill": Order(shortest_prefill),
+    "shortest_total": Order(shortest_total),
+    "least_attained": Order(least_attained, ages=False, weighs_tenants=True),
+}
+"""Every order by its name in settings."""
+
+_WEIGHING = [name for name, order in ORDERS.items() if order.weighs_tenants]
+_UNAGED = [name for name, order in ORDERS.items() if not order.ages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +127,13 @@ class QueueSettings:
 
     An engine is full while `max_running` requests run on it, while `max_prefill_tokens` tokens
     there are to be prefilled, or while prompts and outputs there, expected ones included, take
-    `max_tokens` of KV; where none of these is set, requests do not wait here. `bind` says when the
+    `max_tokens` of KV. If none of these is set, requests do not wait here. `bind` says when the
     engine is chosen: at the request's `arrival`, or when an engine has a `place` for it. After
-    `wait_s` a request is refused.
-
-    `age_s` is Algorithm 2's aging. `starvation_misses` and `quantum` are Chimera's S and Q.
+    `wait_s` a request is refused. `age_s` is the aging of Gimbal's Algorithm 2;
+    `starvation_misses` and `quantum` are Chimera's S and Q.
     """
 
-    order: Annotated[
-        str,
-        "Which request is next: `fcfs`, `shortest_prefill`, `shortest_total` or `least_attained`.",
-    ] = "fcfs"
+    order: Annotated[str, f"Which request is next: {list_names(ORDERS)}."] = "fcfs"
     bind: Annotated[
         str,
         (
@@ -76,11 +164,12 @@ class QueueSettings:
         float,
         (
             "Seconds after which a waiting request goes first, so that none starves; not of "
-            "`least_attained`."
+            f"{list_names(_UNAGED)}."
         ),
     ] = 5.0
     weights: Annotated[
-        Mapping[str, float], "Shares of tenants under `least_attained`; 1 where none is named."
+        Mapping[str, float],
+        f"Shares of tenants under {list_names(_WEIGHING)}; 1 where none is named.",
     ] = field(default_factory=dict)
     starvation_misses: int = field(default=100, metadata={"file": False})
     quantum: int = field(default=4, metadata={"file": False})
@@ -98,12 +187,14 @@ class QueueSettings:
             "starvation_misses",
             "quantum",
         ):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
+            limit = getattr(self, name)
+            require(limit is None or limit >= 1, f"{name} must be at least 1, not {limit}")
         for name in ("wait_s", "age_s"):
             require(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name):g}")
-        counted = not self.weights or self.order == "least_attained"
-        require(counted, f"weights count under order: least_attained, and order is {self.order}")
+        require(
+            not self.weights or self.order in _WEIGHING,
+            f"weights count under order: {' or '.join(_WEIGHING)}, and order is {self.order}",
+        )
         for tenant, weight in self.weights.items():
             require(weight > 0, f"weights.{tenant} must be above 0, not {weight:g}")
 
@@ -113,98 +204,26 @@ class QueueSettings:
         return (self.max_running, self.max_prefill_tokens, self.max_tokens) != (None, None, None)
 
 
-def _ignore() -> None: ...
+def sort_key(entry: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
+    """Return the full key of a waiting request; the lowest is next.
 
-
-@dataclass(slots=True, eq=False)
-class QueueEntry:
-    """A request that waits for an engine since `arrived_s`; `missed` others were chosen meanwhile.
-
-    It goes to the `bound` engine where there is one, else to any that it has not failed on
-    (`excluded`, by index). In the end it has a `slot`, or an `error` instead; `decided` is called
-    then. `waits` says that it had none at once.
+    Requests that have waited `age_s` come first, the longest waiting before all (Gimbal, Algorithm
+    2, line 4). Then come the other requests of clients. Prefill-only updates come last, however
+    long they wait, because they only make a later request faster.
     """
-
-    features: RoutingFeatures
-    arrived_s: float
-    missed: int = 0
-    excluded: frozenset[int] = frozenset()
-    bound: Choice | None = None
-    slot: Any = None
-    error: EngineUnavailable | None = None
-    decided: Callable[[], None] = _ignore
-    waits: bool = False
-    chosen_before: int = 0
-
-
-Order = Callable[[QueueEntry, "RequestQueue"], Key]
-"""The key of a waiting request; requests with equal keys go by their arrival."""
-
-
-def fcfs(one: QueueEntry, queue: "RequestQueue") -> Key:
-    """First come, first served."""
-    return ()
-
-
-def shortest_prefill(one: QueueEntry, queue: "RequestQueue") -> Key:
-    """The fewest tokens to prefill first (Gimbal, Algorithm 2; `turn` has its aging).
-
-    What is known to be prefilled already is not counted: the paper's r.prompt, where nothing is.
-    """
-    return (one.features.new_tokens,)
-
-
-def shortest_total(one: QueueEntry, queue: "RequestQueue") -> Key:
-    """The program with the fewest output tokens to come first: (starvation_level, priority),
-    Chimera 3.4 and 3.7.
-
-    A request rises by a level whenever S others were chosen before it. Here nothing that runs is
-    interrupted, so the quantum counts requests: the next Q of a program whose request was promoted
-    start as high as it had risen. Requests of which nothing is expected count the output that is
-    expected of themselves.
-    """
-    hints = one.features.hints
-    level = queue.level(hints) - one.missed // queue.settings.starvation_misses
-    return (level, one.features.output_tokens if hints.total_tokens is None else hints.total_tokens)
-
-
-def least_attained(one: QueueEntry, queue: "RequestQueue") -> Key:
-    """The user who has been served least, in tokens by its weight; of one user, in order of
-    arrival.
-
-    One that is not served becomes the least served: were requests to age, a flood of one user's
-    would go before all.
-    """
-    return (queue.attained(one.features.user),)
-
-
-ORDERS: dict[str, Order] = {
-    "fcfs": fcfs,
-    "shortest_prefill": shortest_prefill,
-    "shortest_total": shortest_total,
-    "least_attained": least_attained,
-}
-"""Every order by the name that settings give it."""
-
-
-def turn(one: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
-    """The full key: the lowest is next.
-
-    Requests that have waited `age_s` come first, the longest waiting before all (Algorithm 2, line
-    4). Then come requests of clients, then prefill-only updates, which only make a later request
-    faster, however long they wait.
-    """
-    order = queue.settings.order
-    update = one.features.update
-    if order != "least_attained" and not update and now_s - one.arrived_s >= queue.settings.age_s:
-        return (0, one.arrived_s)
-    return (2 if update else 1, *ORDERS[order](one, queue), one.arrived_s)
+    order = ORDERS[queue.settings.order]
+    key = (*order.key(entry, queue), entry.arrived_s)
+    if entry.features.update:
+        return (2, *key)
+    if order.ages and now_s - entry.arrived_s >= queue.settings.age_s:
+        return (0, entry.arrived_s)
+    return (1, *key)
 
 
 class RequestQueue:
-    """The requests that wait, which is next, and what orders know of users and programs.
+    """The waiting requests, with the state that orders keep.
 
-    That is the tokens that users were served, and how far the requests of programs have risen.
+    It counts the tokens that each user was served, and each program's starvation level.
     """
 
     def __init__(self, settings: QueueSettings) -> None:
@@ -216,38 +235,35 @@ class RequestQueue:
         self._levels: OrderedDict[tuple[str | None, str | None], tuple[int, int]] = OrderedDict()
 
     def attained(self, user: str | None) -> float:
-        """Tokens that this user was served, outputs twice, divided by its weight, 1 where it has
-        none.
-        """
+        """Return the tokens that the user was served, outputs doubled, over its weight."""
         return self._attained.get(user, 0.0)
 
     def level(self, hints: Hints) -> int:
-        """The starvation level at which requests of this tenant's program start: 0 or below."""
+        """Return the level, 0 or below, at which requests of this tenant's program start."""
         return self._levels.get((hints.user, hints.program), (0, 0))[0]
 
     def next(self, can_go: Callable[[QueueEntry], bool], now_s: float) -> QueueEntry | None:
-        """The next, by the settings' order, of those that can go; None where none can."""
+        """Return the first entry, by the settings' order, that can go; None if none can."""
         able = [entry for entry in self.entries if can_go(entry)]
         for entry in able:
             entry.missed = self._chosen - entry.chosen_before
-        return min(able, key=lambda entry: turn(entry, self, now_s), default=None)
-
-    # --- what happens
+        return min(able, key=lambda entry: sort_key(entry, self, now_s), default=None)
 
     def join(self, entry: QueueEntry) -> None:
-        """A request arrives. A user without requests gets no more credit than the least served user
-        with some.
+        """Add a request that arrives.
+
+        A user without requests gets no more credit than the least served user that has some.
         """
         user = entry.features.user
         if not self._active[user] and self._active.total():
-            least = min(self.attained(one) for one, requests in self._active.items() if requests)
+            least = min(self.attained(other) for other, count in self._active.items() if count)
             self._set(user, max(self.attained(user), least))
         self._active[user] += 1
         entry.chosen_before = self._chosen
         self.entries.append(entry)
 
-    def chosen(self, entry: QueueEntry, new_tokens: int) -> None:
-        """It is served next, and `new_tokens` of its prompt are to be prefilled."""
+    def take(self, entry: QueueEntry, new_tokens: int) -> None:
+        """Remove an entry that is served now; `new_tokens` of its prompt are to be prefilled."""
         self.entries.remove(entry)
         self._chosen += 1
         hints = entry.features.hints
@@ -255,19 +271,22 @@ class RequestQueue:
         if hints.program is not None:
             program = hints.user, hints.program  # a client may name its program as another tenant's
             level, left = self._levels.pop(program, (0, 0))
-            level, left = (-risen, self.settings.quantum) if risen else (level, left - 1)
+            left -= 1
+            if risen:
+                level = -risen
+                left = self.settings.quantum
             if left > 0:
                 self._levels[program] = (level, left)
                 _forget_oldest(self._levels)
-        self.served(entry.features.user, new_tokens)
+        self.count_tokens(entry.features.user, new_tokens)
 
-    def served(self, user: str | None, prompt_tokens: int, output_tokens: int = 0) -> None:
-        """Tokens were prefilled, or written, for the user."""
+    def count_tokens(self, user: str | None, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """Count tokens that were prefilled or decoded for the user."""
         tokens = prompt_tokens + OUTPUT_WEIGHT * output_tokens
         self._set(user, self.attained(user) + tokens / self.settings.weights.get(user or "", 1.0))
 
-    def left(self, features: RoutingFeatures) -> None:
-        """A request that had arrived is over."""
+    def leave(self, features: RoutingFeatures) -> None:
+        """Count a request that has joined as ended."""
         self._active[features.user] -= 1
         if self._active[features.user] <= 0:
             del self._active[features.user]

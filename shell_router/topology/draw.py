@@ -99,11 +99,13 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
         return (
             f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on{passed}"
         )
+    start = f"from {count(early_exit.min_completed, 'output')} on"
+    if not early_exit.needs.embeds:
+        return f"early exit {early_exit.policy}, {start}"
     if early_exit.policy == "stochastic":
         policy = early_exit.policy
     else:
         policy = f"at Q >= {early_exit.threshold:g}"
-    start = f"from {count(early_exit.min_completed, 'output')} on"
     return f"early exit {policy}, tau {early_exit.tau:g}, {start}"
 
 

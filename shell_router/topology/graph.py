@@ -182,7 +182,7 @@ class Topology:
     def embeds(self) -> bool:
         """Whether an early exit has to embed outputs."""
         return any(
-            cluster.early_exit is not None and cluster.early_exit.embeds
+            cluster.early_exit is not None and cluster.early_exit.needs.embeds
             for cluster in self.clusters
         )
 

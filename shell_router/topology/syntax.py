@@ -230,11 +230,7 @@ _EARLY_EXIT_FIELDS = Block(
     "When a cluster's unfinished agents are cut off.",
     {
         "policy": OneOf(
-            "'stochastic', the paper's, exits with probability Q; 'threshold' exits at Q >= "
-            "threshold; 'in_flight' "
-            "reads unfinished outputs too and exits when the leading answer's support reaches "
-            "threshold; 'quorum' "
-            "exits grace_s after min_completed agents have ended.",
+            "; ".join(f"'{name}' {policy.meaning}" for name, policy in POLICIES.items()) + ".",
             tuple(POLICIES),
         ),
         "scope": OneOf(

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from shell_router.api import ApiSettings
+from shell_router.api.replies import ErrorBody
 from shell_router.core.engine import ChatServing, Placement
 from shell_router.errors import EngineRejected, EngineUnreachable
 from tests.fakes.api_server import ScriptedRelay, api
@@ -115,7 +116,7 @@ async def test_an_engines_error_keeps_status_and_message_in_the_shape_of_all_err
         reported, envelope = await served.post("/generate", {"text": "x"})
     assert (reported, envelope["error"]["code"]) == (status, code)
     assert envelope["error"]["message"] == f"The engine answered {status}: no room"
-    assert set(envelope["error"]) == {"message", "type", "param", "code"}
+    assert envelope["error"].keys() == ErrorBody.__annotations__.keys()
 
 
 @pytest.mark.parametrize(

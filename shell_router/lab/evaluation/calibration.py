@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from shell_router.core.statistics import Interval
-from shell_router.early_exit.settings import EarlyExit
+from shell_router.early_exit.settings import POLICIES, EarlyExit
 from shell_router.errors import ConfigError, ShellRouterError, require
 from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.lab.evaluation.report import Row
@@ -50,7 +50,7 @@ class Tried:
                 self.policies, self.scopes, self.taus, self.thresholds
             ):
                 tried = EarlyExit(policy, scope, tau, threshold)  # type: ignore[arg-type]
-                require(tried.judges, f"policy {policy} judges no output", "Leave it out.")
+                require(tried.needs.judges, f"policy {policy} judges no output", "Leave it out.")
         except ValueError as error:
             raise ConfigError(
                 f"This early exit cannot be tried: {error}.", remedy="Leave it out."
@@ -61,7 +61,7 @@ class Tried:
         found: list[Settings] = []
         for policy, scope in product(self.policies, self.scopes):
             taus: Sequence[Settings] = (
-                [{}] if policy == "in_flight" else [{"tau": tau} for tau in self.taus]
+                [{"tau": tau} for tau in self.taus] if POLICIES[policy].embeds else [{}]
             )
             for tau, threshold in product(taus, self.thresholds):
                 found.append({"policy": policy, "scope": scope, **tau, "threshold": threshold})
@@ -131,7 +131,7 @@ def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None)
     for holder in [one for one in holders if one.get("early_exit", "off") not in OFF] or [changed]:
         own = holder.get("early_exit")
         block = {**(own if isinstance(own, dict) else {}), **settings}
-        if settings["policy"] != "in_flight" or settings["scope"] == "layer":
+        if not POLICIES[settings["policy"]].names_sources or settings["scope"] == "layer":
             block.pop("skip_aggregation", None)
         holder["early_exit"] = block
     return changed

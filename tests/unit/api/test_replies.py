@@ -5,7 +5,14 @@ import inspect
 import pytest
 
 from shell_router import errors
-from shell_router.api.replies import INTERNAL, is_retryable, problem_body, problem_of
+from shell_router.api.replies import (
+    INTERNAL,
+    anthropic_error,
+    is_retryable,
+    problem_body,
+    problem_of,
+    shared_fields,
+)
 from shell_router.errors import (
     AdapterFailed,
     AdapterMissing,
@@ -62,14 +69,19 @@ def test_an_adapter_that_is_to_be_loaded_again_is_worth_another_try_and_one_that
 
 def test_the_envelope_names_field_type_and_remedy() -> None:
     error = InvalidField("n is wrong.", field="n", remedy="Leave it out.")
-    assert problem_body(error, "id") == {
-        "error": {
-            "message": "n is wrong. Leave it out.",
-            "type": "invalid_request_error",
-            "param": "n",
-            "code": "invalid_field",
-        }
+    openai = {
+        "message": "n is wrong. Leave it out.",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": "invalid_field",
     }
+    assert problem_body(error, "id")["error"].items() >= openai.items()
+
+
+def test_every_api_gives_all_fields_but_those_that_only_openai_has() -> None:
+    error = {**problem_body(InvalidField("n is wrong.", field="n"), "id")["error"], "extra": 7}
+    assert anthropic_error(error) == {**shared_fields(error), "type": "invalid_request_error"}
+    assert shared_fields(error).keys() == error.keys() - {"type", "param", "code"}
 
 
 def test_an_unexpected_error_gives_nothing_away() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from shell_router.early_exit.algorithm1 import ClusterGate, Confidence, features, similarity
+from shell_router.early_exit.algorithm1 import Confidence, features, similarity
+from shell_router.early_exit.cluster_gate import ClusterGate
 
 TOLERANCE = 1e-6
 
@@ -52,7 +53,7 @@ def assert_follows_algorithm1(states, logprobs, tau):
     for count in range(1, len(states) + 1):
         confidence = Confidence()
         confidence.add(logprobs[count - 1])
-        gate.completed("a", confidence.value, features(states[count - 1]))
+        gate.completed("a", "", confidence.value, features(states[count - 1]))
         scored = gate.score()
         expected = metric_q(states[:count], logprobs[:count], tau)
         found = (scored.confidence, scored.agreement, scored.balance, scored.probability)

@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from shell_router.early_exit.algorithm1 import ClusterGate, Score, features, score
-from shell_router.early_exit.settings import EarlyExit
+from shell_router.early_exit.algorithm1 import Score, features, score
+from shell_router.early_exit.cluster_gate import ClusterGate
+from shell_router.early_exit.settings import POLICIES, EarlyExit
 
 ONE = np.eye(1)
 
@@ -18,7 +19,7 @@ def two_outputs(**settings):
     rng = np.random.default_rng(0)
     gate = ClusterGate(tau=0.7, min_completed=2, **settings)
     for agent in "ab":
-        gate.completed(agent, 0.8, features(rng.standard_normal((5, 8))))
+        gate.completed(agent, "", 0.8, features(rng.standard_normal((5, 8))))
     return gate, gate.score().probability
 
 
@@ -92,21 +93,21 @@ def test_without_self_similarity_agreement_is_that_of_pairs():
 def test_the_gate_is_silent_until_enough_outputs_are_there():
     gate = ClusterGate(tau=0.7, min_completed=3)
     output = features(np.random.default_rng(0).standard_normal((5, 8)))
-    gate.completed("a", 0.9, output)
+    gate.completed("a", "", 0.9, output)
     assert gate.score() is None
-    gate.completed("a", 0.8, output)
+    gate.completed("a", "", 0.8, output)
     assert gate.score() is None
-    gate.completed("c", 0.7, output)
+    gate.completed("c", "", 0.7, output)
     assert gate.score() == score([0.9, 0.8, 0.7], np.ones((3, 3)), 0.7)
 
 
 def test_a_refused_output_leaves_the_gate_as_it_was():
     rng = np.random.default_rng(0)
     gate = ClusterGate(tau=0.7, min_completed=2)
-    gate.completed("a", 0.9, features(rng.standard_normal((5, 8))))
+    gate.completed("a", "", 0.9, features(rng.standard_normal((5, 8))))
     with pytest.raises(ValueError, match="different models"):
-        gate.completed("b", 0.8, features(rng.standard_normal((5, 9))))
-    gate.completed("b", 1.0, features(rng.standard_normal((5, 8))))
+        gate.completed("b", "", 0.8, features(rng.standard_normal((5, 9))))
+    gate.completed("b", "", 1.0, features(rng.standard_normal((5, 8))))
     second = gate.score()
     assert second.confidence == pytest.approx(math.sqrt((0.81 + 1) / 2))
 
@@ -127,3 +128,25 @@ def test_a_refused_output_leaves_the_gate_as_it_was():
 def test_bad_settings_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         EarlyExit(**bad)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_judges_complete_outputs_by_a_gate(policy: str) -> None:
+    gate = EarlyExit(policy, threshold=0.5, min_completed=2).new_gate(("a", "b", "c"))
+    for agent in ("a", "b"):
+        states = features(np.ones((3, 4)))
+        gate.wrote(agent, "Answer: 4\n", 1.0)
+        gate.completed(agent, "Answer: 4\n", 1.0, states if POLICIES[policy].embeds else None)
+    judgement = gate.judge(("c",), lambda: 0.0)
+    assert judgement is not None and judgement.exits
+    assert (judgement.score is None) != POLICIES[policy].judges
+
+
+def test_a_quorum_exits_once() -> None:
+    gate = EarlyExit("quorum", min_completed=1).new_gate(("a", "b", "c"))
+    exits = []
+    for agent in ("a", "b"):
+        gate.completed(agent, "", 0.0, None)
+        judgement = gate.judge(("c",), lambda: 0.0)
+        exits.append(judgement is not None and judgement.exits)
+    assert exits == [True, False]

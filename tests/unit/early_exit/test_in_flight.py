@@ -20,7 +20,7 @@ def write(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -
 
 def end(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -> None:
     write(judged, name, text, confidence)
-    judged.completed(name)
+    judged.completed(name, text, confidence, None)
 
 
 def test_overlap_grows_with_what_was_said_of_the_other_text() -> None:
@@ -42,7 +42,7 @@ def test_nothing_is_scored_before_an_output_with_an_answer_has_ended() -> None:
     judged = gate()
     write(judged, "a", "2+2=4. Answer: 4 I am sure")
     assert judged.score(RUNNING) == NO_QUORUM
-    judged.completed("a")
+    judged.completed("a", "", 1.0, None)
     assert judged.score(("b", "c")) != NO_QUORUM
 
 
@@ -128,9 +128,9 @@ def test_one_that_began_late_is_compared_from_its_first_word_on() -> None:
 
 
 def test_only_the_policy_in_flight_needs_no_embedding() -> None:
-    assert not EarlyExit("in_flight").embeds
-    assert EarlyExit("stochastic").embeds
-    assert EarlyExit("threshold").embeds
+    assert not EarlyExit("in_flight").needs.embeds
+    assert EarlyExit("stochastic").needs.embeds
+    assert EarlyExit("threshold").needs.embeds
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:

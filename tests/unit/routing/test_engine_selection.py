@@ -8,6 +8,7 @@ from shell_router.errors import ConfigError
 from shell_router.routing.engine_selection import (
     POLICIES,
     GimbalThresholds,
+    Policy,
     Scene,
     SelectionSettings,
 )
@@ -31,7 +32,8 @@ def chosen(
     now_s: float = 0.0,
 ) -> Choice:
     settings = replace(SETTINGS, policy=policy)
-    return POLICIES[policy](Scene(asked, engines, memory or ChoiceMemory(300.0), settings, now_s))
+    scene = Scene(asked, engines, memory or ChoiceMemory(300.0), settings, now_s)
+    return POLICIES[policy].choose(scene)
 
 
 def reporting(*states: tuple[float, int]) -> list[EngineState]:
@@ -220,7 +222,7 @@ def test_equal_engines_are_a_tie_and_take_turns() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"policy": "best"}, "least_running, round_robin, gimbal, scored"),
+        ({"policy": "best"}, ", ".join(POLICIES)),
         ({"weights": {"luck": 1.0}}, "luck"),
         ({"weights": {"wait": -1.0}}, "weights.wait"),
         ({"weights": {"wait": 0.0}}, "weights"),
@@ -256,7 +258,7 @@ def highest_index(scene: Scene) -> Choice:
 
 @pytest.fixture
 def own_policy() -> Iterator[str]:
-    POLICIES["highest_index"] = highest_index
+    POLICIES["highest_index"] = Policy(highest_index)
     yield "highest_index"
     del POLICIES["highest_index"]
 
