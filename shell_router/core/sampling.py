@@ -1,11 +1,14 @@
-"""What of a request may reach an engine: its sampling parameters, and how long its prompt is. Pure;
-for every route.
+"""The limits of what requests may ask of an engine: sampling parameters and the prompt's length.
+
+Pure. `RANGES` holds for the API's fields, topology files, native bodies and the embedded engine.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
+import annotated_types
 import orjson
 
 from shell_router.errors import InvalidField, PromptTooLong
@@ -39,25 +42,83 @@ such names.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a parameter may be: from `low` (above it, if `open`) to `high`, never `but`.
+
+    Pydantic reads it as the limits of a type: `Annotated[float, RANGES["top_p"]]`.
+    """
+
+    low: float
+    high: float
+    whole: bool = False
+    open: bool = False
+    but: int | None = None
+
+    @property
+    def __is_annotated_types_grouped_metadata__(self) -> Literal[True]:
+        return True
+
+    def __iter__(self) -> Iterator[object]:
+        """Yield the limits as `annotated_types`."""
+        yield annotated_types.Gt(self.low) if self.open else annotated_types.Ge(self.low)
+        yield annotated_types.Le(self.high)
+        if self.but is not None:
+            yield annotated_types.Predicate(lambda value: value != self.but)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        low = "above" if self.open else "from"
+        without = "" if self.but is None else f", but not {self.but}"
+        return f"{kind} {low} {self.low} to {self.high}{without}"
+
+    def allows(self, value: object) -> bool:
+        """Return whether `value` is a number of this range."""
+        if type(value) is not int and (self.whole or type(value) is not float):
+            return False
+        if self.open and value == self.low:
+            return False
+        return self.low <= value <= self.high and value != self.but
+
+
+RANGES: Mapping[str, Range] = {
+    "temperature": Range(0, MAX_NUMBER),
+    "top_p": Range(0, 1, open=True),
+    "min_p": Range(0, 1),
+    "top_k": Range(-1, MAX_INTEGER, whole=True, but=0),
+    "frequency_penalty": Range(-2, 2),
+    "presence_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 2, open=True),
+    "max_new_tokens": Range(0, MAX_INTEGER, whole=True),
+    "min_new_tokens": Range(0, MAX_INTEGER, whole=True),
+    "sampling_seed": Range(-(2**63), 2**63 - 1, whole=True),
+    "stream_interval": Range(1, MAX_INTEGER, whole=True),
+}
+"""By SGLang's names, the ranges that SGLang 0.5.23 checks in `SamplingParams.verify`, within the
+integers and floats of 32 bits.
+"""
+
+
 def check_sampling(
     params: Mapping[str, Any], vocabulary: int | None = None, path: str = ""
 ) -> None:
-    """Raise InvalidField for what would end an engine, hang it, or hold up the requests of others.
+    """Raise InvalidField for what an engine refuses, and what would end, hang or block it.
 
-    `params` are SGLang's `sampling_params`, found at `path`. Token ids must lie below `vocabulary`,
-    where it is known. Ranges that SGLang refuses by itself are left to it.
+    Args:
+        params: SGLang's `sampling_params`, found at `path`.
+        vocabulary: The limit of token ids, where it is known.
+        path: The parameters' path in the body.
     """
     below = inf if vocabulary is None else vocabulary
-    is_plain = True  # nothing in it can be long: most requests have numbers alone
-    for name, found in params.items():
+    is_plain = True  # no value can be long: most requests have numbers alone
+    for name, value in params.items():
         rule = _RULES.get(name)
-        if rule is not None and found is not None and not rule[0](found, below):
-            if vocabulary is None:
-                known = "the size of the vocabulary"
-            else:
-                known = f"{vocabulary}, the size of the vocabulary"
-            raise _refusal(path, name, rule[1].replace("{vocabulary}", known), rule[2])
-        is_plain = is_plain and isinstance(found, _SHORT)
+        if rule is not None and value is not None and not rule[0](value, below):
+            size = "the size of the vocabulary"
+            if vocabulary is not None:
+                size = f"{vocabulary}, {size}"
+            raise _refusal(path, name, rule[1].replace("{vocabulary}", size), rule[2])
+        is_plain = is_plain and isinstance(value, _SHORT)
     if not is_plain:
         check_depth(params, path or "sampling_params")
         if len(orjson.dumps(params, option=orjson.OPT_NON_STR_KEYS)) > MAX_SAMPLING_BYTES:
@@ -67,9 +128,9 @@ def check_sampling(
 
 
 def check_depth(value: object, path: str) -> None:
-    """Raise InvalidField where `value`, parsed JSON found at `path`, nests deeper than MAX_DEPTH.
+    """Raise InvalidField if the JSON value at `path` nests deeper than MAX_DEPTH.
 
-    So it does for more than MAX_VALUES values, since counting more would hold up an event loop.
+    The same holds for more than MAX_VALUES values: counting more would block an event loop.
     """
     level: list[Any] = [value] if isinstance(value, dict | list) else []
     values = 0
@@ -83,8 +144,8 @@ def check_depth(value: object, path: str) -> None:
             )
         level = [
             inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
     raise InvalidField(
@@ -95,13 +156,11 @@ def check_depth(value: object, path: str) -> None:
 
 
 def require_possible(characters: int, context_length: int) -> None:
-    """Raise PromptTooLong for a text that is too long for any tokenizer to fit it into the
-    context."""
+    """Raise PromptTooLong for a text that no tokenizer can fit into the context."""
     if characters > MOST_CHARACTERS_PER_TOKEN * context_length:
         raise PromptTooLong(
             f"The prompt has {characters} characters; a context of {context_length} tokens takes "
-            "fewer than"
-            f" {MOST_CHARACTERS_PER_TOKEN} for each.",
+            f"fewer than {MOST_CHARACTERS_PER_TOKEN} for each.",
             remedy="Shorten it, or choose a model with a longer context.",
         )
 
@@ -111,52 +170,41 @@ def _refusal(path: str, name: str, what: str, remedy: str) -> InvalidField:
     return InvalidField(f"{field} {what}.", field=field, remedy=remedy)
 
 
-def _is_integer(found: Any, most: int = MAX_INTEGER) -> bool:
-    return type(found) is int and abs(found) <= most
-
-
-def _is_number(found: Any) -> bool:
-    return (
-        isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) <= MAX_NUMBER
-    )
-
-
-def _are_ids(found: Any, vocabulary: float, most: float = MAX_TOKEN_IDS) -> bool:
-    if not isinstance(found, list | tuple) or len(found) > most:
+def _are_ids(value: Any, vocabulary: float, most: float = MAX_TOKEN_IDS) -> bool:
+    if not isinstance(value, list | tuple) or len(value) > most:
         return False
-    return all(type(one) is int for one in found) and (
-        not found or (min(found) >= 0 and max(found) < vocabulary)
-    )
+    if not all(type(token) is int for token in value):
+        return False
+    return not value or (min(value) >= 0 and max(value) < vocabulary)
 
 
-def _are_stops(found: Any) -> bool:
-    stops = [found] if isinstance(found, str) else found
+def _are_stops(value: Any, _: float) -> bool:
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or len(stops) > MAX_STOPS:
         return False
-    return all(isinstance(one, str) and len(one) <= MAX_STOP_CHARACTERS for one in stops)
+    return all(isinstance(stop, str) and len(stop) <= MAX_STOP_CHARACTERS for stop in stops)
 
 
-def _is_bias(found: Any, vocabulary: float) -> bool:
-    if (
-        not isinstance(found, Mapping)
-        or len(found) > MAX_TOKEN_IDS
-        or not all(map(_is_number, found.values()))
-    ):
+def _is_bias(value: Any, vocabulary: float) -> bool:
+    if not isinstance(value, Mapping) or len(value) > MAX_TOKEN_IDS:
+        return False
+    if not all(map(_BIAS.allows, value.values())):
         return False
     try:
-        return _are_ids([int(token) for token in found], vocabulary)
+        return _are_ids([int(token) for token in value], vocabulary)
     except (TypeError, ValueError):
         return False
 
 
-def _is_schema(found: Any) -> bool:
-    """A schema as text nests, too. Text that is no JSON has a meaning of its own to SGLang, or is
-    refused there.
+def _is_schema(value: Any, _: float) -> bool:
+    """Return whether `value` is a schema as text that does not nest too deeply.
+
+    Text that is no JSON has a meaning of its own to SGLang, or is refused there.
     """
-    if not isinstance(found, str) or len(found) > MAX_SAMPLING_BYTES:
+    if not isinstance(value, str) or len(value) > MAX_SAMPLING_BYTES:
         return False
     try:
-        check_depth(orjson.loads(found), "")
+        check_depth(orjson.loads(value), "")
     except orjson.JSONDecodeError as error:
         return "depth limit" not in str(error)
     except InvalidField:
@@ -164,83 +212,66 @@ def _is_schema(found: Any) -> bool:
     return True
 
 
-def _is_custom(found: Any, vocabulary: float) -> bool:
-    if not isinstance(found, Mapping) or any(str(name).startswith(PRIVATE) for name in found):
+def _is_pattern(value: Any, _: float) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_PATTERN_CHARACTERS
+
+
+def _is_custom(value: Any, vocabulary: float) -> bool:
+    if not isinstance(value, Mapping) or any(str(name).startswith(PRIVATE) for name in value):
         return False
-    drafts = found.get("drafts")
+    drafts = value.get("drafts")
     if isinstance(drafts, list):
-        return all(_are_ids(one, vocabulary, inf) for one in drafts)
+        return all(_are_ids(draft, vocabulary, inf) for draft in drafts)
     return True
 
 
+_BIAS = Range(-MAX_NUMBER, MAX_NUMBER)
 _SHORT = (int, float, type(None))
 _IDS = f"token ids (at most {MAX_TOKEN_IDS}), each at least 0 and below {{vocabulary}}"
 
 Rule = tuple[Callable[[Any, float], bool], str, str]
-"""Whether a value may be sent, by the size of the vocabulary; what it must be, and the remedy."""
+"""Whether a value may be sent, by the size of the vocabulary; the requirement, and the remedy."""
 
-_INTEGER: Rule = (
-    lambda found, _: _is_integer(found),
-    f"must be a whole number of at most {MAX_INTEGER}",
-    "Send such a number.",
-)
-_NUMBER: Rule = (
-    lambda found, _: _is_number(found),
-    "must be a number",
-    "Send one of moderate size.",
-)
-_FLAG: Rule = (lambda found, _: isinstance(found, bool), "must be true or false", "Send a boolean.")
-_ONE: Rule = (
+
+def _range_rule(limits: Range) -> Rule:
+    return lambda value, _: limits.allows(value), f"must be {limits}", "Send such a number."
+
+
+_FLAG: Rule = (lambda value, _: isinstance(value, bool), "must be true or false", "Send a boolean.")
+_ONLY_1: Rule = (
     # of several samples each server makes ids of its own: decode never ends, and no abort reaches
     # it
-    lambda found, _: found == 1 and found is not True,
+    lambda value, _: value == 1 and value is not True,
     "must be 1: a prefill-decode pair cannot serve several samples",
     "Send the request n times.",
 )
 _STOPS: Rule = (
-    lambda found, _: _are_stops(found),
-    (
-        f"must be a string or an array of at most {MAX_STOPS}, each of at most "
-        f"{MAX_STOP_CHARACTERS} "
-        "characters"
-    ),
+    _are_stops,
+    f"must be a string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_CHARACTERS} "
+    "characters",
     "Send fewer or shorter ones.",
 )
 _SCHEMA: Rule = (
-    lambda found, _: _is_schema(found),
-    (
-        f"must be text of at most {MAX_SAMPLING_BYTES} characters that nests no deeper than "
-        f"{MAX_DEPTH} levels"
-    ),
+    _is_schema,
+    f"must be text of at most {MAX_SAMPLING_BYTES} characters that nests no deeper than "
+    f"{MAX_DEPTH} levels",
     "Send it as text; flatten it, or leave parts of it out.",
 )
 _PATTERN: Rule = (
-    lambda found, _: isinstance(found, str) and len(found) <= MAX_PATTERN_CHARACTERS,
+    _is_pattern,
     f"must be a string of at most {MAX_PATTERN_CHARACTERS} characters",
     "Send a shorter one.",
 )
 _RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("top_k", "max_new_tokens", "min_new_tokens"), _INTEGER),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
+    **{name: _range_rule(limits) for name, limits in RANGES.items()},
     **dict.fromkeys(
         ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"),
         _FLAG,
     ),
-    **dict.fromkeys(("n", "beam_width"), _ONE),
+    **dict.fromkeys(("n", "beam_width"), _ONLY_1),
     **dict.fromkeys(("stop", "stop_regex"), _STOPS),
     **dict.fromkeys(("json_schema", "structural_tag"), _SCHEMA),
     **dict.fromkeys(("regex", "ebnf"), _PATTERN),
-    "sampling_seed": (
-        lambda found, _: _is_integer(found, 2**63 - 1),
-        "must be a whole number below 2^63",
-        "Send one.",
-    ),
-    "stream_interval": (
-        lambda found, _: _is_integer(found) and found > 0,
-        "must be a whole number of at least 1",
-        "Leave it out.",
-    ),
     "stop_token_ids": (
         _are_ids,
         f"must be an array of {_IDS}",
@@ -253,10 +284,8 @@ _RULES: Mapping[str, Rule] = {
     ),
     "custom_params": (
         _is_custom,
-        (
-            f"must be an object without SGLang's own {PRIVATE} names, its drafts token ids below "
-            f"{{vocabulary}}"
-        ),
+        f"must be an object without SGLang's own {PRIVATE} names, its drafts token ids below "
+        "{vocabulary}",
         "Leave it out.",
     ),
 }

@@ -10,6 +10,7 @@ import orjson
 
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NativeRoute, value
 from shell_router.core.sampling import MAX_INTEGER, check_depth, check_sampling, require_possible
+from shell_router.core.validation import parse_object
 from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 
 _RESERVED = ("bootstrap_", "rid")
@@ -134,7 +135,7 @@ def read_native(
 
     The id is never the client's: SGLang aborts every request whose id begins with an aborted one.
     """
-    found = _read_object(body)
+    found = parse_object(body)
     for name, given in found.items():
         _check_field(name, given, FIELDS[route], rules, own)
     _check_sampling(found, rules.vocabulary, openai=route.startswith("v1/"))
@@ -266,20 +267,6 @@ def _refuse_media(messages: object) -> None:
                     )
 
 
-def _read_object(body: bytes) -> dict[str, Any]:
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"The body is not JSON: {error}.", remedy="Send one JSON object."
-        ) from error
-    if not isinstance(found, dict):
-        raise InvalidRequest(
-            f"The body is a JSON {type(found).__name__}.", remedy="Send one JSON object."
-        )
-    return found
-
-
 def _check_sampling(found: Mapping[str, Any], vocabulary: int | None, openai: bool) -> None:
     """`sampling_params`: an object, or for a batch one for each of its requests."""
     if openai:
@@ -310,7 +297,7 @@ def _max_output_tokens(found: Mapping[str, Any]) -> int:
     """The highest limit that is given for an output, in the names of all routes."""
     sampling = found.get("sampling_params") or {}
     if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
-        return max(0, limit)  # as most requests have it
+        return limit  # as most requests have it
     given = [found, *as_list(sampling)]
     limits = [
         one.get(name)
@@ -321,7 +308,7 @@ def _max_output_tokens(found: Mapping[str, Any]) -> int:
         default = MAX_INTEGER
     else:
         default = DEFAULT_MAX_NEW_TOKENS
-    return max(0, max([limit for limit in limits if isinstance(limit, int)], default=default))
+    return max([limit for limit in limits if isinstance(limit, int)], default=default)
 
 
 def wants_input_logprobs(found: Mapping[str, Any]) -> bool:

@@ -1,89 +1,101 @@
-"""SGLang's `/generate` body, read and checked: names, defaults, limits, and the wording of
-refusals.
-"""
+"""SGLang's `/generate` body, read and checked: names, defaults, limits, and refusals' wording."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import orjson
+from pydantic import ConfigDict, Field, with_config
 from tokenizers import Tokenizer
+from typing_extensions import TypedDict
 
-from shell_router.config.read import form_of
 from shell_router.core.drafts import MOST_SOURCE_TOKENS, MOST_SOURCES
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
+from shell_router.core.sampling import RANGES
+from shell_router.core.validation import Array, JsonObject, field_error, parse_object
 from shell_router.errors import InvalidRequest
-from shell_router.topology.forms import Block, Either, Form, ListOf, MappingOf, Number, Text
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 WHOLE_VOCABULARY = 1 << 30
 GREEDY_BELOW = 1e-6
 GRAMMARS = ("json_schema", "regex", "ebnf")
 UNSUPPORTED = (
-    *(
-        "input_embeds",
-        "image_data",
-        "video_data",
-        "audio_data",
-        "top_logprobs_num",
-        "token_ids_logprob",
-    ),
-    *(
-        "return_hidden_states",
-        "return_sampling_mask",
-        "session_params",
-        "custom_logit_processor",
-        "lora_path",
-    ),
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "session_params",
+    "custom_logit_processor",
+    "lora_path",
 )
-"""Known to SGLang, absent here; refused when set, because ignoring them would change what the
-caller gets.
-"""
+"""SGLang's fields that are absent here; refused if set, because they would change the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Flag(Form):
-    """`true` or `false`, and nothing else that YAML would take for them."""
-
-    types = (bool,)
-
-    @property
-    def noun(self) -> str:
-        return "true or false"
+IDENTIFIER_LIMIT = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenIds(Form):
-    """A list of integers, looked at in one pass: prompts are long."""
+@with_config(ConfigDict(strict=True, extra="allow"))
+class GenerateBody(TypedDict, total=False):
+    """The fields of `/generate` that are read here."""
 
-    @property
-    def noun(self) -> str:
-        return "a list of integers"
+    rid: str
+    text: str
+    input_ids: Array[int]
+    sampling_params: dict[str, Any]
+    stream: bool
+    return_logprob: bool
+    return_text_in_logprobs: bool
+    logprob_start_len: int
+    bootstrap_host: str
+    bootstrap_port: int
+    bootstrap_room: Annotated[int, Field(ge=0, lt=IDENTIFIER_LIMIT)]
+    extra_key: str
+    priority: int
 
-    def fits(self, value: object) -> bool:
-        return isinstance(value, list) and all(type(each) is int for each in value)
+
+@with_config(ConfigDict(strict=True))
+class CustomParams(TypedDict, total=False):
+    """The field of SGLang's `custom_params` that the SGLang plugin reads."""
+
+    drafts: Array[Array[int]]
 
 
-_TEXT = Text("")
-_FLAG = _Flag("")
-_IDS = _TokenIds("")
-_ANY = Form("")
-_COUNT = Number("", at_least=0, whole=True)
-_PENALTY = Number("", at_least=-2, at_most=2)
-_INTEGER = Number("", whole=True, limit=2**64)
-_BODY = Block(
-    "",
-    {
-        **dict.fromkeys(("rid", "text", "bootstrap_host", "extra_key"), _TEXT),
-        **dict.fromkeys(("stream", "return_logprob", "return_text_in_logprobs"), _FLAG),
-        **dict.fromkeys(("logprob_start_len", "priority", "bootstrap_port"), _INTEGER),
-        "input_ids": _IDS,
-        "sampling_params": Block("", {}, open_to=_ANY),
-        "bootstrap_room": Number("", at_least=0, whole=True, limit=2**63),
-    },
-    open_to=_ANY,
-)
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class SamplingBody(TypedDict, total=False):
+    """SGLang's `sampling_params`, as far as the embedded engine has them."""
+
+    max_new_tokens: Annotated[int, RANGES["max_new_tokens"]]
+    min_new_tokens: Annotated[int, RANGES["min_new_tokens"]]
+    temperature: Annotated[float, RANGES["temperature"]]
+    top_p: Annotated[float, RANGES["top_p"]]
+    top_k: Annotated[int, RANGES["top_k"]]
+    min_p: Annotated[float, RANGES["min_p"]]
+    frequency_penalty: Annotated[float, RANGES["frequency_penalty"]]
+    presence_penalty: Annotated[float, RANGES["presence_penalty"]]
+    repetition_penalty: Annotated[float, RANGES["repetition_penalty"]]
+    stop: str | Array[str]
+    stop_token_ids: Array[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    no_stop_trim: bool
+    logit_bias: dict[Annotated[str, Field(pattern=r"^-?\d+$")], float]
+    sampling_seed: Annotated[int, RANGES["sampling_seed"]]
+    stream_interval: Annotated[int, RANGES["stream_interval"]]
+    n: Literal[1]
+    json_schema: str
+    regex: str
+    ebnf: str
+    custom_params: Any
+
+
+GENERATE = JsonObject(GenerateBody)
+SAMPLING = JsonObject(SamplingBody)
+CUSTOM = JsonObject(CustomParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +106,25 @@ class SamplingParams:
     `grammar` is what its output must follow: the kind, and the text.
     """
 
-    max_new_tokens: Annotated[int | None, _COUNT] = DEFAULT_MAX_NEW_TOKENS
-    min_new_tokens: Annotated[int, _COUNT] = 0
-    temperature: Annotated[float, Number("", at_least=0)] = 1.0
-    top_p: Annotated[float, Number("", above=0, at_most=1)] = 1.0
-    top_k: Annotated[int, Number("", at_least=-1, whole=True)] = WHOLE_VOCABULARY
-    min_p: Annotated[float, Number("", at_least=0, at_most=1)] = 0.0
-    frequency_penalty: Annotated[float, _PENALTY] = 0.0
-    presence_penalty: Annotated[float, _PENALTY] = 0.0
-    repetition_penalty: Annotated[float, Number("", above=0, at_most=2)] = 1.0
-    stop: Annotated[tuple[str, ...], Either("", (_TEXT, ListOf("", _TEXT)))] = ()
-    stop_token_ids: Annotated[frozenset[int], _IDS] = frozenset()
-    ignore_eos: Annotated[bool, _FLAG] = False
-    skip_special_tokens: Annotated[bool, _FLAG] = True
-    no_stop_trim: Annotated[bool, _FLAG] = False
-    logit_bias: Annotated[
-        Mapping[int, float], MappingOf("", Text("", r"-?\d+", "a token id"), Number(""), 0)
-    ] = field(default_factory=dict)
-    sampling_seed: Annotated[int | None, _INTEGER] = None
-    stream_interval: Annotated[int, Number("", at_least=1, whole=True)] = 1
-    drafts: tuple[tuple[int, ...], ...] | None = field(default=None, metadata={"file": False})
-    grammar: tuple[str, str] | None = field(default=None, metadata={"file": False})
+    max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = WHOLE_VOCABULARY
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    sampling_seed: int | None = None
+    stream_interval: int = 1
+    drafts: tuple[tuple[int, ...], ...] | None = None
+    grammar: tuple[str, str] | None = None
 
     @property
     def greedy(self) -> bool:
@@ -174,44 +184,17 @@ class RequestLimits:
     vocab_size: int
 
 
-_ONE = Number("", at_least=1, at_most=1, whole=True)
-_ELSE = {
-    "n": _ONE,
-    "spaces_between_special_tokens": _FLAG,
-    "custom_params": _ANY,
-    **dict.fromkeys(GRAMMARS, _TEXT),
-}
-_SAMPLING = Block("", {**form_of(SamplingParams).fields, **_ELSE})  # type: ignore[attr-defined]
-
-
-def _checked(form: Block, given: Mapping[str, Any], *at: str) -> dict[str, Any]:
-    """What is given and not null. Raises `InvalidRequest` where it is not of the form."""
-    found = {name: value for name, value in given.items() if value is not None}
-    for problem in form.problems(found, at):
-        raise InvalidRequest(problem.message, remedy=problem.remedy)
-    return found
-
-
-def parse_body(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object of a request, without nulls. Raises `InvalidRequest` on a field of a wrong
-    type.
-    """
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"The body is not JSON: {error}.", remedy="Send one JSON object."
-        ) from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("The body is not a JSON object.", remedy="Send one JSON object.")
-    return _checked(_BODY, body)
+def parse_body(raw: bytes) -> GenerateBody:
+    """Return a request's fields without nulls; raises InvalidRequest for one of a wrong type."""
+    return GENERATE.read(parse_object(raw))
 
 
 def read_request(
     body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestLimits
 ) -> GenerateRequest:
-    """Check a parsed body in full. Raises `InvalidRequest` where SGLang answers 400."""
-    if unsupported := next((name for name in UNSUPPORTED if body.get(name)), None):
+    """Check a parsed body in full; raises InvalidRequest where SGLang answers 400."""
+    unsupported = next((name for name in UNSUPPORTED if body.get(name)), None)
+    if unsupported is not None:
         raise InvalidRequest(
             f"The embedded engine has no {unsupported}.", remedy="Leave it out, or use SGLang."
         )
@@ -300,72 +283,60 @@ def _scored_from(body: Mapping[str, Any], prompt: int) -> int | None:
 
 
 def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """Read a request's `sampling_params`; nulls mean defaults. Raises `InvalidRequest` as SGLang
-    refuses.
-    """
-    given = _checked(_SAMPLING, raw, "sampling_params")
+    """Read `sampling_params`; nulls mean defaults. Raises InvalidRequest as SGLang refuses."""
+    params: dict[str, Any] = {**SAMPLING.read(raw, "sampling_params")}
     for without_effect in ("n", "spaces_between_special_tokens"):
-        given.pop(without_effect, None)
-    stop = given.get("stop", ())
-    bias = given.get("logit_bias", {})
-    most_new = given.get(
-        "max_new_tokens", None if "max_new_tokens" in raw else DEFAULT_MAX_NEW_TOKENS
-    )
-    top_k = given.get("top_k", -1)
-    temperature = given.get("temperature", 1.0)
-    greedy = temperature < GREEDY_BELOW
-    grammars = [(kind, given.pop(kind)) for kind in GRAMMARS if kind in given]
-    least_new = given.get("min_new_tokens", 0)
-    if len(grammars) > 1 or (grammars and least_new):
-        if len(grammars) > 1:
-            other = grammars[1][0]
-        else:
-            other = "min_new_tokens"
-        raise InvalidRequest(
-            f"{grammars[0][0]} cannot go with {other} here.", remedy="Send only one of them."
-        )
-    if most_new is not None and least_new > most_new:
-        raise InvalidRequest(f"min_new_tokens must be in [0, max_new_tokens], got {least_new}.")
-    if top_k == 0:
-        raise InvalidRequest("top_k must be -1 (disable) or at least 1, got 0.")
-    if outside := [token for token in bias if not 0 <= int(token) < vocab_size]:
+        params.pop(without_effect, None)
+    if "max_new_tokens" in raw:
+        params.setdefault("max_new_tokens", None)
+    grammars = [(kind, params.pop(kind)) for kind in GRAMMARS if kind in params]
+    if grammars:
+        params["grammar"] = grammars[0]
+    _check_lengths_of_output(params, [kind for kind, _ in grammars])
+    bias = {int(token): amount for token, amount in params.get("logit_bias", {}).items()}
+    outside = [token for token in bias if not 0 <= token < vocab_size]
+    if outside:
         raise InvalidRequest(
             f"logit_bias must be keyed in [0, {vocab_size - 1}], got {outside[0]}."
         )
-    normal = {
-        "temperature": 1.0 if greedy else temperature,
-        "top_k": 1 if greedy else WHOLE_VOCABULARY if top_k == -1 else top_k,
-        "grammar": grammars[0] if grammars else None,
-        "stop": tuple(each for each in ([stop] if isinstance(stop, str) else stop) if each),
-        "stop_token_ids": frozenset(given.get("stop_token_ids", ())),
-        "logit_bias": {int(token): float(each) for token, each in bias.items()},
-        "drafts": _drafts(given.pop("custom_params", None), vocab_size),
+    stop = params.get("stop", ())
+    stops = [stop] if isinstance(stop, str) else stop
+    if params.get("top_k") == -1:
+        params["top_k"] = WHOLE_VOCABULARY
+    if params.get("temperature", 1.0) < GREEDY_BELOW:
+        params |= {"temperature": 1.0, "top_k": 1}
+    params |= {
+        "stop": tuple(text for text in stops if text),
+        "stop_token_ids": frozenset(params.get("stop_token_ids", ())),
+        "logit_bias": bias,
+        "drafts": _drafts(params.pop("custom_params", None), vocab_size),
     }
-    if "max_new_tokens" in raw and most_new is None:
-        unlimited = {"max_new_tokens": None}
-    else:
-        unlimited = {}
-    return SamplingParams(**{**given, **normal, **unlimited})
+    return SamplingParams(**params)
+
+
+def _check_lengths_of_output(params: Mapping[str, Any], grammars: Sequence[str]) -> None:
+    least = params.get("min_new_tokens", 0)
+    most = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    others = [*grammars[1:], *(["min_new_tokens"] if least else [])]
+    if grammars and others:
+        raise InvalidRequest(
+            f"{grammars[0]} cannot go with {others[0]} here.", remedy="Send only one of them."
+        )
+    if most is not None and least > most:
+        raise InvalidRequest(f"min_new_tokens must be in [0, max_new_tokens], got {least}.")
 
 
 def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | None:
-    """What `custom_params` say of drafts, the field that the SGLang plugin reads."""
-    if isinstance(custom, dict):
-        found = custom.get("drafts")
-    else:
-        found = None
-    if found is None:
+    """Return the drafts in `custom_params`."""
+    if not isinstance(custom, dict):
         return None
-    if not isinstance(found, list) or not all(map(_IDS.fits, found[: MOST_SOURCES + 1])):
-        raise InvalidRequest(
-            "sampling_params.custom_params.drafts: expected a list of lists of integers."
-        )
-    if len(found) > MOST_SOURCES or sum(map(len, found)) > MOST_SOURCE_TOKENS:
-        raise InvalidRequest(
-            f"custom_params.drafts: at most {MOST_SOURCES} lists of {MOST_SOURCE_TOKENS} "
-            "tokens "
-            "in all."
-        )
-    if any(not 0 <= token < vocab_size for one in found for token in one):
-        raise InvalidRequest(f"custom_params.drafts: tokens must be in [0, {vocab_size - 1}].")
-    return tuple(map(tuple, found))
+    path = "sampling_params.custom_params"
+    drafts = CUSTOM.read(custom, path).get("drafts")
+    if drafts is None:
+        return None
+    if len(drafts) > MOST_SOURCES or sum(map(len, drafts)) > MOST_SOURCE_TOKENS:
+        limit = f"{MOST_SOURCES} lists of {MOST_SOURCE_TOKENS} tokens in all"
+        raise field_error(f"{path}.drafts", f"hold more than {limit}")
+    if any(not 0 <= token < vocab_size for draft in drafts for token in draft):
+        raise field_error(f"{path}.drafts", f"must be tokens in [0, {vocab_size - 1}]")
+    return tuple(map(tuple, drafts))

@@ -217,7 +217,7 @@ def test_a_start_of_log_probabilities_that_ends_a_prefill_server_is_refused(star
             },
             5,
         ),
-        ("generate", {"sampling_params": {"max_new_tokens": -1}}, 0),
+        ("generate", {"sampling_params": {"max_new_tokens": 0}}, 0),
         ("v1/completions", {"prompt": "x", "max_tokens": 4096}, 4096),
         ("v1/chat/completions", {"messages": [], "max_completion_tokens": 7}, 7),
     ],

@@ -1,0 +1,177 @@
+"""Objects of JSON read by pydantic: their types, and one refusal by a field's path.
+
+An object's type is a TypedDict, which costs nothing for the fields that are not sent. A field that
+is null counts as absent.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Generic, TypeVar
+
+import orjson
+from annotated_types import MinLen
+from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError, with_config
+
+from shell_router.errors import InvalidField, InvalidRequest
+
+T = TypeVar("T")
+
+
+class _OneError(FailFast):
+    """The end of an array's validation at its first wrong element; hashable, to be in unions."""
+
+    __hash__ = object.__hash__
+
+
+json_object = with_config(ConfigDict(strict=True))
+"""Decorates the TypedDict of a JSON object: JSON's types as they are, other fields left out."""
+Array = Annotated[list[T], _OneError()]
+"""An array; of several wrong elements only the first is reported, as there may be a million."""
+Name = Annotated[str, MinLen(1)]
+
+SHOWN_CHARACTERS = 40
+ALIKE = 0.8
+"""The similarity (difflib's ratio) from which an unknown field is taken for a misspelt one."""
+CHECKED_NAMES = 16
+CHECKED_CHARACTERS = 64
+
+_EXPECTED: Mapping[str, str] = {
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "union_tag_invalid": "{expected_tags}",
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:.15g}",
+    "less_than_equal": "at most {le:.15g}",
+    "string_too_short": "a string that is not empty",
+    "string_too_long": "a string of at most {max_length} characters",
+    "string_pattern_mismatch": "a string like {pattern}",
+    "too_short": "an array that is not empty",
+    "too_long": "an array of at most {max_length}",
+    "predicate_failed": "another number",
+    "extra_forbidden": "left out: it is unknown",
+}
+"""The expectation behind each of pydantic's types of errors, as words of an error's `ctx`."""
+
+
+class JsonObject(Generic[T]):
+    """A kind of JSON object, of the TypedDict `kind`, with remedies by the names of its fields."""
+
+    def __init__(self, kind: type[T], remedies: Mapping[str, str] | None = None) -> None:
+        self.adapter = TypeAdapter(kind)
+        self.names = frozenset(kind.__annotations__)
+        self._remedies = remedies or {}
+
+    def read(self, sent: Mapping[str, Any], path: str = "") -> T:
+        """Return the object's known fields that are not null.
+
+        Raises:
+            InvalidField: A field is missing or wrong. `path` is the object's own path.
+        """
+        if None in sent.values():
+            sent = {name: value for name, value in sent.items() if value is not None}
+        try:
+            fields: T = self.adapter.validator.validate_python(sent)
+        except ValidationError as failure:
+            raise self._error(failure, sent, path) from None
+        return fields
+
+    def find_unknown(self, sent: Mapping[str, Any], others: Collection[str] = ()) -> list[str]:
+        """Return the names of the fields that are neither null nor known, nor one of `others`.
+
+        Raises:
+            InvalidField: A name is nearly a known one.
+        """
+        if sent.keys() <= self.names:
+            return []
+        unknown = [
+            name
+            for name, value in sent.items()
+            if value is not None and name not in self.names and name not in others
+        ]
+        for name in unknown[:CHECKED_NAMES]:
+            alike = difflib.get_close_matches(
+                name[:CHECKED_CHARACTERS], {*self.names, *others}, 1, ALIKE
+            )
+            if alike:
+                raise field_error(name, "is unknown", f"Did you mean {alike[0]}?")
+        return unknown
+
+    def _error(self, failure: ValidationError, sent: Any, path: str) -> InvalidField:
+        errors: Sequence[Any] = failure.errors(include_url=False)
+        first = errors[0]["loc"][:1]
+        same = [(_path_of(error, sent), error) for error in errors if error["loc"][:1] == first]
+        deepest = max([at for at, _ in same], key=len)
+        there = [error for at, error in same if at == deepest]
+        remedy = self._remedies.get(str(first[0]), "") if first else ""
+        if path and deepest:
+            deepest = f".{deepest}"
+        return field_error(path + deepest, _what_is_wrong(there), remedy)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object that `body` is; raises InvalidRequest."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"The body is not JSON: {error}.", remedy="Send one JSON object."
+        ) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f"The body must be a JSON object, not {show(value)}.", remedy="Send one JSON object."
+        )
+    return value
+
+
+def field_error(path: str, what: str, remedy: str = "") -> InvalidField:
+    """Return the error that says `what` is wrong at `path`."""
+    return InvalidField(f"{path} {what}.", field=path, remedy=remedy)
+
+
+def show(value: Any) -> str:
+    """Return the value as an error names it: a short one itself, a longer one by its type."""
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return "an array"
+        case str() if len(value) > SHOWN_CHARACTERS:
+            return "a string"
+    return orjson.dumps(value, default=str).decode()
+
+
+def _path_of(error: Mapping[str, Any], value: Any) -> str:
+    """Return the path of the error's field in `value`, without the names of a union's arms."""
+    path = ""
+    steps: Sequence[str | int] = error["loc"]
+    if error["type"].startswith("union_tag"):
+        steps = (*steps, error["ctx"]["discriminator"].strip("'"))
+    is_new = error["type"] == "missing" or error["type"].startswith("union_tag")
+    for place, step in enumerate(steps, 1):
+        if isinstance(step, int):
+            path += f"[{step}]"
+            value = value[step]
+        elif isinstance(value, dict) and (step in value or (is_new and place == len(steps))):
+            path += f".{step}"
+            value = value.get(step)
+    return path.removeprefix(".")
+
+
+def _what_is_wrong(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Return the reason of errors at one path, which are those of a union's arms."""
+    kinds = [error["type"] for error in errors]
+    if "missing" in kinds or "union_tag_not_found" in kinds:
+        return "is missing"
+    expected = [
+        _EXPECTED.get(error["type"], "valid").format_map(error.get("ctx", {})) for error in errors
+    ]
+    value = errors[0]["input"]
+    if errors[0]["type"] == "union_tag_invalid":
+        value = errors[0]["ctx"]["tag"]
+    return f"must be {' or '.join(dict.fromkeys(expected))}, not {show(value)}"
