@@ -51,7 +51,7 @@ from time import monotonic
 
 from report import Row, report
 
-from shell_router.batch.journal import opened
+from shell_router.batch.journal import open_journal
 from shell_router.batch.planner import WITHOUT_SOLVER, Plan, Workload, plan
 from shell_router.batch.pool import ALWAYS, Pool, PoolModel, load_pool
 from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
@@ -60,7 +60,7 @@ from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
 from shell_router.batch.run import Finished, Follow, run_batch
 from shell_router.batch.sessions import Workers, load_on_all, profiled
-from shell_router.batch.workers import pool_workers
+from shell_router.batch.workers import open_workers
 from shell_router.core.statistics import paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
@@ -199,7 +199,7 @@ async def _live(
     every = questions_for(pool, CALIBRATION)
     known = Batch(pool, every, {one.id: POPULAR_FIRST for one in every.asked}).proposer_prompts()
     swaps, profiles, rounds = Loads(), list[PoolProfile](), list[dict[str, Finished]]()
-    async with pool_workers(pool, logs) as workers:
+    async with open_workers(pool, logs) as workers:
         started_s, _ = await load_on_all(REST, workers, count, monotonic)
         for number in range(options.rounds):
             costs = {}
@@ -238,11 +238,11 @@ async def _kept(
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batch-")))
             if workers is None:
-                on = await stack.enter_async_context(pool_workers(batch.pool, folder / "logs"))
+                on = await stack.enter_async_context(open_workers(batch.pool, folder / "logs"))
             else:
                 on = workers
                 await load_on_all(REST, on, len(batch.pool.workers), monotonic)
-            journal = stack.enter_context(opened(folder / "run", {}))
+            journal = stack.enter_context(open_journal(folder / "run", {}))
             done[name] = await run_batch(
                 batch, on, costs, journal, PLANNERS[name][0], loads, monotonic
             )

@@ -30,7 +30,7 @@ ENGINE_KINDS: Mapping[str, str] = {
 DEFAULT_KIND = "embedded"
 
 WINGS: Mapping[str, str] = {
-    "batch": "shell_router.batch.api.routes:attached",
+    "batch": "shell_router.batch.api.routes:attach_batches",
     "prediction": "shell_router.prediction.service:running_predictor",
     "swapping": "shell_router.swapping.kind:Swapping",
 }

@@ -1,11 +1,8 @@
-"""The folder of a run: what was asked, what every model wrote, as it came, and the results at the
-end.
+"""The folder of a run, from which a run that was killed continues.
 
-    run.json        what the run depends on; another run is refused here
-    outputs.jsonl   one line per output, in the order in which they came
-    results.jsonl   one line per line of the questions' file, in its order
-
-A run that was killed goes on from `outputs.jsonl`: its last line may be torn and is then cut off.
+run.json        the inputs on which the outputs depend; a run with others is refused
+outputs.jsonl   one line per output, in order of arrival; a torn last line is cut off
+results.jsonl   one line per line of the questions' file, in its order
 """
 
 import contextlib
@@ -24,14 +21,14 @@ from shell_router.errors import ConfigError
 T = TypeVar("T")
 Role = Literal["proposer", "aggregator"]
 Key = tuple[str, Role, str]
-"""Question, role and model: each is answered once."""
+"""Question, role and model of a prompt, which is answered once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one model wrote for one question, or the `error` that kept it from writing.
+    """The text that a model wrote for a question, or the `error` that kept it from writing.
 
-    `confidence` is the geometric mean probability of its tokens.
+    `confidence` is the geometric mean probability of the text's tokens.
     """
 
     question: str
@@ -45,22 +42,23 @@ class Output:
 
     @property
     def key(self) -> Key:
-        """What it is an output of."""
+        """The key of the prompt."""
         return self.question, self.role, self.model
 
 
 class Journal:
-    """The outputs of a run, in `file` and at hand. Made by `opened`."""
+    """The outputs of a run, in `file` and in memory. `open_journal` makes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._outputs: dict[Key, Output] = {}
         self._aggregated: dict[str, Key] = {}
-        for output in filter(None, recovered(file, _output)):
-            self._keep(output)
+        for output in recover_lines(file, _parse_output):
+            if output is not None:
+                self._keep(output)
 
     def add(self, *outputs: Output) -> None:
-        """Write these down. Raises ConfigError where they cannot be, as on a full disk."""
+        """Append outputs to the file. Raises ConfigError if that fails, as on a full disk."""
         try:
             append_whole(self._file, b"".join(orjson.dumps(output) + b"\n" for output in outputs))
         except OSError as error:
@@ -72,38 +70,37 @@ class Journal:
             self._keep(output)
 
     def get(self, key: Key) -> Output | None:
-        """The output, or the error that was met last."""
+        """Return the prompt's output, which may be its latest error; None before any."""
         return self._outputs.get(key)
 
     def lacks(self, key: Key) -> bool:
-        """Whether nothing was written for it yet; an error is tried again."""
+        """Return whether the prompt has no text yet; an error is tried again."""
         output = self._outputs.get(key)
         return output is None or bool(output.error)
 
     def _keep(self, output: Output) -> None:
-        """A proposer that answers late, after an error, voids what the aggregator wrote without
-        it."""
+        """Keep an output. A proposer's late text voids what the aggregator wrote without it."""
         self._outputs[output.key] = output
         if output.role == "aggregator":
             self._aggregated[output.question] = output.key
-        elif not output.error and (void := self._aggregated.pop(output.question, None)):
-            del self._outputs[void]
+        elif not output.error:
+            void = self._aggregated.pop(output.question, None)
+            if void is not None:
+                del self._outputs[void]
 
 
 @contextmanager
-def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
-    """The journal of a new run in `folder`, or of the one that was begun there with the same
-    `depends_on`.
+def open_journal(folder: Path, inputs: Mapping[str, Any]) -> Iterator[Journal]:
+    """Open the journal of a new run in `folder`, or of a run that was begun there with `inputs`.
 
-    Raises ConfigError where the folder holds another run, one that is still at work, or cannot be
-    written.
+    Raises ConfigError if the folder holds another run, is in use, or cannot be written.
     """
     file = folder / "outputs.jsonl"
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _require_same(folder / "run.json", depends_on)
-            stack.enter_context(locked(file))
+            _require_same(folder / "run.json", inputs)
+            stack.enter_context(lock_file(file))
             journal = Journal(file)
         except BlockingIOError as error:
             raise ConfigError(
@@ -118,77 +115,77 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """The file, made where it is not there, for this process alone. Raises OSError: BlockingIOError
-    if it is taken.
+def lock_file(path: Path) -> Iterator[None]:
+    """Create the file if needed and lock it for this process. The system drops a dead one's lock.
+
+    Raises OSError: BlockingIOError if another process holds the lock.
     """
-    with file.open("ab") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by whatever ends this process
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 
-def append_whole(file: Path, content: bytes) -> None:
-    """Add all of `content` at the end of the file, or nothing of it. Raises OSError."""
-    size = file.stat().st_size if file.exists() else 0
+def append_whole(path: Path, content: bytes) -> None:
+    """Append all of `content` to the file, or nothing of it. Raises OSError."""
+    size = path.stat().st_size if path.exists() else 0
     try:
-        with file.open("ab") as opened:
-            opened.write(content)
+        with path.open("ab") as file:
+            file.write(content)
     except OSError:
-        with contextlib.suppress(OSError):  # the first one says what is wrong
-            os.truncate(file, size)
+        with contextlib.suppress(OSError):  # the first error says what is wrong
+            os.truncate(path, size)
         raise
 
 
-def recovered(file: Path, read: Callable[[bytes], T]) -> list[T]:
-    """What `read` makes of each line that `append_whole` has written, if there are any.
+def recover_lines(path: Path, read: Callable[[bytes], T]) -> list[T]:
+    """Read each line that `append_whole` has written; without a file there are none.
 
-    A last line that was torn when a process was killed, or what begins with a line that cannot be
-    read, is cut off.
+    The file is cut off before a torn last line, or before the first line that cannot be read.
     """
-    found: list[T] = []
+    values: list[T] = []
     whole_bytes = 0
-    if file.exists():
+    if path.exists():
         with (
-            file.open("rb") as opened,
+            path.open("rb") as file,
             contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError),
         ):
-            for line in opened:
+            for line in file:
                 if not line.endswith(b"\n"):
                     break
-                found.append(read(line))
+                values.append(read(line))
                 whole_bytes += len(line)
-        os.truncate(file, whole_bytes)
-    return found
+        os.truncate(path, whole_bytes)
+    return values
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file as a whole, so that it is on the disk for good, or leave it as it was. Raises
-    OSError.
-    """
-    draft = file.with_suffix(".tmp")
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file as a whole and sync it to the disk, or leave it as it was. Raises OSError."""
+    draft = path.with_suffix(".tmp")
     try:
-        with draft.open("wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        draft.replace(file)
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)
         raise
 
 
-def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
-    wanted = orjson.loads(orjson.dumps(depends_on))
+def _require_same(file: Path, inputs: Mapping[str, Any]) -> None:
+    """Write the inputs of a new run, or raise ConfigError if the folder's run has others."""
+    new = orjson.loads(orjson.dumps(inputs))
     if not file.exists():
-        write_whole(file, orjson.dumps(wanted, option=orjson.OPT_INDENT_2) + b"\n")
+        replace_file(file, orjson.dumps(new, option=orjson.OPT_INDENT_2) + b"\n")
         return
     try:
-        begun = orjson.loads(file.read_bytes())
+        old = orjson.loads(file.read_bytes())
     except orjson.JSONDecodeError:
-        begun = None
-    if not isinstance(begun, dict):
+        old = None
+    if not isinstance(old, dict):
         raise ConfigError(f"{file} is not what a run writes.", remedy="Name another folder.")
-    if changed := [name for name in {**begun, **wanted} if begun.get(name) != wanted.get(name)]:
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if changed:
         raise ConfigError(
             f"{file.parent} holds a run with other {', '.join(changed)}.",
             remedy=(
@@ -198,8 +195,9 @@ def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
         )
 
 
-def _output(line: bytes) -> Output | None:
+def _parse_output(line: bytes) -> Output | None:
+    """Parse a line; None for a broken one, whose prompt is asked again."""
     try:
         return Output(**orjson.loads(line))
     except (orjson.JSONDecodeError, TypeError):
-        return None  # its output is asked for again
+        return None

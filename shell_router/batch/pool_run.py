@@ -15,7 +15,7 @@ import yaml
 from shell_router.app.model_files import CONFIG as ADAPTER_CONFIG
 from shell_router.app.services import running_embedder
 from shell_router.batch.api.storage import on_disk
-from shell_router.batch.journal import Key, Output, opened, write_whole
+from shell_router.batch.journal import Key, Output, open_journal, replace_file
 from shell_router.batch.pool import ALWAYS, SEE, Pool
 from shell_router.batch.profile import (
     Load,
@@ -35,7 +35,7 @@ from shell_router.batch.recruit import (
 )
 from shell_router.batch.run import Finished, Follow, run_batch
 from shell_router.batch.sessions import Planner, Spanning, load_on_all, profiled
-from shell_router.batch.workers import pool_workers
+from shell_router.batch.workers import open_workers
 from shell_router.config.read import read_file
 from shell_router.config.write import plain
 from shell_router.core.statistics import Floats
@@ -122,9 +122,9 @@ async def run_pool(
     profile = await asyncio.to_thread(_profile, pool)
     with ExitStack() as stack:
         journal = await on_disk(
-            stack.enter_context, opened(folder, _depends_on(pool, questions, seed))
+            stack.enter_context, open_journal(folder, _depends_on(pool, questions, seed))
         )
-        async with pool_workers(pool, folder / "logs") as workers:
+        async with open_workers(pool, folder / "logs") as workers:
             finished = await run_batch(batch, workers, profile, journal, planner, follow, monotonic)
     await on_disk(lambda: _write(folder / "results.jsonl", as_lines(finished.results)))
     return finished
@@ -164,7 +164,7 @@ async def profile_pool(
         )
         return found, load
 
-    async with pool_workers(pool, logs) as workers:
+    async with open_workers(pool, logs) as workers:
         asked = batch.proposer_prompts()
         found = [await timed(name, [one for one in asked if one.model == name]) for name in names]
         start_s = found[0][0].load_s
@@ -188,7 +188,7 @@ async def profile_pool(
     if one_shape:
         alone_s = start_s
         if count > 1:
-            async with pool_workers(pool, logs) as workers:
+            async with open_workers(pool, logs) as workers:
                 alone_s, _ = await load_on_all(names[0], workers, 1, monotonic)
         profile = with_starts(profile, alone_s, start_s, count)
         more = (
@@ -201,7 +201,7 @@ async def profile_pool(
 
 def _write(file: Path, content: bytes) -> None:
     try:
-        write_whole(file, content)
+        replace_file(file, content)
     except OSError as error:
         remedy = "Free disk space there, and run the same command again."
         raise ConfigError(f"{file}: {error.strerror}.", remedy=remedy) from error

@@ -20,7 +20,7 @@ from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from shell_router.api import ApiSettings, add_page
 from shell_router.app import running_server
 from shell_router.batch.api.routes import add_batches
-from shell_router.batch.api.storage import opened_folder
+from shell_router.batch.api.storage import open_folder
 from shell_router.config import (
     BatchesSettings,
     Config,
@@ -480,7 +480,7 @@ async def test_a_dead_engine_shows(browser: Browser) -> None:
 
 
 async def test_batches_show_their_progress(browser: Browser, tmp_path: Path) -> None:
-    with opened_folder(tmp_path) as folder:
+    with open_folder(tmp_path) as folder:
 
         def extend(app: web.Application) -> None:
             add_batches(app, folder, BatchesSettings(), {})

@@ -29,7 +29,7 @@ from shell_router.api.live import LiveTopologies
 from shell_router.api.services import new_run_id
 from shell_router.app.models import Fleet
 from shell_router.batch.api.routes import add_batches
-from shell_router.batch.api.storage import opened_folder
+from shell_router.batch.api.storage import open_folder
 from shell_router.config import BatchesSettings
 from shell_router.core.engine import (
     NO_HINTS,
@@ -332,7 +332,7 @@ async def batch_api(
 
     `fields` are those of `api`.
     """
-    with opened_folder(path) as folder:
+    with open_folder(path) as folder:
 
         def extend(app: web.Application) -> None:
             add_batches(app, folder, batches or BatchesSettings(), {})

@@ -18,7 +18,7 @@ from shell_router.api.admission import Keys
 from shell_router.app.rereads import Reread
 from shell_router.app.serving import renew, served_tls
 from shell_router.batch.api.routes import add_batches
-from shell_router.batch.api.storage import opened_folder
+from shell_router.batch.api.storage import open_folder
 from shell_router.config import ApiKey, BatchesSettings, ListenTls
 from shell_router.config.models import TlsClient
 from shell_router.core.engine import ChatServing, Relay
@@ -61,7 +61,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]
         "small": ScriptedRelay((NATIVE,)),
         "medium": ScriptedRelay((NATIVE,)),
     }
-    with opened_folder(tmp_path_factory.mktemp("batches")) as folder:
+    with open_folder(tmp_path_factory.mktemp("batches")) as folder:
         batches = BatchesSettings()
         async with api(
             settings=SETTINGS,

@@ -14,7 +14,7 @@ import aiohttp
 import openai
 import pytest
 
-from shell_router.batch.api.storage import opened_folder
+from shell_router.batch.api.storage import open_folder
 from shell_router.cli import main
 from tests.fakes.api_server import ENDPOINT, jsonl, line
 from tests.fakes.command import RunningCommand, running_command, survivors
@@ -339,7 +339,7 @@ async def test_a_taken_port_is_reported_before_anything_is_started(deployment: P
 async def test_a_batch_folder_of_another_router_is_reported_before_anything_is_started(
     batch_deployment: Path,
 ) -> None:
-    with opened_folder(batch_deployment.parent / "kept"):
+    with open_folder(batch_deployment.parent / "kept"):
         async with running_command("serve", "--config", batch_deployment) as command:
             code, output = await command.ended(limit_s=60)
     assert code == 2

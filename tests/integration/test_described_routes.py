@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from shell_router.batch.api.routes import add_batches
-from shell_router.batch.api.storage import opened_folder
+from shell_router.batch.api.storage import open_folder
 from shell_router.config import BatchesSettings
 from shell_router.engines.embedding import HashEmbedder
 from tests.fakes.api_server import api, until
@@ -84,7 +84,7 @@ async def test_every_described_route_answers_as_described_and_leaves_nothing_run
         warnings.simplefilter("ignore")
         schemathesis = pytest.importorskip("schemathesis", reason="the extra `ci` installs it")
     moa = ScriptedMoa()
-    with opened_folder(tmp_path) as folder:
+    with open_folder(tmp_path) as folder:
         async with (
             chat_pair() as at,
             api(

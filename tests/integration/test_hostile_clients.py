@@ -24,7 +24,7 @@ from benchmarks.stalls import large_bodies
 from shell_router.api import ApiSettings
 from shell_router.api.fields import LONG_BODY_BYTES, MAX_BODY_NUMBERS, MAX_BODY_VALUES
 from shell_router.batch.api.routes import add_batches
-from shell_router.batch.api.storage import opened_folder
+from shell_router.batch.api.storage import open_folder
 from shell_router.config import BatchesSettings
 from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
@@ -253,7 +253,7 @@ async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[At
             *pair.pair.addresses, limits=LIMITS, retries=SOON, rules=rules, breaker=breaker
         )
         stack.push_async_callback(relay.aclose)
-        folder = stack.enter_context(opened_folder(tmp_path_factory.mktemp("batches")))
+        folder = stack.enter_context(open_folder(tmp_path_factory.mktemp("batches")))
         kept = BatchesSettings(max_tenant_files=6)
         running = api(
             moa,

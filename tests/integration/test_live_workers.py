@@ -21,7 +21,7 @@ from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.run import Follow
 from shell_router.batch.sessions import SPANNING, answered
-from shell_router.batch.workers import pool_workers
+from shell_router.batch.workers import open_workers
 from shell_router.config.read import read_file
 from shell_router.core.engine import ServedModel
 from shell_router.errors import EngineError
@@ -95,7 +95,7 @@ async def test_an_engine_takes_the_weights_of_the_next_model_where_shapes_match_
     loads: list[Load] = []
     texts: dict[str, set[str]] = {}
     pids: list[set[int]] = []
-    async with pool_workers(pool, tmp_path / "logs") as workers:
+    async with open_workers(pool, tmp_path / "logs") as workers:
         for name in ("a", "b", "b", "a", "large", "b"):
             async with workers.session(0, name) as (model, load):
                 texts.setdefault(name, set()).add(await said(model))
@@ -129,7 +129,7 @@ async def test_an_engine_that_died_after_a_swap_does_not_come_back_with_the_weig
     tmp_path: Path, checkpoints: Path
 ) -> None:
     pool = pair_pool(tmp_path, checkpoints, ("a", "b"))
-    async with pool_workers(pool, tmp_path / "logs") as workers:
+    async with open_workers(pool, tmp_path / "logs") as workers:
         async with workers.session(0, "a") as (model, _):
             of_a = await said(model)
         async with workers.session(0, "b") as (model, load):
@@ -169,7 +169,7 @@ async def test_the_worker_that_spans_all_is_up_alone_and_the_others_start_again_
     pool = pair_pool(tmp_path, checkpoints, ("a", "b"), workers=2)
     pool = replace(pool, aggregate=Aggregating("b", parallel="tensor"))
     loads: list[Load] = []
-    async with pool_workers(pool, tmp_path / "logs") as workers:
+    async with open_workers(pool, tmp_path / "logs") as workers:
         for worker in (0, 1, SPANNING, 0):
             async with workers.session(worker, "a") as (model, load):
                 loads.append(load)

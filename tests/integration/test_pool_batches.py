@@ -24,7 +24,7 @@ from shell_router.batch.api.runner import PoolLines
 from shell_router.batch.journal import Output, Role
 from shell_router.batch.pool import load_pool
 from shell_router.batch.questions import Question
-from shell_router.batch.workers import pool_workers
+from shell_router.batch.workers import open_workers
 from shell_router.errors import ConfigError, EngineError, StorageFailed
 from tests.fakes.api_server import ENDPOINT, ENDS, jsonl, line, live, until
 from tests.fakes.moa import ScriptedMoa
@@ -219,7 +219,7 @@ async def test_a_run_that_ended_while_its_results_were_kept_asks_nothing_twice(
 async def test_logs_lie_where_the_pools_launch_says(tmp_path: Path) -> None:
     launch = {"python": "/bin/false", "folder": "kept/logs"}
     pool = load_pool(write_pool(tmp_path, workers=[{"pair": PAIR}], launch=launch))
-    async with pool_workers(pool, tmp_path / "run") as workers:
+    async with open_workers(pool, tmp_path / "run") as workers:
         with pytest.raises(EngineError):
             async with workers.session(0, "small"):
                 pass

@@ -13,7 +13,8 @@ import pytest
 from aiohttp import ClientConnectionError, ClientSession
 
 from shell_router.batch.pool import PoolModel, load_pool
-from shell_router.batch.workers import NodeWorker, RayWorker
+from shell_router.batch.workers.node import NodeWorker
+from shell_router.batch.workers.ray_cluster import RayWorker
 from shell_router.engines.address import PairAddress
 from shell_router.errors import EngineError, EngineUnreachable
 from tests.fakes.pools import write_pool

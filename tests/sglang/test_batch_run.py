@@ -17,7 +17,7 @@ from shell_router.batch.pool import PoolModel, load_pool
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.sessions import answered
-from shell_router.batch.workers import pool_workers
+from shell_router.batch.workers import open_workers
 from tests.fakes.command import running_command, survivors
 from tests.fakes.pools import ROOT, write_costs, write_questions
 
@@ -91,7 +91,7 @@ async def test_an_engine_stays_up_for_a_model_of_the_same_shape_which_answers_as
     loads_s: list[tuple[Load, float]] = []
     texts: list[str] = []
     for names in ("aba", "b"):
-        async with pool_workers(pool, tmp_path / "logs") as workers:
+        async with open_workers(pool, tmp_path / "logs") as workers:
             for name in names:
                 begun_s = time.monotonic()
                 async with workers.session(0, name) as (model, load):

@@ -1,6 +1,4 @@
-"""A batch's lines: read and checked, the contract of what answers them, and their results as they
-come.
-"""
+"""The lines of a batch: how they are read and checked, and the files of their results."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,14 +10,12 @@ import orjson
 
 from shell_router.api.fields import shown
 from shell_router.batch.api.storage import Fault, on_disk
-from shell_router.batch.journal import append_whole, recovered
+from shell_router.batch.journal import append_whole, recover_lines
 
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What became of one line: an answer with its HTTP status, or, for a line that never ran, an
-    error.
-    """
+    """The result of a line: an answer and its HTTP status, or the error of one that never ran."""
 
     custom_id: str
     request_id: str
@@ -29,16 +25,16 @@ class LineResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it belongs to the output file; the others belong to the error file."""
+        """Whether the result belongs to the output file; others belong to the error file."""
         return self.status == 200
 
     def as_line(self) -> bytes:
-        """The line that OpenAI's clients expect."""
+        """Return the line in OpenAI's form."""
         response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
         line = {
             "id": f"batch_req_{self.request_id}",
             "custom_id": self.custom_id,
-            "response": response if self.status is not None else None,
+            "response": None if self.status is None else response,
             "error": self.error,
         }
         return orjson.dumps(line) + b"\n"
@@ -68,39 +64,40 @@ class Results:
         return custom_id in self._completed or custom_id in self._failed
 
     def recover(self) -> None:
-        """Read what is there. A last line that was torn when a router was killed is cut off, to be
-        answered again.
-        """
-        self._completed, self._failed = (
-            set(recovered(path, lambda line: str(orjson.loads(line)["custom_id"])))
-            for path in (self._output, self._errors)
-        )
+        """Read both files. A line that was torn when a router was killed is answered again."""
+        self._completed = set(recover_lines(self._output, _read_custom_id))
+        self._failed = set(recover_lines(self._errors, _read_custom_id))
 
     def add(self, results: Iterable[LineResult]) -> None:
-        """Append them; each is there as a whole or not at all. Raises OSError."""
-        results = tuple(results)
+        """Append the results to their files, each as a whole or not at all. Raises OSError."""
+        completed: list[LineResult] = []
+        failed: list[LineResult] = []
+        for result in results:
+            (completed if result.succeeded else failed).append(result)
         with self._adding:
-            _append(self._output, self._completed, [one for one in results if one.succeeded])
-            _append(self._errors, self._failed, [one for one in results if not one.succeeded])
+            _append(self._output, self._completed, completed)
+            _append(self._errors, self._failed, failed)
 
 
-def _append(path: Path, names: set[str], results: list[LineResult]) -> None:
+def _read_custom_id(line: bytes) -> str:
+    return str(orjson.loads(line)["custom_id"])
+
+
+def _append(path: Path, custom_ids: set[str], results: list[LineResult]) -> None:
     if results:
-        append_whole(path, b"".join(one.as_line() for one in results))
-        names.update(one.custom_id for one in results)
+        append_whole(path, b"".join(result.as_line() for result in results))
+        custom_ids.update(result.custom_id for result in results)
 
 
 READ_BYTES = 2**18
-"""Read at once: parsing so much keeps the event loop for less than a millisecond."""
+"""Bytes read at a time; parsing them blocks the event loop for under a millisecond."""
 KEPT_FAULTS = 100
-"""Each is kept in the batch's record."""
+"""Faults kept in a batch's record; further ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch: its line number from 1, its name there, and its body, as of an online
-    request.
-    """
+    """One request of a batch. Line numbers count from 1."""
 
     number: int
     custom_id: str
@@ -112,7 +109,7 @@ Keep = Callable[[LineResult], Awaitable[None]]
 
 
 def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
-    """The request on a line, or why there is none. Its body is looked at when it runs."""
+    """Return the request on a line, or its fault. The body is checked when the line runs."""
     try:
         line = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -126,9 +123,9 @@ def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
     custom_id = line.get("custom_id")
     body = line.get("body")
     missing = "missing_required_parameter"
-    named = "custom_id must be a string that is not empty: it names the line among the results."
+    unnamed = "custom_id must be a string that is not empty: it names the line among the results."
     for param, holds, code, message in (
-        ("custom_id", isinstance(custom_id, str) and custom_id != "", missing, named),
+        ("custom_id", isinstance(custom_id, str) and custom_id != "", missing, unnamed),
         ("method", line.get("method") == "POST", "invalid_method", "method must be POST."),
         (
             "url",
@@ -149,14 +146,12 @@ def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
     return BatchLine(number, line["custom_id"], line["body"])
 
 
-async def checked(path: Path, endpoint: str, max_bytes: int) -> tuple[int, tuple[Fault, ...]]:
-    """The number of requests and the faults of an input with lines of at most `max_bytes`. Raises
-    StorageFailed.
-    """
+async def check_input(path: Path, endpoint: str, max_bytes: int) -> tuple[int, tuple[Fault, ...]]:
+    """Return the number of requests and the faults of an input. Raises StorageFailed."""
     seen: dict[str, int] = {}
     faults: list[Fault] = []
     async for number, raw in _raw_lines(path):
-        fault = _fault_of(number, raw, endpoint, max_bytes, seen)
+        fault = _find_fault(number, raw, endpoint, max_bytes, seen)
         if fault and len(faults) < KEPT_FAULTS:
             faults.append(fault)
     if not seen and not faults:
@@ -166,10 +161,10 @@ async def checked(path: Path, endpoint: str, max_bytes: int) -> tuple[int, tuple
     return len(seen), tuple(faults)
 
 
-def _fault_of(
+def _find_fault(
     number: int, raw: bytes, endpoint: str, max_bytes: int, seen: dict[str, int]
 ) -> Fault | None:
-    """What is wrong with the line after those `seen`, to which it is added."""
+    """Return the fault of a line; add its custom_id to those `seen` on earlier lines."""
     if len(raw) > max_bytes:
         return Fault(
             "line_too_long",
@@ -188,11 +183,12 @@ def _fault_of(
     return Fault("duplicate_custom_id", message, number, "custom_id")
 
 
-async def lines_of(
+async def read_lines(
     path: Path, endpoint: str, answered: Container[str]
 ) -> AsyncGenerator[BatchLine, None]:
-    """The requests of a checked input, in their order, and which are `answered` by then. Raises
-    StorageFailed.
+    """Yield the requests of a checked input in order; a line in `answered` is marked.
+
+    Raises StorageFailed.
     """
     async for number, raw in _raw_lines(path):
         line = read_line(number, raw, endpoint)
@@ -201,7 +197,7 @@ async def lines_of(
 
 
 async def _raw_lines(path: Path) -> AsyncGenerator[tuple[int, bytes], None]:
-    """Lines with their numbers; blank ones are left out. No file stays open while others run."""
+    """Yield the lines that are not blank, with their numbers; no file stays open meanwhile."""
     at_byte = 0
     number = 0
     while lines := await on_disk(_read_from, path, at_byte):

@@ -1,4 +1,4 @@
-"""The batches that one router runs, each from where it stands to its end."""
+"""The batches that one router runs, each as a task from its current status to its end."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shell_router.api.services import Services
-from shell_router.batch.api.lines import BatchLine, LineResult, Results, checked, lines_of
+from shell_router.batch.api.lines import BatchLine, LineResult, Results, check_input, read_lines
 from shell_router.batch.api.runner import ChatLines
 from shell_router.batch.api.storage import (
     OUTPUT_PURPOSE,
@@ -43,8 +43,9 @@ EXPIRY_CHECK_S = 60.0
 
 
 class BatchRun:
-    """Takes one batch to its end. Cancelled, it leaves the batch as it is, and another run goes on
-    from there.
+    """One batch on its way to its end.
+
+    Cancelled, it leaves the batch as it is, and another run continues from there.
     """
 
     def __init__(self, runs: "BatchRuns", batch_id: str) -> None:
@@ -54,7 +55,7 @@ class BatchRun:
         self._id = batch_id
         self._input = folder.input(batch_id)
         self._results = Results(
-            folder.content(self._record.output_name), folder.content(self._record.errors_name)
+            folder.content(self._record.output_id), folder.content(self._record.errors_id)
         )
         self._limit: asyncio.Timeout | None = None
 
@@ -62,40 +63,39 @@ class BatchRun:
     def _record(self) -> BatchRecord:
         return self._folder.batches[self._id]
 
-    def cut(self) -> None:
-        """End the running lines; the batch goes to its end without them."""
+    def abort_lines(self) -> None:
+        """Abort the running lines; the batch goes to its end without them."""
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
-    async def live(self) -> None:
-        """Run. Whatever goes wrong becomes the batch's status."""
+    async def run(self) -> None:
+        """Take the batch to its end. A failure becomes the batch's status."""
         try:
-            await self._to_its_end()
+            await self._advance()
         except StorageFailed as error:
             await self._give_up(Fault("storage_failed", str(error)))
         except Exception:
             log.exception("%s failed", self._id)
             await self._give_up(INTERNAL_FAULT)
 
-    async def _to_its_end(self) -> None:
+    async def _advance(self) -> None:
         await on_disk(self._results.recover)
         self._note_counts()
-        faults = await self._worked_off()
+        faults = await self._answer_lines()
         if faults:
             await self._end("failed", faults)
             return
-        outcome = self._outcome()
-        if (
-            outcome != "cancelled"
-        ):  # what it will end as is kept before the lines without an answer are listed
-            await self._folder.batches.save(self._moved(outcome).moved("finalizing", self._now()))
+        outcome = self._choose_outcome()
+        if outcome != "cancelled":
+            # saved first: a run that is killed while it lists lines must end the same way
+            record = self._enter_status(outcome)
+            await self._folder.batches.save(record.enter_status("finalizing", self._now()))
         if outcome in UNANSWERED and self._record.total:
             await self._list_unanswered(UNANSWERED[outcome])
         await self._end(outcome)
 
     async def _list_unanswered(self, error: dict[str, str]) -> None:
-        """Name the lines that are left in the error file, so that their owner can send them
-        again."""
+        """List the lines that are left in the error file, for their owner to send again."""
         waiting: list[LineResult] = []
         async with contextlib.aclosing(self._lines()) as lines:
             async for line in lines:
@@ -106,20 +106,21 @@ class BatchRun:
                     waiting = []
         await on_disk(self._results.add, waiting)
 
-    async def _worked_off(self) -> tuple[Fault, ...]:
-        """Return when all lines are answered, when the batch is cut or expires, or with its input's
-        faults.
+    async def _answer_lines(self) -> tuple[Fault, ...]:
+        """Run until all lines are answered, or the batch is aborted or expires.
+
+        Returns the input's faults; with any, no line runs.
         """
+        left_s = self._record.expires_at - self._services.wall()
+        if self._record.status == "cancelling":
+            left_s = 0.0
         try:
-            left_s = (
-                (0)
-                if (self._record.status == "cancelling")
-                else (self._record.expires_at - self._services.wall())
-            )
             async with asyncio.timeout(left_s) as limit:
                 self._limit = limit
-                if self._record.status == "validating" and (faults := await self._checked()):
-                    return faults
+                if self._record.status == "validating":
+                    faults = await self._check_input()
+                    if faults:
+                        return faults
                 async with contextlib.aclosing(self._lines()) as lines:
                     await self._runs.runner.run(self._record, lines, self._keep)
         except TimeoutError:
@@ -129,23 +130,23 @@ class BatchRun:
             self._limit = None
         return ()
 
-    async def _checked(self) -> tuple[Fault, ...]:
-        """The input's faults. Without any the batch is in progress, and no later run checks it
-        again.
-        """
-        total, faults = await checked(self._input, self._record.endpoint, self._runs.max_line_bytes)
+    async def _check_input(self) -> tuple[Fault, ...]:
+        """Return the input's faults; without any, move the batch on, so that it is checked once."""
+        total, faults = await check_input(
+            self._input, self._record.endpoint, self._runs.max_line_bytes
+        )
         if not faults and self._record.status == "validating":
-            await self._folder.batches.save(replace(self._moved("in_progress"), total=total))
+            record = replace(self._enter_status("in_progress"), total=total)
+            await self._folder.batches.save(record)
         return faults
 
     def _lines(self) -> AsyncGenerator[BatchLine, None]:
-        return lines_of(self._input, self._record.endpoint, self._results)
+        return read_lines(self._input, self._record.endpoint, self._results)
 
     async def _keep(self, result: LineResult) -> None:
         await on_disk(self._results.add, (result,))
-        self._services.metrics.batch_lines.labels(
-            "completed" if result.succeeded else "failed"
-        ).inc()
+        outcome = "completed" if result.succeeded else "failed"
+        self._services.metrics.batch_lines.labels(outcome).inc()
         self._note_counts()
 
     def _note_counts(self) -> None:
@@ -153,10 +154,8 @@ class BatchRun:
             replace(self._record, completed=self._results.completed, failed=self._results.failed)
         )
 
-    def _outcome(self) -> Status:
-        """What the batch ends as, now that nothing runs; a run that was killed while it ended may
-        have found it.
-        """
+    def _choose_outcome(self) -> Status:
+        """Return the final status, now that no line runs; a killed run may have saved one."""
         record = self._record
         if record.status == "cancelling":
             return "cancelled"
@@ -167,19 +166,16 @@ class BatchRun:
         return "expired"
 
     async def _end(self, status: Status, faults: tuple[Fault, ...] = ()) -> None:
-        """Hand the results to the tenant. What cannot be stored still holds until the router is
-        stopped.
-        """
+        """Hand the results to the tenant. If storing them fails, they hold until the next start."""
         self._note_counts()
-        files = await on_disk(self._files)
-        output = self._record.output_name
-        errors = self._record.errors_name
-        made = {file.id for file in files}
+        output = await on_disk(self._describe_results, self._record.output_id, "output")
+        errors = await on_disk(self._describe_results, self._record.errors_id, "errors")
+        files = [file for file in (output, errors) if file is not None]
         ended = replace(
-            self._moved(status),
+            self._enter_status(status),
             faults=faults,
-            output_file_id=output if output in made else None,
-            error_file_id=errors if errors in made else None,
+            output_file_id=output.id if output else None,
+            error_file_id=errors.id if errors else None,
         )
         for file in files:
             self._folder.files.note(file)
@@ -191,26 +187,21 @@ class BatchRun:
         await self._folder.batches.save(ended)
         await on_disk(self._folder.clear, self._id)
 
-    def _files(self) -> list[FileRecord]:
-        """The files of the results that are not empty."""
+    def _describe_results(self, file_id: str, kind: str) -> FileRecord | None:
+        """Return the record of a file of results; None if the file is empty."""
         batch = self._record
-        found = []
-        for id, kind in ((batch.output_name, "output"), (batch.errors_name, "errors")):
-            path = self._folder.content(id)
-            if size := path.stat().st_size if path.exists() else 0:
-                name = f"{batch.id}_{kind}.jsonl"
-                kept_s = self._runs.file_ttl_s
-                found.append(
-                    FileRecord.made(
-                        id, batch.tenant, name, OUTPUT_PURPOSE, size, self._now(), kept_s
-                    )
-                )
-        return found
+        path = self._folder.content(file_id)
+        size = path.stat().st_size if path.exists() else 0
+        if not size:
+            return None
+        name = f"{batch.id}_{kind}.jsonl"
+        ttl_s = self._runs.file_ttl_s
+        return FileRecord.create(
+            file_id, batch.tenant, name, OUTPUT_PURPOSE, size, self._now(), ttl_s
+        )
 
     async def _give_up(self, fault: Fault) -> None:
-        """If that cannot be stored either, the next start goes on with the batch, as with an end
-        that was noted.
-        """
+        """Fail the batch. If that cannot be stored either, the next start resumes the batch."""
         log.error("%s is given up: %s", self._id, fault.message)
         if self._record.ended:  # a client may have seen it
             return
@@ -218,10 +209,10 @@ class BatchRun:
             await self._end("failed", (fault,))
         except StorageFailed:  # it has been logged
             if not self._record.ended:
-                self._folder.batches.note(replace(self._moved("failed"), faults=(fault,)))
+                self._folder.batches.note(replace(self._enter_status("failed"), faults=(fault,)))
 
-    def _moved(self, status: Status) -> BatchRecord:
-        return self._record.moved(status, self._now())
+    def _enter_status(self, status: Status) -> BatchRecord:
+        return self._record.enter_status(status, self._now())
 
     def _now(self) -> int:
         return int(self._services.wall())
@@ -229,9 +220,9 @@ class BatchRun:
 
 @dataclass(slots=True)
 class BatchRuns:
-    """Runs the batches of `folder`, each as a task. No line may be longer than `max_line_bytes`.
+    """The running batches of `folder`, each a task. No line may exceed `max_line_bytes`.
 
-    Files expire `file_ttl_s` after they were made; with None they do not.
+    Files expire `file_ttl_s` after their creation; with None they do not.
     """
 
     folder: BatchFolder
@@ -243,32 +234,33 @@ class BatchRuns:
     _stopped: bool = False
 
     def resume(self) -> None:
-        """Go on with every batch that has not ended."""
+        """Continue every batch that has not ended."""
         for record in self.folder.batches:
             if not record.ended:
                 log.info("%s goes on: it was %s", record.id, record.status)
                 self._begin(record.id)
 
     async def add(self, record: BatchRecord) -> None:
-        """Take on a new batch. Raises StorageFailed, and then nothing of it is left."""
+        """Start a new batch. Raises StorageFailed, and then leaves nothing of it."""
         link = self.folder.input(record.id)
         self.folder.batches.note(record)  # before any wait: it counts at once, and may be cancelled
         try:
             await on_disk(link_or_copy, self.folder.content(record.input_file_id), link)
             await self.folder.batches.save(self.folder.batches[record.id])
-        except (
-            StorageFailed,
-            asyncio.CancelledError,
-        ):  # or the client left, and knows no id to ask for
-            with contextlib.suppress(StorageFailed):  # the first one says what is wrong
+        except (StorageFailed, asyncio.CancelledError):
+            # a client that left knows no id, so the batch goes; the first error says what is wrong
+            with contextlib.suppress(StorageFailed):
                 await self.folder.batches.remove(record.id)
                 await on_disk(link.unlink, missing_ok=True)
             raise
         self._begin(record.id)
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
-        """The batch, which from now on is cancelling. Raises BatchEnded; StorageFailed, though it
-        is cancelled.
+        """Cancel the batch and return its record.
+
+        Raises:
+            BatchEnded: The batch has ended or is ending.
+            StorageFailed: The batch is cancelled, but not for the next start.
         """
         if record.status in ("cancelling", "cancelled"):
             return record
@@ -277,15 +269,15 @@ class BatchRuns:
                 f"The batch is {record.status}, so it cannot be cancelled.",
                 remedy="Read its files instead.",
             )
-        cancelling = record.moved("cancelling", int(self.services.wall()))
+        cancelling = record.enter_status("cancelling", int(self.services.wall()))
         self.folder.batches.note(cancelling)
         if record.id in self._running:
-            self._running[record.id][0].cut()
+            self._running[record.id][0].abort_lines()
         await self.folder.batches.save(cancelling)
         return cancelling
 
     async def expire_files(self) -> None:
-        """Delete files as they expire, for ever."""
+        """Delete files as they expire, until cancelled."""
         while True:
             try:
                 await self.folder.remove_expired(self.services.wall)
@@ -294,8 +286,7 @@ class BatchRuns:
             await asyncio.sleep(EXPIRY_CHECK_S)
 
     async def stop(self) -> None:
-        """End all running lines. Their batches go on when a router is started on this folder
-        again."""
+        """Abort all running lines. Their batches continue at the folder's next start."""
         self._stopped = True
         tasks = [task for _, task in self._running.values()]
         for task in tasks:
@@ -305,10 +296,10 @@ class BatchRuns:
             await asyncio.wait(tasks)
 
     def _begin(self, id: str) -> None:
-        if self._stopped:  # the next start will
+        if self._stopped:  # the next start begins the batch
             return
         run = BatchRun(self, id)
-        task = asyncio.create_task(run.live(), name=id)
+        task = asyncio.create_task(run.run(), name=id)
         self._running[id] = run, task
         task.add_done_callback(functools.partial(self._ended, id))
 

@@ -1,8 +1,8 @@
-"""What answers a batch's lines: chat completions, or the pools that they name as their model."""
+"""Runners of batch lines: the chat route, and the pools that lines name as their model."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,17 @@ from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRou
 from shell_router.telemetry.metrics import Metrics
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-"""An engine that died is started again, and loads its model, within about two minutes."""
+"""Pauses between attempts; an engine that died is up again within about two minutes."""
 
 log = logging.getLogger(__name__)
 
 
 class ChatLines:
-    """Runs each line as the chat completion that an online client would have asked for.
+    """Runs each line as the chat completion of an online client.
 
-    Of all batches together `concurrency` lines run at once, shared out among them in turn. They do
-    not count as running requests, so no online request is refused for them. Lines that name one of
-    `pools` as their model are answered by it when all others are: a pool plans all its lines at
-    once.
+    All batches together run `concurrency` lines at once, in turn. They do not count as running
+    requests, so no online request is refused for them. Lines that name one of `pools` as their
+    model run last, as a pool plans all its lines at once.
     """
 
     def __init__(
@@ -58,34 +57,34 @@ class ChatLines:
         self._sleep = sleep
 
     async def run(self, batch: BatchRecord, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
-        """Return once the results of all that are not answered have been kept. Cancelled, it leaves
-        nothing running.
+        """Answer the lines that have no result yet and await `keep` with each result.
 
-        What `keep` raises ends it. A line that fails has a result that says so.
+        A line that fails has a result that says so. An error that `keep` raises ends the run.
         """
-        ahead = asyncio.Semaphore(self._concurrency)  # a batch holds no more lines than could run
+        # a batch reads no more lines ahead than can run
+        ahead = asyncio.Semaphore(self._concurrency)
         pooled: dict[str, dict[Question, BatchLine]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in lines:
                     model = line.body.get("model")
                     if isinstance(model, str) and model in self._pools:
-                        question = _question(line)
+                        question = _read_question(line)
                         if isinstance(question, Question):
                             pooled.setdefault(model, {})[question] = line
                         elif not line.is_answered:
-                            await keep(refused(line, self._chats.services.new_id(), question))
+                            await keep(refuse_line(line, self._chats.services.new_id(), question))
                     elif not line.is_answered:
                         await ahead.acquire()
                         answering = group.create_task(self._answer(batch.tenant, line, keep))
                         answering.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        for name, asked in pooled.items():
-            await self._pools[name].run(batch.id, asked, keep)
+        for name, questions in pooled.items():
+            await self._pools[name].run(batch.id, questions, keep)
 
     async def _answer(self, tenant: str, line: BatchLine, keep: Keep) -> None:
-        """An engine that is away for a while fails no line; meanwhile other batches' lines run."""
+        """Answer a line, again after a pause if the engine is away; other lines run meanwhile."""
         result, retryable = await self._attempt(tenant, line)
         for pause_s in self._pauses_s:
             if not retryable:
@@ -95,7 +94,7 @@ class ChatLines:
         await keep(result)
 
     async def _attempt(self, tenant: str, line: BatchLine) -> tuple[LineResult, bool]:
-        """The result, and whether another attempt may succeed."""
+        """Return the result, and whether another attempt may succeed."""
         request_id = self._chats.services.new_id()
         async with self._slots:
             with self._metrics.running_batch_lines.track_inprogress():
@@ -103,46 +102,40 @@ class ChatLines:
                     run, frames = await self._chats.begin(Fields(line.body), tenant)
                     body = frames.whole(await run.answer())
                 except Exception as error:
-                    return refused(line, request_id, error), is_retryable(error)
+                    return refuse_line(line, request_id, error), is_retryable(error)
         return LineResult(line.custom_id, request_id, 200, body), False
 
 
-def refused(line: BatchLine, request_id: str, error: Exception) -> LineResult:
-    """The result of a line whose request fails so: the answer that an online client would have
-    had."""
+def refuse_line(line: BatchLine, request_id: str, error: Exception) -> LineResult:
+    """Return the result of a line that failed with `error`: the reply to an online client."""
     problem = problem_of(error)
     if problem is INTERNAL:
         log.error("request %s: line %d of a batch failed", request_id, line.number, exc_info=error)
     return LineResult(line.custom_id, request_id, problem.status, problem_body(error, request_id))
 
 
-KNOWN = {"model", "messages", "user", "metadata"}
+POOL_FIELDS = {"model", "messages", "user", "metadata"}
 
 
-def loaded_pools(config: Config) -> dict[str, Pool]:
-    """The pools of a deployment. Raises ConfigError, also where batches are off or a name is
-    taken."""
-    if config.batches.pools:
-        topologies = load_topologies(config)
-    else:
-        topologies = {}
+def load_pools(config: Config) -> dict[str, Pool]:
+    """Load the pools of a deployment. Raises ConfigError, also for a name that is taken."""
+    if not config.batches.pools:
+        return {}
+    kinds = dict.fromkeys(load_topologies(config), "topology")
+    kinds |= dict.fromkeys(config.models, "model")
     for name in config.batches.pools:
-        if name in config.models or name in topologies:
-            if name in config.models:
-                kind = "model"
-            else:
-                kind = "topology"
+        if name in kinds:
             raise ConfigError(
-                f"batches.pools: {name!r} is a {kind}.", remedy="Give the pool another name."
+                f"batches.pools: {name!r} is a {kinds[name]}.", remedy="Give the pool another name."
             )
     return {name: load_pool(file) for name, file in config.batches.pools.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLines:
-    """Answers lines by one pool, whose workers take one run at a time.
+    """One pool that answers lines, one batch at a time.
 
-    A batch's run stays in `folder`, under the batch's id.
+    The pool's run of a batch stays in `folder`, under the batch's id.
     """
 
     name: str
@@ -152,16 +145,14 @@ class PoolLines:
     _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, batch_id: str, asked: Mapping[Question, BatchLine], keep: Keep) -> None:
-        """Return once the results of all that are not answered have been kept.
+        """Answer the lines that have no result yet and await `keep` with each result.
 
-        Cancelled, it goes on where it was with all that the batch has `asked`, whatever is answered
-        by then.
+        `asked` holds all the pool's lines of the batch, so that a batch that was interrupted
+        continues the pool's run of the same questions.
         """
-        left = await asyncio.to_thread(
-            lambda: {one.custom_id: one for one in asked.values() if not one.is_answered}
-        )
+        left = await asyncio.to_thread(_list_unanswered, asked.values())
         if left:
-            async with self._busy:  # an id stands for its input, which never changes
+            async with self._busy:  # a batch's id stands for its input, which never changes
                 await self._answer(Questions(tuple(asked), (), batch_id), left, keep)
 
     async def _answer(
@@ -170,36 +161,28 @@ class PoolLines:
         folder = self.folder / questions.fingerprint / self.name
         log.info("pool %s: %d lines of %s", self.name, len(left), questions.fingerprint)
         try:
-            done = await run_pool(
-                self.pool, questions, folder, plan_apart, _Measured(self.services.metrics)
+            report = await run_pool(
+                self.pool, questions, folder, plan_apart, _MeteredRun(self.services.metrics)
             )
         except ShellRouterError as error:
             log.error("pool %s: %s", self.name, error)
+            failure = EngineError(f"The pool could not run: {error}")
             for line in left.values():
-                await keep(
-                    refused(
-                        line,
-                        self.services.new_id(),
-                        EngineError(f"The pool could not run: {error}"),
-                    )
-                )
+                await keep(refuse_line(line, self.services.new_id(), failure))
             return
-        for result in await asyncio.to_thread(
-            lambda: [one for one in done.results if one.id in left]
-        ):
-            line = left[str(result.id)]
-            request_id = self.services.new_id()
-            if result.by == "none":
-                await keep(refused(line, request_id, EngineError(result.error)))
-            else:
-                await keep(
-                    LineResult(
-                        line.custom_id, request_id, 200, self._completion(request_id, result)
-                    )
-                )
+        for result in report.results:
+            if result.id in left:
+                await keep(self._build_result(left[str(result.id)], result))
 
-    def _completion(self, request_id: str, result: Result) -> dict[str, Any]:
-        """A chat completion; `pool` says whose answer it is and how far the proposers agreed."""
+    def _build_result(self, line: BatchLine, result: Result) -> LineResult:
+        request_id = self.services.new_id()
+        if result.by == "none":
+            return refuse_line(line, request_id, EngineError(result.error))
+        body = self._build_completion(request_id, result)
+        return LineResult(line.custom_id, request_id, 200, body)
+
+    def _build_completion(self, request_id: str, result: Result) -> dict[str, Any]:
+        """Build a chat completion; `pool` says whose answer it is and how far proposers agree."""
         message = {"role": "assistant", "content": result.text}
         return {
             "id": f"chatcmpl-{request_id}",
@@ -222,8 +205,8 @@ class PoolLines:
         }
 
 
-class _Measured(Follow):
-    """Follows a run by metrics and the log."""
+class _MeteredRun(Follow):
+    """A follower that counts loads and moves in metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -235,26 +218,22 @@ class _Measured(Follow):
         self._metrics.pool_moved.labels(why).inc(prompts)
 
 
-def _question(line: BatchLine) -> Question | InvalidField:
-    """What is asked, or what is wrong with the line: a field that a pool ignores is."""
+def _list_unanswered(lines: Iterable[BatchLine]) -> dict[str, BatchLine]:
+    return {line.custom_id: line for line in lines if not line.is_answered}
+
+
+def _read_question(line: BatchLine) -> Question | InvalidField:
+    """Return the line's question, or its error; a field that a pool ignores is one."""
     for name in line.body:
-        if name not in KNOWN:
+        if name not in POOL_FIELDS:
             return InvalidField(
                 f"A pool takes no {name}.", field=name, remedy="Set it in the pool's file."
             )
-    messages = line.body.get("messages")
-    if isinstance(messages, list) and len(messages) == 1:
-        only = messages[0]
-    else:
-        only = None
-    if isinstance(only, dict) and only.get("role") == "user":
-        content = only.get("content")
-    else:
-        content = None
-    if not isinstance(content, str) or not content.strip():
-        return InvalidField(
-            "A pool answers one message of the user, which is text.",
-            field="messages",
-            remedy="Send one message.",
-        )
-    return Question(line.custom_id, content, line=line.number)
+    match line.body.get("messages"):
+        case [{"role": "user", "content": str(content)}] if content.strip():
+            return Question(line.custom_id, content, line=line.number)
+    return InvalidField(
+        "A pool answers one message of the user, which is text.",
+        field="messages",
+        remedy="Send one message.",
+    )

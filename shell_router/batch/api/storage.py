@@ -1,9 +1,6 @@
-"""The folder in which a router keeps files and batches: records in memory and on disk, disk work in
-threads.
-"""
+"""The folder of files and batches: records in memory and on disk, disk work in threads."""
 
 import asyncio
-import functools
 import logging
 import os
 import shutil
@@ -16,7 +13,7 @@ from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args
 
 import orjson
 
-from shell_router.batch.journal import locked, write_whole
+from shell_router.batch.journal import lock_file, replace_file
 from shell_router.errors import (
     ConfigError,
     ShellRouterError,
@@ -31,28 +28,23 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-async def on_disk(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Do a blocking `step` in a thread; an OSError becomes StorageFailed.
+async def on_disk(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking `step` in a thread; an OSError becomes StorageFailed.
 
-    A caller that is cancelled waits until the step has ended, so that cleaning up does not race
-    with it.
+    A cancelled caller still waits for the end of the step, so that its cleanup does not race.
     """
-    doing = asyncio.get_running_loop().run_in_executor(
-        None, functools.partial(step, *arguments, **named)
-    )
+    step_task = asyncio.ensure_future(asyncio.to_thread(step, *args, **kwargs))
     try:
-        return await asyncio.shield(doing)
+        return await asyncio.shield(step_task)
     except asyncio.CancelledError:
-        await asyncio.wait([doing])
-        doing.exception()  # read, or asyncio would report it as lost
+        await asyncio.wait([step_task])
+        step_task.exception()  # read, or asyncio would report it as lost
         raise
     except OSError as error:
         log.error("the folder of the batches failed: %s", error)
         raise StorageFailed(
-            (
-                "The router could not read or write its files: "
-                f"{error.strerror or type(error).__name__}."
-            ),
+            "The router could not read or write its files: "
+            f"{error.strerror or type(error).__name__}.",
             remedy=(
                 "Its operator should free space in batches.folder, or make it readable and "
                 "writable."
@@ -61,14 +53,14 @@ async def on_disk(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
 
 
 def keep_as(draft: Path, path: Path) -> None:
-    """Rename `draft`, once it is on the disk for good, to `path`."""
+    """Sync `draft` to the disk and rename it to `path`."""
     with draft.open("rb") as file:
         os.fsync(file.fileno())
     draft.replace(path)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Have `target` hold what `source` holds, even when that is deleted."""
+    """Give `target` the content of `source`, also after `source` is deleted."""
     try:
         target.hardlink_to(source)
     except OSError:  # not every file system has links
@@ -93,9 +85,7 @@ OUTPUT_PURPOSE = "batch_output"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of one tenant. Its content never changes. Times are Unix times; what expires is
-    deleted then.
-    """
+    """A file of one tenant, whose content never changes. Times are Unix times in seconds."""
 
     id: str
     tenant: str
@@ -106,26 +96,23 @@ class FileRecord:
     expires_at: int | None = None
 
     @classmethod
-    def made(
+    def create(
         cls, id: str, tenant: str, name: str, purpose: str, size: int, now: int, ttl_s: float | None
     ) -> Self:
-        """A file that is made `now`, and expires `ttl_s` later if that is given."""
-        return cls(
-            id, tenant, name, purpose, size, now, None if ttl_s is None else int(now + ttl_s)
-        )
+        """Create the record of a file made `now` that expires after `ttl_s`; None keeps it."""
+        expires_at = None if ttl_s is None else int(now + ttl_s)
+        return cls(id, tenant, name, purpose, size, now, expires_at)
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's file object."""
-        fixed = {"object": "file", "status": "processed", "status_details": None}
-        return {
-            **fixed,
-            **{name: value for name, value in asdict(self).items() if name != "tenant"},
-        }
+        """Return OpenAI's file object."""
+        body = {"object": "file", "status": "processed", "status_details": None, **asdict(self)}
+        del body["tenant"]
+        return body
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with a batch, or with one line of its input; lines count from 1."""
+    """An error of a batch, or of one line of its input; lines count from 1."""
 
     code: str
     message: str
@@ -135,9 +122,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """A batch of one tenant. `at` says when it came to each status; all times are Unix times.
+    """A batch of one tenant. Times are Unix times in seconds.
 
-    Until it has ended its counts are only in memory: they are recovered from its results.
+    `at` is when the batch entered each status. The counts of a running batch are in memory only:
+    after a restart they are recovered from its results.
     """
 
     id: str
@@ -160,31 +148,31 @@ class BatchRecord:
 
     @classmethod
     def read(cls, **stored: Any) -> "BatchRecord":
-        """The record that was stored as JSON."""
+        """Build the record from its stored JSON."""
         faults = tuple(Fault(**fault) for fault in stored.pop("faults"))
         return cls(**stored, faults=faults)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the batch has reached a final status."""
         return self.status in ENDS
 
     @property
-    def output_name(self) -> str:
-        """The id that the file of its answers has, or will have."""
+    def output_id(self) -> str:
+        """The id of the file of answers, which exists from the batch's end on."""
         return f"file-{self.id.removeprefix('batch_')}-output"
 
     @property
-    def errors_name(self) -> str:
-        """The id that the file of its failed lines has, or will have."""
+    def errors_id(self) -> str:
+        """The id of the file of failed lines, which exists from the batch's end on."""
         return f"file-{self.id.removeprefix('batch_')}-errors"
 
-    def moved(self, status: Status, now: int) -> "BatchRecord":
-        """The same batch come to `status`."""
+    def enter_status(self, status: Status, now: int) -> "BatchRecord":
+        """Return the record of the same batch in `status` since `now`."""
         return replace(self, status=status, at={**self.at, status: now})
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's batch object."""
+        """Return OpenAI's batch object."""
         errors = {"object": "list", "data": [asdict(fault) for fault in self.faults]}
         return {
             "id": self.id,
@@ -212,10 +200,10 @@ R = TypeVar("R", FileRecord, BatchRecord)
 
 
 class Records(Generic[R]):
-    """Records of one kind, in memory and each in a JSON file of its own. What is noted holds until
-    the next start.
+    """Records of one kind, in memory and each in a JSON file of its own.
 
-    `unknown` is the error for an id that a tenant has no record of.
+    `note` changes a record until the next start, `save` for good. `unknown` builds the error for an
+    id that a tenant has no record of.
     """
 
     def __init__(
@@ -224,15 +212,14 @@ class Records(Generic[R]):
         self._folder = folder
         self._unknown = unknown
         self._writing = Lock()
-        found: list[R] = []
+        records: list[R] = []
         for path in folder.glob("*.json"):
             try:
-                found.append(read(**orjson.loads(path.read_bytes())))
+                records.append(read(**orjson.loads(path.read_bytes())))
             except (ValueError, TypeError, KeyError) as error:
                 log.warning("%s is left aside, as it cannot be read: %s", path, error)
-        self._by_id: dict[str, R] = {
-            record.id: record for record in sorted(found, key=lambda one: (one.created_at, one.id))
-        }
+        records.sort(key=lambda record: (record.created_at, record.id))
+        self._by_id: dict[str, R] = {record.id: record for record in records}
 
     def __getitem__(self, id: str) -> R:
         return self._by_id[id]
@@ -241,35 +228,35 @@ class Records(Generic[R]):
         return iter(tuple(self._by_id.values()))
 
     def find(self, tenant: str, id: str) -> R:
-        """The tenant's record. Raises UnknownFile or UnknownBatch."""
+        """Return the tenant's record. Raises UnknownFile or UnknownBatch."""
         record = self._by_id.get(id)
         if record is None or record.tenant != tenant:
             raise self._unknown(id)
         return record
 
     def of(self, tenant: str) -> list[R]:
-        """All of that tenant's, the latest first."""
+        """Return the tenant's records, the latest first."""
         return [record for record in reversed(self._by_id.values()) if record.tenant == tenant]
 
     def note(self, record: R) -> None:
-        """From now on this is what is known under the record's id."""
+        """Keep the record in memory, until the next start."""
         self._by_id[record.id] = record
 
     async def save(self, record: R) -> None:
-        """Note the record for the next start too. Raises StorageFailed."""
+        """Keep the record in memory and on disk. Raises StorageFailed."""
         self.note(record)
         await on_disk(self._write, record.id)
 
     async def remove(self, id: str) -> None:
-        """Forget the record. Raises StorageFailed."""
+        """Delete the record. Raises StorageFailed."""
         self._by_id.pop(id, None)
         await on_disk(self._write, id)
 
     def _write(self, id: str) -> None:
-        """Write what is known by then, so that of two writes at once the last one is up to date."""
+        """Write the record as it is by then, so that the last of two writes is up to date."""
         with self._writing:
             if record := self._by_id.get(id):
-                write_whole(self._path(id), orjson.dumps(record, option=orjson.OPT_INDENT_2))
+                replace_file(self._path(id), orjson.dumps(record, option=orjson.OPT_INDENT_2))
             else:
                 self._path(id).unlink(missing_ok=True)
 
@@ -278,9 +265,9 @@ class Records(Generic[R]):
 
 
 class BatchFolder:
-    """Files and batches of all tenants.
+    """The files and batches of all tenants.
 
-    An id becomes part of a path only when it is known, so that no client can name a path.
+    Only the id of a record becomes part of a path, so that no client can name a path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -289,10 +276,8 @@ class BatchFolder:
         self.pools = path / "pools"
         for folder in (self._files, self._batches):
             folder.mkdir(parents=True, exist_ok=True)
-            for draft in (
-                *folder.glob("*.part"),
-                *folder.glob("*.tmp"),
-            ):  # of a router that was killed
+            # a router that was killed leaves drafts
+            for draft in (*folder.glob("*.part"), *folder.glob("*.tmp")):
                 draft.unlink()
         self.files = Records(
             self._files,
@@ -313,53 +298,47 @@ class BatchFolder:
                 self.clear(batch.id)
 
     def clear(self, batch_id: str) -> None:
-        """Delete what a batch needs until its end: its input, and what its pools have written.
-        Raises OSError.
-        """
+        """Delete a batch's input and the runs of its pools. Raises OSError."""
         self.input(batch_id).unlink(missing_ok=True)
         shutil.rmtree(self.pools / batch_id, ignore_errors=True)
 
     async def remove(self, file_id: str) -> None:
-        """Delete the file. A batch that reads it has a link of its own. Raises StorageFailed."""
+        """Delete the file; a batch that reads it has its own link. Raises StorageFailed."""
         await self.files.remove(file_id)
         await on_disk(self.content(file_id).unlink, missing_ok=True)
 
     async def remove_expired(self, wall: Callable[[], float]) -> None:
-        """Delete the files that have expired, by Unix time. Raises StorageFailed."""
+        """Delete the files that have expired. Raises StorageFailed."""
         for file in self.files:
             if file.expires_at is not None and file.expires_at <= wall():
                 await self.remove(file.id)
 
     def content(self, file_id: str) -> Path:
-        """Where the file's content is, or shall be."""
+        """Return the path of the file's content."""
         return self._files / f"{file_id}.jsonl"
 
     def draft(self, file_id: str) -> Path:
-        """Where the content is while it arrives."""
+        """Return the path of the content while it arrives."""
         return self._files / f"{file_id}.part"
 
     def input(self, batch_id: str) -> Path:
-        """Where the batch's own link to its input is, so that the file may be deleted while the
-        batch runs.
-        """
+        """Return the path of the batch's own link to its input, whose file may be deleted."""
         return self._batches / f"{batch_id}.input.jsonl"
 
 
 @contextmanager
-def opened_folder(path: Path) -> Iterator[BatchFolder]:
-    """The folder, made where it is not there, for this process alone. Raises ConfigError."""
+def open_folder(path: Path) -> Iterator[BatchFolder]:
+    """Create the folder if needed and lock it for this process. Raises ConfigError."""
     with ExitStack() as stack:
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what all tenants ask
-            stack.enter_context(locked(path / "lock"))
+            # private: it holds the prompts of all tenants
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(lock_file(path / "lock"))
             folder = BatchFolder(path)
         except BlockingIOError:
             raise ConfigError(
-                (
-                    f"batches.folder: another router uses {path}, and would run its batches a "
-                    "second "
-                    "time."
-                ),
+                f"batches.folder: another router uses {path}, and would run its batches a second "
+                "time.",
                 remedy="Give each router a folder of its own.",
             ) from None
         except OSError as error:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shell_router.batch.journal import Journal, Output, opened, write_whole
+from shell_router.batch.journal import Journal, Output, open_journal, replace_file
 from shell_router.errors import ConfigError
 from tests.fakes.disk import full_disk
 
@@ -25,7 +25,7 @@ def lines(folder: Path) -> list[bytes]:
 
 
 def written(folder: Path, *outputs: Output) -> bytes:
-    with opened(folder, RUN) as journal:
+    with open_journal(folder, RUN) as journal:
         for one in outputs:
             journal.add(one)
     return (folder / "outputs.jsonl").read_bytes()
@@ -33,13 +33,13 @@ def written(folder: Path, *outputs: Output) -> bytes:
 
 def kept(folder: Path) -> list[Output]:
     """The first outputs that a later run finds."""
-    with opened(folder, RUN) as journal:
+    with open_journal(folder, RUN) as journal:
         return [found for number in (1, 2, 3) if (found := journal.get(output(number).key))]
 
 
 def test_what_was_written_is_there_again_when_the_run_goes_on(tmp_path: Path) -> None:
     written(tmp_path / "new" / "run", output(1), output(2))
-    with opened(tmp_path / "new" / "run", RUN) as journal:
+    with open_journal(tmp_path / "new" / "run", RUN) as journal:
         assert journal.get(output(1).key) == output(1)
         assert journal.get(output(3).key) is None
         assert not journal.lacks(output(2).key)
@@ -48,18 +48,18 @@ def test_what_was_written_is_there_again_when_the_run_goes_on(tmp_path: Path) ->
 
 
 def test_an_output_is_on_disk_before_it_counts(tmp_path: Path) -> None:
-    with opened(tmp_path, RUN) as journal:
+    with open_journal(tmp_path, RUN) as journal:
         journal.add(output(1))
         assert len(lines(tmp_path)) == 1
 
 
 def test_an_error_is_tried_again_and_the_last_output_counts(tmp_path: Path) -> None:
     written(tmp_path, output(1, error="no"))
-    with opened(tmp_path, RUN) as journal:
+    with open_journal(tmp_path, RUN) as journal:
         assert journal.lacks(output(1).key)
         journal.add(output(1))
         assert not journal.lacks(output(1).key)
-    with opened(tmp_path, RUN) as journal:
+    with open_journal(tmp_path, RUN) as journal:
         assert journal.get(output(1).key) == output(1)
 
 
@@ -80,7 +80,7 @@ def test_a_line_in_the_middle_that_is_no_output_is_passed_over(
 ) -> None:
     whole = written(tmp_path, output(1))
     (tmp_path / "outputs.jsonl").write_bytes(broken + b"\n" + whole)
-    with opened(tmp_path, RUN) as journal:
+    with open_journal(tmp_path, RUN) as journal:
         assert not journal.lacks(output(1).key)
     assert kept(tmp_path) == [output(1)]
 
@@ -93,26 +93,26 @@ def test_another_run_is_refused_with_the_names_of_what_differs(tmp_path: Path) -
             ConfigError,
             match=r"other seed, proposers, sampling\. Name another folder, .* send the batch again",
         ),
-        opened(tmp_path, other),
+        open_journal(tmp_path, other),
     ):
         pass
     with (
         pytest.raises(ConfigError, match="with other seed"),
-        opened(tmp_path, {**RUN, "seed": None}),
+        open_journal(tmp_path, {**RUN, "seed": None}),
     ):
         pass
-    with opened(tmp_path, dict(reversed(RUN.items()))) as journal:
+    with open_journal(tmp_path, dict(reversed(RUN.items()))) as journal:
         assert not journal.lacks(output(1).key)
 
 
 def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     with (
-        opened(tmp_path, {"seed": 0}),
+        open_journal(tmp_path, {"seed": 0}),
         pytest.raises(ConfigError, match="another run is at work there"),
-        opened(tmp_path, {"seed": 0}),
+        open_journal(tmp_path, {"seed": 0}),
     ):
         pass
-    with opened(tmp_path, {"seed": 0}):
+    with open_journal(tmp_path, {"seed": 0}):
         pass
 
 
@@ -121,7 +121,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path, content: 
     (tmp_path / "run.json").write_bytes(content)
     with (
         pytest.raises(ConfigError, match=r"run\.json is not what a run writes"),
-        opened(tmp_path, RUN),
+        open_journal(tmp_path, RUN),
     ):
         pass
 
@@ -140,7 +140,7 @@ def test_a_folder_that_may_not_be_written_is_refused_by_name(tmp_path: Path) -> 
 
 
 def test_an_error_of_what_runs_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConnectionError), opened(tmp_path, RUN):
+    with pytest.raises(ConnectionError), open_journal(tmp_path, RUN):
         raise ConnectionError("somewhere else")
 
 
@@ -172,23 +172,23 @@ def _added(journal: Journal, one: Output) -> bool:
 def test_an_experts_late_answer_voids_what_the_aggregator_wrote_without_it(tmp_path: Path) -> None:
     aggregated = [output(number, role="aggregator", model="large") for number in (1, 2)]
     written(tmp_path, output(1, error="no"), output(2), *aggregated)
-    with opened(tmp_path, RUN) as journal:
+    with open_journal(tmp_path, RUN) as journal:
         assert not journal.lacks(aggregated[0].key)
         journal.add(output(1, error="no"))
         assert not journal.lacks(aggregated[0].key)
         journal.add(output(1))
         assert journal.lacks(aggregated[0].key)
         assert not journal.lacks(aggregated[1].key)
-    with opened(tmp_path, RUN) as journal:
+    with open_journal(tmp_path, RUN) as journal:
         assert journal.lacks(aggregated[0].key)
         assert not journal.lacks(aggregated[1].key)
 
 
 def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    write_whole(file, b"one")
-    write_whole(file, b"two")
+    replace_file(file, b"one")
+    replace_file(file, b"two")
     assert file.read_bytes() == b"two"
     assert [one.name for one in tmp_path.iterdir()] == ["results.jsonl"]
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "absent" / "file", b"")
+        replace_file(tmp_path / "absent" / "file", b"")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.batch.journal import Journal, Output, opened
+from shell_router.batch.journal import Journal, Output, open_journal
 from shell_router.batch.planner import Plan, Workload, longest_first
 from shell_router.batch.pool import Aggregating, Pool, PoolModel, PoolWorker
 from shell_router.batch.profile import ModelProfile, PoolProfile
@@ -97,7 +97,7 @@ class Started(Follow):
 
     async def run(self, batch: Batch, folder: Path) -> list[Result]:
         """Run what the folder lacks; the results."""
-        with opened(folder, DEPENDS_ON) as journal:
+        with open_journal(folder, DEPENDS_ON) as journal:
             return (await self.on(batch, journal)).results
 
     async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> Finished:
@@ -116,7 +116,7 @@ async def test_the_plan_counts_the_start_of_a_workers_engine_once_and_the_aggreg
     tmp_path: Path,
 ) -> None:
     started = Started()
-    with opened(tmp_path, DEPENDS_ON) as journal:
+    with open_journal(tmp_path, DEPENDS_ON) as journal:
         await started.on(batch(tau=2.0), journal, replace(PROFILE, first_s=40.0, together_s=10.0))
     proposers, aggregator = (stage.plan for stage in started.stages)
     begins_s = {one.worker: one.end_s for one in reversed(proposers.sessions)}
@@ -488,7 +488,7 @@ async def test_a_model_without_a_profile_is_reported_before_anything_is_loaded(
     tmp_path: Path,
 ) -> None:
     started = Started()
-    with opened(tmp_path, DEPENDS_ON) as journal:
+    with open_journal(tmp_path, DEPENDS_ON) as journal:
         with pytest.raises(ConfigError, match="The profile has no model 'c'"):
             await started.on(batch(), journal, PoolProfile({"a": COST, "b": COST}, COST))
         assert not started.workers.loads
@@ -515,7 +515,7 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
         return longest_first(workload)
 
     async def ran() -> None:
-        with opened(tmp_path, DEPENDS_ON) as journal:
+        with open_journal(tmp_path, DEPENDS_ON) as journal:
             for number in range(2):
                 journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
             workers = ScriptedWorkers(saying({}))
@@ -563,7 +563,7 @@ async def test_a_pair_that_still_holds_the_aggregator_answers_alone_where_a_load
     workers = (PoolWorker(pair=pair) if pairs else PoolWorker(embedded=EmbeddedSection()),) * 2
     dear = replace(COST, load_s=90.0)
     started = Started()
-    with opened(tmp_path, DEPENDS_ON) as journal:
+    with open_journal(tmp_path, DEPENDS_ON) as journal:
         await started.on(
             batch(tau=2.0, workers=workers), journal, PoolProfile(dict.fromkeys("abc", COST), dear)
         )
@@ -579,7 +579,7 @@ async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_p
         replicas.extend(proposer.replicas(workload.workers) for proposer in workload.models)
         return longest_first(workload)
 
-    with opened(tmp_path, DEPENDS_ON) as journal:
+    with open_journal(tmp_path, DEPENDS_ON) as journal:
         asked, workers = batch(tau=2.0, places=4), ScriptedWorkers(saying({}))
         await run_batch(asked, workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock)
     assert replicas == [1, 1, 1, 4]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.batch.api.storage import keep_as, link_or_copy, on_disk
-from shell_router.batch.journal import append_whole, write_whole
+from shell_router.batch.journal import append_whole, replace_file
 from shell_router.errors import StorageFailed
 from tests.fakes.disk import full_disk
 
@@ -46,19 +46,19 @@ async def test_a_cancelled_caller_waits_until_the_disk_is_at_rest() -> None:
 
 def test_a_file_is_replaced_as_a_whole_or_left_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    write_whole(path, b"old")
+    replace_file(path, b"old")
     (tmp_path / "record.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        write_whole(path, b"new")
+        replace_file(path, b"new")
     assert path.read_bytes() == b"old"
-    write_whole(path, b"new")
+    replace_file(path, b"new")
     assert path.read_bytes() == b"new" and [one.name for one in tmp_path.iterdir()] == [
         "record.json"
     ]
 
 
 @pytest.mark.parametrize(
-    "keep", [lambda draft, path: write_whole(path, b"x"), keep_as], ids=["record", "upload"]
+    "keep", [lambda draft, path: replace_file(path, b"x"), keep_as], ids=["record", "upload"]
 )
 def test_what_the_disk_does_not_confirm_is_not_kept(
     tmp_path: Path, keep: Callable[[Path, Path], None]

@@ -9,9 +9,9 @@ from shell_router.batch.api.lines import (
     KEPT_FAULTS,
     READ_BYTES,
     BatchLine,
-    checked,
-    lines_of,
+    check_input,
     read_line,
+    read_lines,
 )
 from shell_router.batch.api.storage import Fault
 from tests.fakes.api_server import ENDPOINT, jsonl, line
@@ -66,7 +66,7 @@ async def check(
 ) -> tuple[int, list[tuple[object, str]]]:
     path = tmp_path / "input.jsonl"
     path.write_bytes(content)
-    found = await checked(path, ENDPOINT, most_bytes)
+    found = await check_input(path, ENDPOINT, most_bytes)
     return found[0], [(fault.line, fault.code) for fault in found[1]]
 
 
@@ -107,6 +107,6 @@ async def test_lines_say_whether_they_are_answered(tmp_path: Path) -> None:
     path.write_bytes(jsonl(line("a"), line("b"), line("c")))
     found = [
         (one.number, one.custom_id, one.is_answered)
-        async for one in lines_of(path, ENDPOINT, {"b"})
+        async for one in read_lines(path, ENDPOINT, {"b"})
     ]
     assert found == [(1, "a", False), (2, "b", True), (3, "c", False)]

@@ -17,7 +17,7 @@ from shell_router.batch.api.storage import (
     BatchRecord,
     FileRecord,
     Status,
-    opened_folder,
+    open_folder,
 )
 from shell_router.errors import BatchEnded, StorageFailed
 from tests.fakes.api_server import ENDPOINT, jsonl, line, live
@@ -47,7 +47,7 @@ class Answering:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[BatchFolder]:
     """One that holds a file of two lines."""
-    with opened_folder(tmp_path) as folder:
+    with open_folder(tmp_path) as folder:
         content = jsonl(line("a"), line("b"))
         folder.content("file-1").write_bytes(content)
         folder.files.note(FileRecord("file-1", "alice", "in.jsonl", "batch", len(content), NOW))
@@ -77,7 +77,7 @@ async def ended(folder: BatchFolder) -> BatchRecord:
 
 def left_as(folder: BatchFolder, status: Status, **changes: object) -> None:
     """A batch as another router left it."""
-    folder.batches.note(replace(BATCH.moved(status, NOW), **changes))  # type: ignore[arg-type]
+    folder.batches.note(replace(BATCH.enter_status(status, NOW), **changes))  # type: ignore[arg-type]
     folder.input("batch_1").write_bytes(folder.content("file-1").read_bytes())
 
 
@@ -178,7 +178,7 @@ async def test_a_batch_that_was_killed_when_all_was_answered_is_completed_howeve
 
 async def test_a_batch_that_is_ending_is_not_cancelled(folder: BatchFolder) -> None:
     with pytest.raises(BatchEnded, match="The batch is finalizing"):
-        await runs(folder, Answering()).cancel(BATCH.moved("finalizing", NOW))
+        await runs(folder, Answering()).cancel(BATCH.enter_status("finalizing", NOW))
 
 
 async def test_a_fault_of_the_router_fails_the_batch_and_gives_nothing_away(
