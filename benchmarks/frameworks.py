@@ -102,8 +102,9 @@ def main() -> int:
 
 async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and the rows."""
-    from shell_router.api import ApiSettings, bound_sockets, create_app, listening
+    from shell_router.api import ApiSettings, create_app, listening
     from shell_router.cli.options import several
+    from shell_router.http.server import bound_sockets
     from shell_router.lab.evaluation.records import read_items
 
     items = read_items(

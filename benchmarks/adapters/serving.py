@@ -15,8 +15,8 @@ from benchmarks.coserve.runs import fewest_switches_in_this_order
 from benchmarks.report import Row
 from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.adapter_leases import AdapterLeases
-from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.sglang import SglangPair, random_rid
+from shell_router.http.tasks import TaskOwner
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.adapter_cache import AdapterSettings
 

@@ -1,6 +1,6 @@
 """The HTTP API: OpenAI's chat completions, agent requests, and SGLang's native routes."""
 
-from shell_router.api.app import bound_sockets, create_app, listening
+from shell_router.api.app import create_app, listening
 from shell_router.api.services import ENGINE_CHECK, ApiSettings, Runs, Services
 from shell_router.api.views import add_page
 
@@ -10,7 +10,6 @@ __all__ = [
     "Runs",
     "Services",
     "add_page",
-    "bound_sockets",
     "create_app",
     "listening",
 ]

@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from aiohttp import web
-
-from shell_router.api.admission import ADMISSION, DRAIN, permit
+from shell_router.api.admission import ADMISSION
 from shell_router.api.conversation import holds_marker
+from shell_router.api.drain import DRAIN
 from shell_router.api.fields import (
     SAMPLING,
     Fields,
@@ -23,12 +22,13 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import AgentFrames
-from shell_router.api.plain import Reply, Request
+from shell_router.api.keys import permit
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
 from shell_router.api.streaming import respond
 from shell_router.errors import InvalidRequest
+from shell_router.http.app import BodyTooLarge, Reply, Request, Response
 from shell_router.moa.planning import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
@@ -199,9 +199,9 @@ def _require_chat(body: Fields, asked: AgentRequest) -> None:
         raise body.refuse("messages", "must end with a user's", remedy)
 
 
-async def show_program(request: web.Request) -> web.Response:
+async def show_program(request: Request) -> Response:
     """GET: the program's agents, their states and outputs so far."""
-    found = request.app[SERVICES].programs.state(request[TENANT], request.match_info["program"])
+    found = request.app[SERVICES].programs.state(request[TENANT], request.match["program"])
     agents = {
         name: {"state": how, "output": found.outputs.get(name, "")}
         for name, how in found.agents.items()
@@ -211,18 +211,19 @@ async def show_program(request: web.Request) -> web.Response:
     )
 
 
-async def cancel_program(request: web.Request) -> web.Response:
+async def cancel_program(request: Request) -> Response:
     """DELETE: end the program's running agents and forget it."""
-    program = request.match_info["program"]
+    program = request.match["program"]
     await request.app[SERVICES].programs.cancel(request[TENANT], program)
     return json_reply(request, {"object": "agent.program", "program": program, "deleted": True})
 
 
-async def write_output(request: web.Request) -> web.Response:
-    """PUT: take the body as the output of an agent that runs elsewhere, for other agents to read as
-    it comes.
+async def write_output(request: Request) -> Response:
+    """Take the body as the output of an agent that runs elsewhere.
+
+    Other agents read it as it comes.
     """
-    program, agent = (identifier(Fields(request.match_info), name) for name in ("program", "agent"))
+    program, agent = (identifier(Fields(request.match), name) for name in ("program", "agent"))
     asked = AgentRequest(request[TENANT], program, agent, "")
     settings = request.app[SETTINGS]
     programs = request.app[SERVICES].programs
@@ -240,16 +241,16 @@ async def write_output(request: web.Request) -> web.Response:
 
 
 async def _texts(
-    request: web.Request, settings: ApiSettings, wrote: Callable[[int], Awaitable[None]]
+    request: Request, settings: ApiSettings, wrote: Callable[[int], Awaitable[None]]
 ) -> AsyncIterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     received = 0
     try:
         async with asyncio.timeout(settings.request_timeout_s):
-            async for piece in request.content.iter_any():
+            async for piece in request.pieces():
                 received += len(piece)
                 if received > settings.max_body_bytes:
-                    raise web.HTTPRequestEntityTooLarge(settings.max_body_bytes, received)
+                    raise BodyTooLarge
                 await wrote(len(piece))
                 yield decoder.decode(piece)
         yield decoder.decode(b"", final=True)

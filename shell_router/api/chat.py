@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from aiohttp import web
-
-from shell_router.api.admission import ADMISSION, Drain, permit
+from shell_router.api.admission import ADMISSION
 from shell_router.api.conversation import (
     TOOL_FIELDS,
     calls_schema,
@@ -17,6 +15,7 @@ from shell_router.api.conversation import (
     read_tools,
     text_of,
 )
+from shell_router.api.drain import Drain
 from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
@@ -29,17 +28,18 @@ from shell_router.api.fields import (
     read_template_kwargs,
 )
 from shell_router.api.frames import ChatFrames
+from shell_router.api.keys import permit
 from shell_router.api.lazy import LAZY_HEADER, PROGRAM_HEADER, begin_lazy, of_program, read_wish
 from shell_router.api.models import Targets
 from shell_router.api.native import forwarded
 from shell_router.api.panels import BRINGING, FUSIONS, brought_by
-from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, respond
 from shell_router.api.translation import ItemTranslation, TranslatedFrames
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
+from shell_router.http.app import Key, Reply, Request
 from shell_router.moa.planning import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.topology import AUTO, Graph
@@ -218,13 +218,11 @@ class Chats:
         return Run(self.services, self.drain, asked.id, asked, graph, target)
 
 
-CHATS = web.AppKey("CHATS", Chats)
+CHATS = Key[Chats]("CHATS")
 
 
 async def chat_completions(request: Request) -> Reply:
-    """Answer a chat with a topology, a model or a panel: check everything that can be checked, then
-    run.
-    """
+    """Answer a chat with a topology, a model or a panel."""
     return await answer_chat(request, parse_body(await read_body(request)))
 
 

@@ -7,15 +7,15 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import numpy as np
-from aiohttp import web
 
-from shell_router.api.admission import DRAIN, permit
+from shell_router.api.drain import DRAIN
 from shell_router.api.fields import Fields, parse_body, read_body
-from shell_router.api.plain import Reply, Request
+from shell_router.api.keys import permit
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TOKENS
 from shell_router.core.predictors import Embedder, TokenStates
 from shell_router.errors import DeadlineExceeded, UnknownModel
+from shell_router.http.app import Key, Reply, Request
 
 MAX_TEXTS = 1024
 MAX_CHARACTERS = 2**15
@@ -24,7 +24,7 @@ than for those.
 """
 MAX_TOGETHER = 16
 
-EMBEDDING = web.AppKey("EMBEDDING", asyncio.Semaphore)
+EMBEDDING = Key[asyncio.Semaphore]("EMBEDDING")
 """Held while texts of a request are with the embedder."""
 
 

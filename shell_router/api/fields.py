@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from shell_router.api.plain import PlainRequest, Request
 from shell_router.api.services import SETTINGS
 from shell_router.core.sampling import MAX_STOPS, MAX_TOKEN_IDS, check_depth
 from shell_router.errors import InvalidField, InvalidRequest
+from shell_router.http.app import Request
 
 N = TypeVar("N", int, float)
 T = TypeVar("T")
@@ -260,8 +260,6 @@ async def read_body(request: Request) -> bytes:
     """All of the JSON body; aiohttp itself refuses one over `max_body_bytes`. Raises
     InvalidRequest.
     """
-    if isinstance(request, PlainRequest):
-        return request.body
     limit_s = request.app[SETTINGS].body_timeout_s
     try:
         async with asyncio.timeout(limit_s):

@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from aiohttp import web
-
-from shell_router.api.admission import ADMISSION, DRAIN
+from shell_router.api.admission import ADMISSION
 from shell_router.api.agents import identifier, read_prefill
 from shell_router.api.conversation import MARKER, PLAIN, marker_of, split_text
+from shell_router.api.drain import DRAIN
 from shell_router.api.fields import Fields, query_number, refused
-from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, refuse_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
 from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
+from shell_router.http.app import Request, Response
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import (
     AgentRequest,
@@ -226,13 +225,14 @@ async def _outputs(
     return texts
 
 
-async def show_output(request: web.Request) -> web.Response:
-    """GET: the text that a marker stands for; status 202 while its agent still writes after
-    `wait_s`.
+async def show_output(request: Request) -> Response:
+    """Return the text that a marker stands for.
+
+    The status is 202 while its agent still writes after `wait_s`.
     """
     services = request.app[SERVICES]
     tenant = request[TENANT]
-    named = request.match_info["marker"]
+    named = request.match["marker"]
     marker = MARKER.fullmatch(named)
     agent = marker[1] if marker else named
     program = services.programs.program_of(tenant, agent)

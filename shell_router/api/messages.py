@@ -19,10 +19,10 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.panels import BRINGING, PANEL_FIELDS
-from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import anthropic_error, note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.translation import Events, ItemTranslation, Kind, joined
+from shell_router.http.app import Reply, Request
 
 OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
 SAME = (
@@ -291,9 +291,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 async def create_message(request: Request) -> Reply:
-    """Answer in the shape of Anthropic's messages: translate, answer as a chat completion,
-    translate back.
-    """
+    """Answer as a chat completion, in the shape of Anthropic's messages."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
     body.check_spelling(SAME | INERT)

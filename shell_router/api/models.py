@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from aiohttp import web
-
 from shell_router.api.services import Services
 from shell_router.errors import ConfigError, UnknownModel
+from shell_router.http.app import Key
 from shell_router.routing.holdout import Optimization
 from shell_router.topology import AUTO, Agent, Conditional, Graph, Topology
 
@@ -139,4 +138,4 @@ def straight_through(alias: str) -> Topology:
     return Topology(name=alias, agents={alias: Agent(id=alias, model=alias)})
 
 
-TARGETS = web.AppKey("TARGETS", Targets)
+TARGETS = Key[Targets]("TARGETS")

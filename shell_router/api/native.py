@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 import orjson
-from aiohttp import ClientConnectionResetError
 
-from shell_router.api.admission import ADMISSION, DRAIN, permit
+from shell_router.api.admission import ADMISSION
 from shell_router.api.conversation import WORD, holds_marker
+from shell_router.api.drain import DRAIN
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import parse_body, read_body, read_end_user
+from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
-from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import refuse_key
 from shell_router.api.services import (
@@ -28,11 +28,13 @@ from shell_router.api.services import (
     TOKENS,
     Services,
 )
-from shell_router.api.streaming import EventStream, data_frame, open_stream
+from shell_router.api.streaming import open_stream
 from shell_router.api.translation import ItemTranslation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
 from shell_router.engines.wire import EventSplitter, index_of
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
+from shell_router.http.app import ClientGone, Reply, Request, Stream
+from shell_router.http.sse import data_frame
 
 
 async def generate(request: Request) -> Reply:
@@ -133,7 +135,7 @@ async def forwarded(
             f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens."
         )
         return await answer.failed(late)
-    except (asyncio.CancelledError, ClientConnectionResetError):
+    except (asyncio.CancelledError, ClientGone):
         raise
     except Exception as error:
         return await answer.failed(error)
@@ -157,7 +159,7 @@ class NativeAnswer:
     def __init__(self, request: Request, translation: ItemTranslation | None = None) -> None:
         self._request = request
         self._translation = translation
-        self._stream: EventStream | PlainStream | None = None
+        self._stream: Stream | None = None
         self._last = dict[int, bytes]()
         self._seen = 0
 

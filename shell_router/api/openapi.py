@@ -3,10 +3,8 @@ errors, as OpenAPI 3.1.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
-
-from aiohttp import web
 
 from shell_router import __version__
 from shell_router.api.chat import INERT
@@ -26,6 +24,7 @@ from shell_router.api.replies import (
 from shell_router.api.responses import INERT as INERT_RESPONSE
 from shell_router.api.responses import SAME
 from shell_router.engines.native_body import GENERATE_FIELDS
+from shell_router.http.app import Request, Response, Route
 
 Schema = Mapping[str, Any]
 Body = Mapping[str, Schema]
@@ -201,15 +200,12 @@ QUERIES = {
 }
 
 
-def document(routes: Iterator[web.AbstractRoute]) -> Mapping[str, Any]:
+def document(routes: Iterable[Route]) -> Mapping[str, Any]:
     """The description of `routes`; the sentence about each is its handler's own."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        if route.method in ("GET", "POST", "PUT", "DELETE") and route.resource is not None:
-            path = route.resource.canonical
-            paths.setdefault(path, {})[route.method.lower()] = _operation(
-                f"{route.method} {path}", route.handler
-            )
+        operation = _operation(f"{route.method} {route.path}", route.handler)
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
     codes = sorted({problem.code for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)})
     types = get_type_hints(ErrorBody)
     error = {name: ERROR_TYPES[of] for name, of in types.items()} | {"code": {"enum": codes}}
@@ -257,6 +253,6 @@ def _operation(name: str, handler: Any) -> dict[str, Any]:
     return operation
 
 
-async def show(request: web.Request) -> web.Response:
+async def show(request: Request) -> Response:
     """This document."""
-    return json_reply(request, document(iter(request.app.router.routes())))
+    return json_reply(request, document(request.app.routes))

@@ -6,16 +6,22 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import orjson
-from aiohttp import web
 
 from agent_cache import CacheUnavailable
 from shell_router import errors
-from shell_router.api.plain import PlainReply, PlainRequest, Request
-from shell_router.api.services import IGNORED, LEAVING, PLACED, REQUEST_ID, TRACE
+from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE
 from shell_router.core.events import ModelChosen
+from shell_router.http.app import (
+    BodyTooLarge,
+    MethodNotAllowed,
+    Request,
+    Response,
+    UnknownRoute,
+    UnreadableBody,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +73,10 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     errors.DeadlineExceeded: Problem(504, "server_error", "deadline_exceeded"),
     errors.StorageFailed: Problem(507, "server_error", "storage_failed"),
     errors.RouterStopping: Problem(503, "server_error", "router_stopping"),
-    web.RequestPayloadError: Problem(400, "invalid_request_error", "invalid_request"),
-    web.HTTPNotFound: Problem(404, "invalid_request_error", "unknown_route"),
-    web.HTTPMethodNotAllowed: Problem(405, "invalid_request_error", "method_not_allowed"),
-    web.HTTPRequestEntityTooLarge: Problem(413, "invalid_request_error", "body_too_large"),
+    UnreadableBody: Problem(400, "invalid_request_error", "invalid_request"),
+    UnknownRoute: Problem(404, "invalid_request_error", "unknown_route"),
+    MethodNotAllowed: Problem(405, "invalid_request_error", "method_not_allowed"),
+    BodyTooLarge: Problem(413, "invalid_request_error", "body_too_large"),
 }
 BUSY_ENGINE = Problem(503, "server_error", "engine_unavailable")
 REJECTED_BY_ENGINE = Problem(400, "invalid_request_error", "rejected_by_engine")
@@ -179,16 +185,13 @@ def _message(error: BaseException, problem: Problem, request_id: str) -> str:
         )
     if isinstance(error, errors.ShellRouterError):
         return str(error)
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
+    if isinstance(error, BodyTooLarge):
         return "The body is over this server's limit. Send less, or raise max_body_bytes."
-    if isinstance(error, web.RequestPayloadError):
+    if isinstance(error, UnreadableBody):
         return "The body is not framed or encoded as its headers say."
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        return (
-            f"{error.method} is not allowed here. Allowed: "
-            f"{', '.join(sorted(error.allowed_methods))}."
-        )
-    if isinstance(error, web.HTTPNotFound):
+    if isinstance(error, MethodNotAllowed):
+        return f"{error.method} is not allowed here. Allowed: {error.allowed}."
+    if isinstance(error, UnknownRoute):
         return (
             "There is no such route. docs/reference/api.md lists them. Files and batches need "
             "a batches.folder."
@@ -213,7 +216,7 @@ def common_headers(request: Request) -> dict[str, str]:
     about to stop has the connection closed.
     """
     headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
-    if request.app[LEAVING].is_set():
+    if request.app.leaving.is_set():
         headers["Connection"] = (
             "close"  # a connection that is kept would break when the listener closes
         )
@@ -257,7 +260,7 @@ def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]
 
 def json_reply(
     request: Request, body: Any, *, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
-) -> web.Response:
+) -> Response:
     """`body` as JSON."""
     return whole_reply(
         request, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, headers=headers
@@ -270,19 +273,12 @@ def whole_reply(
     status: int,
     kind: str = "application/json",
     headers: Mapping[str, str] = NO_HEADERS,
-) -> web.Response:
-    """`body` with the common headers. To a plain request it is a PlainReply, which costs a tenth of
-    aiohttp's.
-    """
-    headers = {"Content-Type": kind, **common_headers(request), **headers}
-    if isinstance(request, PlainRequest):
-        return cast(web.Response, PlainReply(status, headers, body))
-    return web.Response(body=body, status=status, headers=headers)
+) -> Response:
+    """Return `body` with the common headers."""
+    return Response(status, {"Content-Type": kind, **common_headers(request), **headers}, body)
 
 
-def problem_reply(
-    request: Request, error: BaseException, status: int, **headers: str
-) -> web.Response:
+def problem_reply(request: Request, error: BaseException, status: int, **headers: str) -> Response:
     """The error in the shape of the API that was asked."""
     body = problem_body(error, request[REQUEST_ID])
     if request.path == "/v1/messages":

@@ -12,7 +12,6 @@ from hashlib import blake2b
 from typing import Any
 
 import orjson
-from aiohttp import web
 
 from agent_cache import JournalDiffers, Journals, JournalState
 from shell_router.api.admission import ADMISSION
@@ -30,21 +29,20 @@ from shell_router.api.fields import (
 )
 from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL_FIELDS
-from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, shared_fields, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
 from shell_router.api.streaming import (
-    DONE,
     LAST_EVENT,
     StreamPosition,
-    data_frame,
     open_stream,
     respond,
 )
 from shell_router.api.translation import Events, ItemTranslation, Kind, TranslatedFrames, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
+from shell_router.http.app import Reply, Request
+from shell_router.http.sse import DONE, data_frame
 from shell_router.moa.journal import END
 from shell_router.moa.requests import Answer
 
@@ -469,9 +467,7 @@ class BackgroundResponse:
 
 
 async def create_response(request: Request) -> Reply:
-    """Answer in the shape of OpenAI's responses: translate, answer as a chat completion, translate
-    back.
-    """
+    """Answer as a chat completion, in the shape of OpenAI's responses."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
     for name in body.given(
@@ -504,21 +500,21 @@ async def create_response(request: Request) -> Reply:
     return await answer_chat(request, Fields(chat), translation)
 
 
-async def show_response(request: web.Request) -> Reply:
+async def show_response(request: Request) -> Reply:
     """A background response as it is now, or its events."""
     one, state = await _found(request)
     return await one.shown(state)
 
 
-async def cancel_response(request: web.Request) -> Reply:
+async def cancel_response(request: Request) -> Reply:
     """End a background response; one that has ended stays as it is."""
     await (await _found(request))[0].cancel()
     return await show_response(request)
 
 
-async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState]:
+async def _found(request: Request) -> tuple[BackgroundResponse, JournalState]:
     """The response that is asked for. Raises UnknownResponse."""
-    key = request.match_info["response_id"]
+    key = request.match["response_id"]
     after = request.query.get("starting_after", "-1")
     if not re.fullmatch("-1|[0-9]{1,12}", after, re.ASCII):
         raise InvalidField(

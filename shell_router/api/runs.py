@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import orjson
-from aiohttp import web
 
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
 from shell_router import errors
-from shell_router.api.admission import Drain
+from shell_router.api.drain import Drain
 from shell_router.api.fields import Fields, as_json
-from shell_router.api.plain import Request
 from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in
 from shell_router.core.spans import CURRENT, SAMPLED
+from shell_router.http.app import Key, Request
 from shell_router.moa.journal import END, Journal
 from shell_router.moa.requests import AgentRequest, Answer, MoaRequest
 from shell_router.telemetry import RunMetrics, Trace
@@ -231,7 +230,7 @@ class KeptRuns:
         return found
 
 
-KEPT_RUNS = web.AppKey("KEPT_RUNS", KeptRuns)
+KEPT_RUNS = Key[KeptRuns]("KEPT_RUNS")
 
 
 class KeptRun:

@@ -1,6 +1,5 @@
-"""What the API works with, as protocols and values, and its settings."""
+"""The services that routes call, as protocols and values, and the API's settings."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
@@ -8,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiohttp import web
-
 from agent_cache import Journals
 from shell_router.api.live import LiveTopologies
 from shell_router.config import ApiKey, Limits
 from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Emit
 from shell_router.core.predictors import Embedder
+from shell_router.http.app import Key
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.routing.holdout import Holdouts
@@ -43,8 +41,9 @@ class ApiSettings(Limits):
 
 
 def _ids() -> Iterator[str]:
-    """Ids that cannot be guessed: 32 hexadecimal digits, drawn 256 at a time, as a system call is
-    dear.
+    """Yield ids that cannot be guessed: 32 hexadecimal digits.
+
+    They are drawn 256 at a time, because a system call is dear.
     """
     while True:
         drawn = secrets.token_hex(16 * 256)
@@ -54,7 +53,7 @@ def _ids() -> Iterator[str]:
 new_run_id: Callable[[], str] = partial(next, _ids())
 
 ENGINE_CHECK = "engine "
-"""What the checks of models' engines are called, before the model's alias."""
+"""The name of a check of a model's engines begins with this; the model's alias follows."""
 
 ReadinessCheck = Callable[[], Awaitable[bool]]
 
@@ -114,21 +113,20 @@ class Services:
     new_id: Callable[[], str] = new_run_id
 
 
-SERVICES = web.AppKey("SERVICES", Services)
-SETTINGS = web.AppKey("SETTINGS", ApiSettings)
-STARTED_AT = web.AppKey("STARTED_AT", int)
-KEY = web.RequestKey("KEY", ApiKey)
-TENANT = web.RequestKey("TENANT", str)
-LEAVING = web.AppKey("LEAVING", asyncio.Event)
-"""Set when the server is about to stop: load balancers and clients shall go elsewhere."""
-AGENTS = web.RequestKey("AGENTS", int)
-"""Agents that the request has been counted for; without it, it does not count as running."""
-ASKED = web.RequestKey("ASKED", str)
-"""The models or topologies that the request names."""
-TOKENS: web.RequestKey[tuple[int, int]] = web.RequestKey("TOKENS")
-"""Of native requests, which have no trace: tokens of prompts and of outputs."""
-REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-TRACE = web.RequestKey("TRACE", Trace)
-PLACED: web.RequestKey[Callable[[], tuple[Placement, ...]]] = web.RequestKey("PLACED")
-"""Of native requests, which have no trace."""
-IGNORED = web.RequestKey("IGNORED", list[str])
+SERVICES = Key[Services]("SERVICES")
+SETTINGS = Key[ApiSettings]("SETTINGS")
+STARTED_AT = Key[int]("STARTED_AT")
+KEY = Key[ApiKey]("KEY")
+TENANT = Key[str]("TENANT")
+AGENTS = Key[int]("AGENTS")
+"""The agents that a request has been counted for; one without it does not count as running."""
+MODELS_ASKED = Key[str]("MODELS_ASKED")
+"""The models or topologies that a request names."""
+TOKENS = Key[tuple[int, int]]("TOKENS")
+"""The tokens of prompts and of outputs of a native request, which has no trace."""
+REQUEST_ID = Key[str]("REQUEST_ID")
+TRACE = Key[Trace]("TRACE")
+PLACED = Key[Callable[[], tuple[Placement, ...]]]("PLACED")
+"""The engines of a native request, which has no trace."""
+IGNORED = Key[list[str]]("IGNORED")
+"""The fields of the body that had no effect."""

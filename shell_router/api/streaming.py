@@ -1,4 +1,4 @@
-"""Server-sent events: a run that is read while it goes on, and the stream to its client."""
+"""The stream of a run that is read while it goes on."""
 
 import asyncio
 import re
@@ -7,58 +7,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-import orjson
-from aiohttp import ClientConnectionResetError, web
-
-from shell_router.api.plain import PlainRequest, PlainStream, Reply, Request
 from shell_router.api.replies import NO_HEADERS, common_headers, json_reply, stream_error
 from shell_router.api.services import REQUEST_ID, SETTINGS
 from shell_router.core.events import Emit, Event
 from shell_router.errors import InvalidField, StreamChanged
+from shell_router.http.app import ClientGone, Reply, Request, Stream
+from shell_router.http.sse import PING
 from shell_router.moa.requests import Answer
 
-PING = b": ping\n\n"
-DONE = b"data: [DONE]\n\n"
 NO_WARNINGS: Mapping[str, list[str]] = {}
 LAST_EVENT = "last-event-id"
 POSITION = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
-
-
-def data_frame(body: Any) -> bytes:
-    """One unnamed event."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-class EventStream:
-    """A streamed answer of aiohttp's; `PlainStream` is the other kind."""
-
-    def __init__(
-        self, request: web.Request, response: web.StreamResponse, write_timeout_s: float
-    ) -> None:
-        self._request = request
-        self._response = response
-        self._write_timeout_s = write_timeout_s
-
-    async def send(self, frames: bytes) -> None:
-        """Write; waits while the client takes nothing.
-
-        Raises ClientConnectionResetError when the client has gone, or took nothing within the
-        limit.
-        """
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._response.write(frames)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientConnectionResetError(
-                f"nothing taken for {self._write_timeout_s:g} s"
-            ) from None
-
-    async def end(self) -> web.StreamResponse:
-        """Close the stream in order."""
-        await self._response.write_eof()
-        return self._response
 
 
 async def open_stream(
@@ -67,10 +26,8 @@ async def open_stream(
     status: int = 200,
     content_type: str = "text/event-stream; charset=utf-8",
     headers: Mapping[str, str] = NO_HEADERS,
-) -> EventStream | PlainStream:
-    """Begin a streamed answer. A client that takes nothing of it for `write_timeout_s` is given
-    up."""
-    write_timeout_s = request.app[SETTINGS].write_timeout_s
+) -> Stream:
+    """Begin a streamed reply; a client that takes nothing for `write_timeout_s` is given up."""
     sent = {
         "Content-Type": content_type,
         "Cache-Control": "no-cache",
@@ -78,11 +35,7 @@ async def open_stream(
         **common_headers(request),
         **headers,
     }
-    if isinstance(request, PlainRequest):
-        return PlainStream(request.connection, status, sent, write_timeout_s)
-    response = web.StreamResponse(status=status, headers=sent)
-    await response.prepare(request)
-    return EventStream(request, response, write_timeout_s)
+    return await request.open_stream(status, sent, request.app[SETTINGS].write_timeout_s)
 
 
 class StreamPosition:
@@ -276,7 +229,7 @@ async def respond(
         try:
             await _pump(live, frames, out, ping_s)
             last = frames.answer(live.answer())
-        except (asyncio.CancelledError, ClientConnectionResetError):
+        except (asyncio.CancelledError, ClientGone):
             raise
         except Exception as error:
             last = frames.error(stream_error(error, request[REQUEST_ID]))
@@ -284,9 +237,7 @@ async def respond(
         return await out.end()
 
 
-async def _pump(
-    run: LiveRun, frames: Frames, stream: EventStream | PlainStream, ping_s: float
-) -> None:
+async def _pump(run: LiveRun, frames: Frames, stream: Stream, ping_s: float) -> None:
     """Events as they come, all that wait in one write; a comment after `ping_s` in which nothing
     was written.
     """

@@ -11,18 +11,15 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
-from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from shell_router.api.admission import permit
 from shell_router.api.fields import Fields, as_object, parse_body, query_number, read_body
+from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
-from shell_router.api.plain import Request
-from shell_router.api.replies import common_headers, json_reply, note_ignored
+from shell_router.api.replies import json_reply, note_ignored, whole_reply
 from shell_router.api.services import (
     ENGINE_CHECK,
     KEY,
-    LEAVING,
     SERVICES,
     SETTINGS,
     STARTED_AT,
@@ -30,6 +27,7 @@ from shell_router.api.services import (
     ReadinessCheck,
 )
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
+from shell_router.http.app import App, Key, Request, Response, Route
 from shell_router.telemetry import Trace
 from shell_router.telemetry.trace import OUTCOMES
 from shell_router.topology.document import read_document
@@ -37,7 +35,7 @@ from shell_router.topology.document import read_document
 log = logging.getLogger(__name__)
 
 
-async def list_models(request: web.Request) -> web.Response:
+async def list_models(request: Request) -> Response:
     """Topologies and models."""
     listed = request.app[TARGETS].listed(request.app[STARTED_AT])
     allowed = request[KEY].models
@@ -45,9 +43,9 @@ async def list_models(request: web.Request) -> web.Response:
     return json_reply(request, {"object": "list", "data": data})
 
 
-async def show_model(request: web.Request) -> web.Response:
+async def show_model(request: Request) -> Response:
     """One topology or model."""
-    name = request.match_info["model"]
+    name = request.match["model"]
     permit(request, (name,))
     targets = request.app[TARGETS]
     services = request.app[SERVICES]
@@ -65,7 +63,7 @@ async def show_model(request: web.Request) -> web.Response:
     return json_reply(request, {**found, "graph": agents})
 
 
-async def list_topologies(request: web.Request) -> web.Response:
+async def list_topologies(request: Request) -> Response:
     """The topologies, and where each comes from."""
     entries = request.app[SERVICES].topologies.readable().entries
     allowed = request[KEY].models
@@ -82,19 +80,20 @@ async def list_topologies(request: web.Request) -> web.Response:
     return json_reply(request, {"object": "list", "data": listed})
 
 
-async def show_topology(request: web.Request) -> web.Response:
+async def show_topology(request: Request) -> Response:
     """The document of one."""
-    permit(request, (request.match_info["name"],))
-    entry = request.app[SERVICES].topologies.readable().entry(request.match_info["name"])
+    permit(request, (request.match["name"],))
+    entry = request.app[SERVICES].topologies.readable().entry(request.match["name"])
     return json_reply(request, entry.document.value)
 
 
-async def put_topology(request: web.Request) -> web.Response:
-    """Serve a document, JSON or a topology file's YAML, under a name, in the place of what was put
-    before.
+async def put_topology(request: Request) -> Response:
+    """Serve a topology under a name; it replaces the one that was put before.
+
+    The body is its document, as JSON or as a topology file's YAML.
     """
     body = await read_body(request)
-    name = request.match_info["name"]
+    name = request.match["name"]
     if request.content_type == "application/yaml":
         document = await asyncio.to_thread(_from_yaml, body, f"{name}.yaml")
     else:
@@ -116,20 +115,20 @@ def _from_yaml(body: bytes, source: str) -> Mapping[str, Any]:
     return found
 
 
-async def delete_topology(request: web.Request) -> web.Response:
+async def delete_topology(request: Request) -> Response:
     """Serve one that was put no more."""
-    name = request.match_info["name"]
+    name = request.match["name"]
     await request.app[SERVICES].topologies.delete(name)
     log.info("topology %s was deleted by %s", name, request[TENANT])
     return json_reply(request, {"name": name, "deleted": True})
 
 
-async def list_engines(request: web.Request) -> web.Response:
+async def list_engines(request: Request) -> Response:
     """The prefill-decode pairs of all models."""
     return json_reply(request, {"object": "list", "data": request.app[SERVICES].fleet.listed()})
 
 
-async def add_engines(request: Request) -> web.Response:
+async def add_engines(request: Request) -> Response:
     """Serve a model by one more pair, whose servers are up and are probed first."""
     body = parse_body(await read_body(request))
     model = body.required_text("model")
@@ -142,9 +141,10 @@ async def add_engines(request: Request) -> web.Response:
     )
 
 
-async def drain_engines(request: web.Request) -> web.Response:
-    """Send a pair no more requests and wait for those that run there; 202 if some still do after
-    `wait_s`.
+async def drain_engines(request: Request) -> Response:
+    """Drain a pair: send no more requests, and wait for the running ones.
+
+    The status is 202 if some still run after `wait_s`.
     """
     query = Fields(request.query)
     limit_s = request.app[SETTINGS].request_timeout_s
@@ -160,9 +160,10 @@ TRACE_FILTERS = ("model", "status", "since", "limit")
 MOST_TRACES = 1000
 
 
-async def list_traces(request: web.Request) -> web.Response:
-    """The tenant's latest requests, the last first, chosen by `model`, `status`, `since` (Unix
-    seconds) and `limit`.
+async def list_traces(request: Request) -> Response:
+    """List the tenant's latest requests, the last first.
+
+    `model`, `status`, `since` (Unix seconds) and `limit` choose among them.
     """
     query = request.query
     if unknown := [name for name in query if name not in TRACE_FILTERS]:
@@ -188,18 +189,18 @@ async def list_traces(request: web.Request) -> web.Response:
     return json_reply(request, {"object": "list", "data": [trace.summary() for trace in found]})
 
 
-async def show_trace(request: web.Request) -> web.Response:
+async def show_trace(request: Request) -> Response:
     """The spans of one of the tenant's own requests."""
-    trace = request.app[SERVICES].traces.get(request[TENANT], request.match_info["trace_id"])
+    trace = request.app[SERVICES].traces.get(request[TENANT], request.match["trace_id"])
     return json_reply(request, trace.as_json())
 
 
-async def health(request: web.Request) -> web.Response:
+async def health(request: Request) -> Response:
     """The process answers."""
     return json_reply(request, {"status": "ok"})
 
 
-async def ready(request: web.Request) -> web.Response:
+async def ready(request: Request) -> Response:
     """The engines of some model can serve; 503 names those that cannot where none can.
 
     Other models' engines, and a shared cache that is away, only show as degraded. A router that is
@@ -218,21 +219,19 @@ async def ready(request: web.Request) -> web.Response:
     }
     away = [name for name, holds in holding.items() if not holds]
     failing = [name for name in away if name not in optional]
-    if request.app[LEAVING].is_set():
+    if request.app.leaving.is_set():
         failing.append("stopping")
     degraded = [name for name in away if name in optional]
     body = {"ready": not failing, "not_ready": failing, "degraded": degraded, "checks": holding}
     return json_reply(request, body, status=503 if failing else 200)
 
 
-async def metrics(request: web.Request) -> web.Response:
+async def metrics(request: Request) -> Response:
     """Prometheus's text format; of the samples that `name[]` names, where it is given."""
     registry = request.app[SERVICES].metrics.registry
     names = request.query.getall("name[]", ())
     body = generate_latest(registry.restricted_registry(names) if names else registry)
-    return web.Response(
-        body=body, headers={"Content-Type": CONTENT_TYPE_LATEST, **common_headers(request)}
-    )
+    return whole_reply(request, body, 200, CONTENT_TYPE_LATEST)
 
 
 async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
@@ -245,24 +244,22 @@ async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
         return False
 
 
-PAGE = web.AppKey("PAGE", str)
+PAGE = Key[str]("PAGE")
 
 
-def add_page(app: web.Application) -> None:
+def add_page(app: App) -> None:
     """Serve the live page, `GET /ui`: one static file, which asks the API with its caller's own
     key.
     """
     app[PAGE] = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    app.add_routes([PAGE_ROUTE])
+    app.routes.append(PAGE_ROUTE)
 
 
-async def show_page(request: web.Request) -> web.Response:
+async def show_page(request: Request) -> Response:
     """The page, which may run its own script, load nothing, and connect to this router alone."""
     page = request.app[PAGE]
     headers = {"Content-Security-Policy": policy(page), "X-Content-Type-Options": "nosniff"}
-    return web.Response(
-        text=page, content_type="text/html", headers={**common_headers(request), **headers}
-    )
+    return whole_reply(request, page.encode(), 200, "text/html; charset=utf-8", headers)
 
 
 def policy(page: str) -> str:
@@ -280,4 +277,4 @@ def policy(page: str) -> str:
     )
 
 
-PAGE_ROUTE = web.get("/ui", show_page)
+PAGE_ROUTE = Route("GET", "/ui", show_page)

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from shutil import which
 
-from shell_router.api import bound_sockets
 from shell_router.app.models import address_of, pool_of
 from shell_router.app.services import read_named
 from shell_router.app.serving import serve
 from shell_router.config import Config
 from shell_router.errors import ConfigError
+from shell_router.http.server import bound_sockets
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
 from shell_router.launching.supervisor import Engines, Patience, RestartPolicy, running_engines
 

@@ -11,9 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 
-from aiohttp import web
-
-from shell_router.api import ApiSettings, add_page, bound_sockets, create_app, listening
+from shell_router.api import ApiSettings, add_page, create_app, listening
 from shell_router.api.admission import ADMISSION
 from shell_router.app.rereads import Reread
 from shell_router.app.services import running_services
@@ -21,6 +19,8 @@ from shell_router.app.wings import wing
 from shell_router.config import Config, Listen, ListenTls, read_keys
 from shell_router.config.models import load_certificate
 from shell_router.errors import ConfigError
+from shell_router.http.app import App
+from shell_router.http.server import bound_sockets
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ async def running_server(
             batches = stack.enter_context(wing("batch")(config))
         else:
             batches = None
-        app: web.Application
+        app: App
         rereads: list[Reread] = []
         tls: ssl.SSLContext | None = None
         if file := config.api_keys_file:

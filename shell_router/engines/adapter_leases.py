@@ -14,7 +14,6 @@ from typing import Protocol
 import orjson
 
 from shell_router.core.durations import Durations
-from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.server_client import NOT_FOUND, ServerClient
 from shell_router.engines.wire import broken_wire
 from shell_router.errors import (
@@ -24,6 +23,7 @@ from shell_router.errors import (
     EngineRejected,
     EngineUnavailable,
 )
+from shell_router.http.tasks import TaskOwner
 from shell_router.routing.adapter_cache import (
     AdapterCache,
     AdapterSettings,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shell_router.core.engine import Finish, Placement, Tokens, error_message
 from shell_router.engines.address import PairAddress
-from shell_router.engines.http_client import Exchange
 from shell_router.engines.server_client import HTTP_OK, ServerClient, ServerFailure, Transport
 from shell_router.engines.wire import OutputReader, read_prefilled, rejected, require_not_aborted
 from shell_router.errors import (
@@ -26,6 +25,7 @@ from shell_router.errors import (
     EngineUnreachable,
     PromptTooLong,
 )
+from shell_router.http.client import Exchange
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.failures import RetrySettings

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
-from shell_router.engines.http_client import Exchange
 from shell_router.engines.pairing import Legs, Pairing, engine_slot, load_again
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, PromptTooLong
+from shell_router.http.client import Exchange
 from shell_router.routing.failures import INTERNAL_ERROR
 from shell_router.routing.placement import PlacementRequest
 

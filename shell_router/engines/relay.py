@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import orjson
 
 from shell_router.core.engine import NO_HINTS, Hints, NativeRoute, Relayed
-from shell_router.engines.http_client import Exchange
 from shell_router.engines.native_body import (
     ADAPTER,
     CACHE_KEY,
@@ -22,6 +21,7 @@ from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import EventSplitter, broken_wire, index_of, rejected
 from shell_router.errors import AdapterMissing, EngineError
+from shell_router.http.client import Exchange
 from shell_router.routing.dispatcher import EngineSlot
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
 from shell_router.routing.placement import PlacementRequest

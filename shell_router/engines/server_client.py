@@ -14,14 +14,6 @@ import orjson
 from shell_router.core.engine import error_message
 from shell_router.core.spans import CURRENT
 from shell_router.engines.address import PairLimits, Server
-from shell_router.engines.http_client import (
-    MAX_BUFFERED_BYTES,
-    Endpoint,
-    Exchange,
-    HttpClient,
-    TaskOwner,
-    endpoint,
-)
 from shell_router.engines.wire import broken_wire, rejected
 from shell_router.errors import (
     EngineError,
@@ -30,6 +22,14 @@ from shell_router.errors import (
     EngineUnreachable,
     PromptTooLong,
 )
+from shell_router.http.client import (
+    MAX_BUFFERED_BYTES,
+    Endpoint,
+    Exchange,
+    HttpClient,
+    endpoint,
+)
+from shell_router.http.tasks import TaskOwner
 from shell_router.routing.dispatcher import Dispatcher, TrackedEngine
 from shell_router.routing.failures import Breaker, BreakerSettings
 from shell_router.routing.placement import EngineReport

@@ -17,7 +17,6 @@ import orjson
 
 from shell_router.core.engine import ChatServing, Finish, Generation, PrefillCost, Prefilled, Tokens
 from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
-from shell_router.engines.http_client import HttpClient, TaskOwner
 from shell_router.engines.native_body import ADAPTER, ANY_MODEL, CACHE_KEY, NativeRules
 from shell_router.engines.pairing import Attempts, Legs, Pairing, engine_slot
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
@@ -25,6 +24,8 @@ from shell_router.engines.relay import PairRelay
 from shell_router.engines.server_client import Monitor, ServerClient, Transport
 from shell_router.engines.wire import broken_wire, leg_bodies
 from shell_router.errors import EngineError, EngineRejected
+from shell_router.http.client import HttpClient
+from shell_router.http.tasks import TaskOwner
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import SchedulingSettings, TrackedEngine
 from shell_router.routing.failures import (

@@ -31,7 +31,6 @@ from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import AutoSettings, Config, ModelSettings
 from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
 from shell_router.engines.adapter_leases import AdapterLeases
-from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.prefill_only import PrefillWay
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import SglangPair
@@ -52,6 +51,7 @@ from shell_router.errors import (
     EngineUnreachable,
     ModelFailed,
 )
+from shell_router.http.tasks import TaskOwner
 from shell_router.standins.embedded.kind import Embedded
 from shell_router.standins.embedded.servers import Spawner
 from shell_router.standins.embedded.settings import EmbeddedSection

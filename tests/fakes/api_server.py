@@ -21,7 +21,6 @@ from shell_router.api import (
     ApiSettings,
     Runs,
     Services,
-    bound_sockets,
     create_app,
     listening,
 )
@@ -42,6 +41,7 @@ from shell_router.core.engine import (
 )
 from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
+from shell_router.http.server import bound_sockets
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
 from shell_router.telemetry.recorder import Recorder

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from shell_router.api import bound_sockets
+from shell_router.http.server import bound_sockets
 
 HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 

@@ -10,8 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shell_router.api import ApiSettings, Services, bound_sockets, create_app, listening
+from shell_router.api import ApiSettings, Services, create_app, listening
 from shell_router.app.models import Fleet
+from shell_router.http.server import bound_sockets
 from tests.fakes.api_server import DUO, ScriptedRelay, chat, live, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Hold

@@ -19,7 +19,7 @@ import pytest
 from agent_cache import CacheUnavailable, Journals
 from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
-from shell_router.api.admission import Drain
+from shell_router.api.drain import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.runs import KeptRun, KeptRuns, Run
 from shell_router.core.events import Emit

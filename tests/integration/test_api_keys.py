@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from shell_router.api import ApiSettings, bound_sockets, create_app, listening
-from shell_router.api.admission import Keys
+from shell_router.api import ApiSettings, create_app, listening
+from shell_router.api.keys import Keys
 from shell_router.app.rereads import Reread
 from shell_router.app.serving import renew, served_tls
 from shell_router.batch.api.routes import add_batches
@@ -23,6 +23,7 @@ from shell_router.config import ApiKey, BatchesSettings, ListenTls
 from shell_router.config.models import TlsClient
 from shell_router.core.engine import ChatServing, Relay
 from shell_router.errors import ConfigError, Unauthorized
+from shell_router.http.server import bound_sockets
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat
 from tests.fakes.certificates import authority
 

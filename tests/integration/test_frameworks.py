@@ -18,9 +18,10 @@ import pytest
 from pydantic import BaseModel
 
 from benchmarks.frameworks import MODELS, asked_tree, graph_of, measured
-from shell_router.api import ApiSettings, bound_sockets, create_app, listening
+from shell_router.api import ApiSettings, create_app, listening
 from shell_router.app import load_config, running_services
 from shell_router.core.engine import Generation
+from shell_router.http.server import bound_sockets
 from shell_router.standins.embedded.settings import EmbeddedSection
 from tests.fakes.api_server import LIMIT, Api, api
 from tests.fakes.chat_engines import chat_pair

@@ -15,9 +15,9 @@ from yarl import URL
 
 from shell_router.config.models import TlsClient
 from shell_router.engines.address import PairAddress
-from shell_router.engines.http_client import Exchange, HttpClient, endpoint
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import ConfigError, EngineError
+from shell_router.http.client import Exchange, HttpClient, endpoint
 from tests.fakes.certificates import authority
 from tests.fakes.scripted_pair import ONCE, generation, until
 

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aiohttp import web
-
-from shell_router.api.admission import DRAIN
 from shell_router.api.chat import CHATS
+from shell_router.api.drain import DRAIN
 from shell_router.api.fields import Fields, parse_body, read_body
-from shell_router.api.replies import common_headers, json_reply, note_ignored
+from shell_router.api.replies import json_reply, note_ignored, whole_reply
 from shell_router.api.services import KEY, SERVICES, SETTINGS, TENANT
-from shell_router.api.streaming import EventStream, open_stream
+from shell_router.api.streaming import open_stream
 from shell_router.batch.api.run import BatchRuns
 from shell_router.batch.api.runner import ChatLines, PoolLines, load_pools
 from shell_router.batch.api.storage import (
@@ -29,6 +27,7 @@ from shell_router.batch.api.storage import (
 from shell_router.batch.api.uploads import CHUNK_BYTES, UploadQuota, receive_upload
 from shell_router.config import BatchesSettings, Config
 from shell_router.errors import Forbidden, InvalidField, Overloaded, StorageFailed
+from shell_router.http.app import App, Key, Reply, Request, Response, Route
 
 ENDPOINT = "/v1/chat/completions"
 WINDOW = re.compile(r"([1-9][0-9]{0,3})h", re.ASCII)
@@ -37,12 +36,12 @@ MAX_UNFINISHED = 100
 """Batches of one tenant."""
 JSONL = "application/jsonl"
 
-BATCH_RUNS = web.AppKey("BATCH_RUNS", BatchRuns)
-QUOTA = web.AppKey("QUOTA", UploadQuota)
+BATCH_RUNS = Key[BatchRuns]("BATCH_RUNS")
+QUOTA = Key[UploadQuota]("QUOTA")
 
 
 @contextlib.contextmanager
-def attach_batches(config: Config) -> Iterator[Callable[[web.Application], None]]:
+def attach_batches(config: Config) -> Iterator[Callable[[App], None]]:
     """Lock the deployment's folder, read its pools, and yield what adds batches to the application.
 
     Raises ConfigError if the folder cannot be used, or a pool's name or file is wrong.
@@ -51,7 +50,7 @@ def attach_batches(config: Config) -> Iterator[Callable[[web.Application], None]
     with open_folder(config.batches.folder) as folder:
         pools = load_pools(config)
 
-        def add(app: web.Application) -> None:
+        def add(app: App) -> None:
             runners = {
                 name: PoolLines(name, pool, folder.pools, app[SERVICES])
                 for name, pool in pools.items()
@@ -62,7 +61,7 @@ def attach_batches(config: Config) -> Iterator[Callable[[web.Application], None]
 
 
 def add_batches(
-    app: web.Application,
+    app: App,
     folder: BatchFolder,
     settings: BatchesSettings,
     pools: Mapping[str, PoolLines],
@@ -80,29 +79,28 @@ def add_batches(
     app[QUOTA] = UploadQuota(folder, settings)
     expiring = list[asyncio.Task[None]]()
 
-    async def resume(_: web.Application) -> None:
+    async def resume() -> None:
         runs.resume()
         expiring.append(asyncio.create_task(runs.expire_files(), name="expire-files"))
 
-    async def stop(_: web.Application) -> None:
+    async def stop() -> None:
         expiring[0].cancel()
         await asyncio.wait(expiring)
         await runs.stop()
 
     app.on_startup.append(resume)
     app.on_shutdown.append(stop)
-    app.add_routes(ROUTES)
+    app.routes.extend(ROUTES)
 
 
-async def upload_file(request: web.Request) -> web.Response:
+async def upload_file(request: Request) -> Response:
     """Keep a file."""
     folder = _get_folder(request)
     services = request.app[SERVICES]
     id = f"file-{services.new_id()}"
     tenant = request[TENANT]
     draft = folder.draft(id)
-    size = None if "Content-Encoding" in request.headers else request.content_length
-    with request.app[QUOTA].reserve(tenant, id, size) as max_bytes:
+    with request.app[QUOTA].reserve(tenant, id, request.content_length) as max_bytes:
         try:
             with request.app[DRAIN].deadline():
                 upload = await receive_upload(request, draft, max_bytes)
@@ -128,7 +126,7 @@ async def upload_file(request: web.Request) -> web.Response:
     return json_reply(request, record.as_json())
 
 
-async def list_files(request: web.Request) -> web.Response:
+async def list_files(request: Request) -> Response:
     """List the tenant's files, the latest first unless `order` is asc."""
     purpose = request.query.get("purpose")
     order = request.query.get("order", "desc")
@@ -143,33 +141,32 @@ async def list_files(request: web.Request) -> web.Response:
     return json_reply(request, page)
 
 
-async def show_file(request: web.Request) -> web.Response:
+async def show_file(request: Request) -> Response:
     """Return a file's record."""
     return json_reply(request, _find_file(request).as_json())
 
 
-async def send_content(request: web.Request) -> web.StreamResponse:
+async def send_content(request: Request) -> Reply:
     """Send a file's content. A client that takes nothing for `write_timeout_s` is given up."""
     file = _find_file(request)
     sizes = {"Content-Length": str(file.bytes)}
     if request.method == "HEAD":
-        return web.Response(headers={**common_headers(request), **sizes}, content_type=JSONL)
+        return whole_reply(request, b"", 200, JSONL, sizes)
     with await on_disk(_get_folder(request).content(file.id).open, "rb") as content:
         stream = await open_stream(request, content_type=JSONL, headers=sizes)
-        assert isinstance(stream, EventStream)
         while chunk := await on_disk(content.read, CHUNK_BYTES):
             await stream.send(chunk)
         return await stream.end()
 
 
-async def delete_file(request: web.Request) -> web.Response:
+async def delete_file(request: Request) -> Response:
     """Delete a file."""
     record = _find_file(request)
     await _get_folder(request).remove(record.id)
     return json_reply(request, {"id": record.id, "object": "file", "deleted": True})
 
 
-async def create_batch(request: web.Request) -> web.Response:
+async def create_batch(request: Request) -> Response:
     """Answer the requests of a file."""
     if request[KEY].models:
         raise Forbidden(
@@ -195,46 +192,46 @@ async def create_batch(request: web.Request) -> web.Response:
     return json_reply(request, record.as_json())
 
 
-async def list_batches(request: web.Request) -> web.Response:
+async def list_batches(request: Request) -> Response:
     """List the tenant's batches, the latest first."""
     batches = _get_folder(request).batches.of(request[TENANT])
     return json_reply(request, build_page(batches, request.query, default=20, most=100))
 
 
-async def show_batch(request: web.Request) -> web.Response:
+async def show_batch(request: Request) -> Response:
     """Return a batch's record."""
     return json_reply(request, _find_batch(request).as_json())
 
 
-async def cancel_batch(request: web.Request) -> web.Response:
+async def cancel_batch(request: Request) -> Response:
     """Abort a batch's running lines; those that were answered stay."""
     record = await request.app[BATCH_RUNS].cancel(_find_batch(request))
     return json_reply(request, record.as_json())
 
 
 ROUTES = (
-    web.post("/v1/files", upload_file),
-    web.get("/v1/files", list_files),
-    web.get("/v1/files/{file_id}", show_file),
-    web.get("/v1/files/{file_id}/content", send_content),
-    web.delete("/v1/files/{file_id}", delete_file),
-    web.post("/v1/batches", create_batch),
-    web.get("/v1/batches", list_batches),
-    web.get("/v1/batches/{batch_id}", show_batch),
-    web.post("/v1/batches/{batch_id}/cancel", cancel_batch),
+    Route("POST", "/v1/files", upload_file, streams_body=True),
+    Route("GET", "/v1/files", list_files),
+    Route("GET", "/v1/files/{file_id}", show_file),
+    Route("GET", "/v1/files/{file_id}/content", send_content),
+    Route("DELETE", "/v1/files/{file_id}", delete_file),
+    Route("POST", "/v1/batches", create_batch),
+    Route("GET", "/v1/batches", list_batches),
+    Route("GET", "/v1/batches/{batch_id}", show_batch),
+    Route("POST", "/v1/batches/{batch_id}/cancel", cancel_batch),
 )
 
 
-def _get_folder(request: web.Request) -> BatchFolder:
+def _get_folder(request: Request) -> BatchFolder:
     return request.app[BATCH_RUNS].folder
 
 
-def _find_file(request: web.Request) -> FileRecord:
-    return _get_folder(request).files.find(request[TENANT], request.match_info["file_id"])
+def _find_file(request: Request) -> FileRecord:
+    return _get_folder(request).files.find(request[TENANT], request.match["file_id"])
 
 
-def _find_batch(request: web.Request) -> BatchRecord:
-    return _get_folder(request).batches.find(request[TENANT], request.match_info["batch_id"])
+def _find_batch(request: Request) -> BatchRecord:
+    return _get_folder(request).batches.find(request[TENANT], request.match["batch_id"])
 
 
 def read_batch(body: Fields, id: str, tenant: str, now: int) -> BatchRecord:

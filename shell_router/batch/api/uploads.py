@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp import BodyPartReader, MultipartReader
 from aiohttp.http_exceptions import BadHttpMessage
 
 from shell_router.api.services import SETTINGS
@@ -17,6 +17,7 @@ from shell_router.batch.api.storage import INPUT_PURPOSE, BatchFolder, on_disk
 from shell_router.batch.journal import append_whole
 from shell_router.config import BatchesSettings
 from shell_router.errors import FileTooLarge, InvalidField, InvalidRequest, QuotaExceeded
+from shell_router.http.app import Request
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class Upload:
         return tuple(name for name in self.texts if name != "purpose")
 
 
-async def receive_upload(request: web.Request, path: Path, max_bytes: int) -> Upload:
+async def receive_upload(request: Request, path: Path, max_bytes: int) -> Upload:
     """Write the form's file of at most `max_bytes` to `path`.
 
     Raises InvalidRequest and StorageFailed; `path` may then hold a part of the file.
@@ -97,7 +98,7 @@ async def receive_upload(request: web.Request, path: Path, max_bytes: int) -> Up
     upload = Upload(path)
     limit_s = request.app[SETTINGS].body_timeout_s
     try:
-        await _read_form(await request.multipart(), upload, max_bytes, limit_s)
+        await _read_form(await request.form(), upload, max_bytes, limit_s)
     except UNREADABLE as error:
         raise InvalidRequest(f"The form cannot be read: {error}.", remedy=FORM_REMEDY) from None
     if "purpose" not in upload.texts:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shell_router.api.admission import Drain
+from shell_router.api.drain import Drain
 from shell_router.errors import RouterStopping
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.api.admission import LOCAL, Keys, require_route
+from shell_router.api.keys import LOCAL, Keys, require_route
 from shell_router.api.services import ApiSettings
 from shell_router.config import ApiKey
 from shell_router.errors import ConfigError, Forbidden, RemoteRefused, Unauthorized

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from shell_router.engines.adapter_leases import AdapterLeases, Lease
-from shell_router.engines.http_client import TaskOwner
 from shell_router.errors import (
     AdapterFailed,
     ConfigError,
@@ -18,6 +17,7 @@ from shell_router.errors import (
     EngineUnavailable,
     EngineUnreachable,
 )
+from shell_router.http.tasks import TaskOwner
 from shell_router.routing.adapter_cache import AdapterSettings
 from tests.fakes.scripted_pair import until
 

@@ -17,8 +17,8 @@ from benchmarks.scripted.server import BootstrapRooms, ScriptedServer, ScriptedS
 from shell_router.core.engine import Finish, Generation
 from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.http_client import TaskOwner
 from shell_router.errors import EngineRejected, ModelFailed
+from shell_router.http.tasks import TaskOwner
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.swapping.eviction import Eviction, ModelInTurn
 from shell_router.swapping.kind import (

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from shell_router.core.engine import Engine, Finish, Generation, Hints
 from shell_router.engines.adapter_leases import AdapterLeases
-from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.metrics import EngineMetrics
 from shell_router.errors import AdapterMissing, EngineUnavailable, ModelFailed
+from shell_router.http.tasks import TaskOwner
 from shell_router.routing.adapter_cache import AdapterSettings, LoadedAdapter
 from shell_router.swapping.eviction import Eviction, ModelInTurn, models_in_turn
 from shell_router.swapping.kind import (

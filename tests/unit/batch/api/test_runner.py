@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shell_router.api import ApiSettings, Services
-from shell_router.api.admission import Drain
 from shell_router.api.chat import Chats
+from shell_router.api.drain import Drain
 from shell_router.api.models import Targets
 from shell_router.app.models import Fleet
 from shell_router.batch.api.lines import BatchLine, LineResult

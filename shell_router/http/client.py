@@ -10,12 +10,14 @@ import asyncio
 import ssl
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import httptools
 from yarl import URL
+
+from shell_router.http.tasks import TaskOwner
 
 MAX_BUFFERED_BYTES = 2**20
 """A reader that is this far behind stops the connection."""
@@ -371,31 +373,6 @@ class Connection(asyncio.Protocol):
         if self._parser.get_status_code() >= 200:  # a 1xx is not the answer yet
             self._ended = True
             self._reusable = self._reusable and self._parser.should_keep_alive()
-
-
-class TaskOwner:
-    """Starts tasks and keeps each until it has ended. Tasks must not raise: what they meet they
-    log.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
-        """Run `work` as a task of this owner."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def aclose(self, limit_s: float) -> None:
-        """Give the tasks `limit_s` to end, then cancel the rest and wait until they have."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=limit_s)
-        remaining = tuple(self._tasks)
-        for task in remaining:
-            task.cancel()
-        await asyncio.gather(*remaining, return_exceptions=True)
 
 
 class HttpClient:

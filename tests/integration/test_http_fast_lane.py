@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.api.plain import PlainConnection
+from shell_router.http.fast_lane import FastConnection
 from tests.fakes.api_server import Api, ScriptedRelay, api
 
 BODY = b'{"text":"hi"}'
@@ -210,14 +210,14 @@ class Transport:
 async def test_a_limit_that_passes_while_a_client_takes_nothing_leaves_the_connection_usable() -> (
     None
 ):
-    connection = PlainConnection(cast(Any, None))
+    connection = FastConnection(cast(Any, None))
     connection.transport = cast(Any, Transport())
     connection.pause_writing()
-    first = asyncio.create_task(connection.drained(60))
+    first = asyncio.create_task(connection.drain(60))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait([first])
-    second = asyncio.create_task(connection.drained(60))
+    second = asyncio.create_task(connection.drain(60))
     await asyncio.sleep(0)
     connection.resume_writing()
     await second

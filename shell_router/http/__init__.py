@@ -1,0 +1,1 @@
+"""HTTP without words of the product: an application, its server, and the client of engines."""
