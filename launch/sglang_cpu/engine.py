@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.with_parent import with_parent
+from shell_router.processes.with_parent import with_parent
 
 HOST = "127.0.0.1"
 STOP_LIMIT_S = 15.0

@@ -16,7 +16,8 @@ from shell_router.config import Config
 from shell_router.errors import ConfigError
 from shell_router.http.server import bound_sockets
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.supervisor import Engines, Patience, RestartPolicy, running_engines
+from shell_router.launching.supervisor import Engines, Patience, running_engines
+from shell_router.processes.restarts import RestartPolicy
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ session loads one model and has it answer some of its prompts. Plans are quick o
 integer program (equations 4 to 10), which OR-tools CP-SAT solves from the best quick one.
 """
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -565,18 +564,16 @@ def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     return _Program(workload, start).solved(limit_s, seed)
 
 
-def planning() -> Callable[[Sequence[bytes]], list[list[bytes]]]:
-    """The work of a side process: from the arguments of `plan` to its plan, or the ConfigError, all
-    of them pickled.
-    """
+def planner_work() -> Callable[[Sequence[tuple[Workload, float]]], list[Plan | ConfigError]]:
+    """Return the work of the planner's process: plans, or the errors, for arguments of `plan`."""
 
-    def planned(arguments: bytes) -> Plan | ConfigError:
+    def make_plan(arguments: tuple[Workload, float]) -> Plan | ConfigError:
         try:
-            return plan(*pickle.loads(arguments))
+            return plan(*arguments)
         except ConfigError as error:
             return error
 
-    return lambda bodies: [[pickle.dumps(planned(body))] for body in bodies]
+    return lambda bodies: list(map(make_plan, bodies))
 
 
 class _Program:

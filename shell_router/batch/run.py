@@ -4,7 +4,6 @@ agree.
 
 import asyncio
 import logging
-import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,12 +28,7 @@ from shell_router.batch.sessions import (
     ungrouped,
 )
 from shell_router.errors import ConfigError
-from shell_router.launching.side_process import (
-    ProcessLimits,
-    SideProcess,
-    side_command,
-    side_environment,
-)
+from shell_router.processes.worker import WorkerLimits, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -208,17 +202,19 @@ def _cost(profile: PoolProfile, role: Role, model: str, prompts: int, workers: i
 
 
 async def plan_apart(workload: Workload, limit_s: float = 10.0) -> Plan:
-    """`planner.plan` in a process of its own, which ends with the caller: it would hold up an event
-    loop for seconds.
+    """Run `planner.plan` in a process of its own: it would hold up an event loop for seconds.
 
     Raises ConfigError, and EngineError where the process fails.
     """
-    command = side_command("shell_router.batch.planner:planning", {}, max_batch=1)
-    limits = ProcessLimits(answer_s=QUICK_PLAN_S + limit_s)
-    async with SideProcess("planner", command, side_environment(SEARCHERS), limits) as process:
-        found: Plan | ConfigError = pickle.loads(
-            await process.ask(pickle.dumps((workload, limit_s)))
-        )
-    if isinstance(found, ConfigError):
-        raise found
-    return found
+    process = WorkerProcess(
+        "planner",
+        "shell_router.batch.planner:planner_work",
+        {},
+        threads=SEARCHERS,
+        limits=WorkerLimits(answer_s=QUICK_PLAN_S + limit_s),
+    )
+    async with process:
+        outcome: Plan | ConfigError = await process.ask((workload, limit_s))
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome

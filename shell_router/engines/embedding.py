@@ -2,25 +2,14 @@
 meaning."""
 
 import hashlib
-import struct
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shell_router.core.predictors import TokenStates
-from shell_router.errors import ConfigError, EngineStalled
-from shell_router.launching.side_process import (
-    ProcessLimits,
-    SideProcess,
-    side_command,
-    side_environment,
-)
-
-if TYPE_CHECKING:
-    from shell_router.launching.side_work import Work
+from shell_router.errors import ConfigError
+from shell_router.processes.worker import Work, WorkerProcess
 
 
 class HashEmbedder:
@@ -63,68 +52,39 @@ def default_model() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-_SHAPE = struct.Struct("<II")
-
-
-def packed_states(states: TokenStates) -> tuple[bytes, bytes]:
-    """States [tokens, features] as an answer's pieces."""
-    return _SHAPE.pack(*states.shape), states.tobytes()
-
-
-def unpacked_states(body: bytes) -> TokenStates:
-    """The states of an answer, read-only; they share its memory."""
-    rows, columns = _SHAPE.unpack_from(body)
-    return np.frombuffer(body, dtype=np.float32, offset=_SHAPE.size).reshape(rows, columns)
-
-
-def embedder_work(model: str, device: str) -> "Work":
-    """The work of the process (`side_work`)."""
+def embedder_work(model: str, device: str) -> Work:
+    """Load the model and return the work of the embedder's process."""
     from shell_router.engines.token_states import TokenStateModel  # noqa: PLC0415 - loads torch
 
-    loaded = TokenStateModel(model, device=device, threads=1)
-    return lambda bodies: [
-        packed_states(states) for states in loaded.embed([body.decode() for body in bodies])
-    ]
+    return TokenStateModel(model, device=device, threads=1).embed
 
 
-class SupervisedEmbedder(SideProcess):
-    """Embeds through a child process, which starts with the first text, or before with `start`."""
+class SentenceTransformerEmbedder(WorkerProcess):
+    """A model in a process of its own, which gives the last-layer hidden states of every token.
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        timeout_s: float = 30.0,
-        start_timeout_s: float = 120.0,
-        retry_s: float = 10.0,
-    ) -> None:
-        super().__init__(
-            "embedding", command, env, ProcessLimits(timeout_s, start_timeout_s, retry_s)
-        )
+    The router imports no torch and never waits for a text. Texts that wait are embedded together,
+    MAX_BATCH at most. A text longer than the model reads at once is embedded in windows without
+    overlap, each with the model's special tokens, and their rows are stacked: nothing is cut off.
 
-    async def embed(self, text: str) -> TokenStates:
-        """States of `text`. EngineStalled after `timeout_s`, EngineUnreachable if the process
-        dies."""
-        try:
-            # what UTF-8 cannot hold (lone surrogates) is replaced by question marks
-            return unpacked_states(await self.ask(text.encode(errors="replace")))
-        except EngineStalled as error:
-            raise EngineStalled(f"A text of {len(text)} characters: {error}") from error
+    Args:
+        model: A folder, or a name in the local Hugging Face cache (nothing is downloaded). None
+            takes the MiniLM model that comes with `shell-router[embedded]`.
+        device: Where the model runs, as torch names it.
 
-
-class SentenceTransformerEmbedder(SupervisedEmbedder):
-    """Last-layer hidden states of every token, so that the router imports no torch and never waits
-    for one.
-
-    `model` is a folder, a name in the local Hugging Face cache (nothing is downloaded), or None for
-    the MiniLM model that comes with `shell-router[embedded]`. Texts that wait are embedded
-    together, MAX_BATCH at most. One longer than the model reads at once is embedded in windows
-    without overlap, each with the model's special tokens, and their rows are stacked: nothing is
-    cut off. ConfigError without the default model's package.
+    Raises:
+        ConfigError: The default model's package is not installed.
     """
 
     def __init__(self, model: str | Path | None = None, *, device: str = "cpu") -> None:
-        arguments = {"model": str(model or default_model()), "device": device}
-        command = side_command("shell_router.engines.embedding:embedder_work", arguments, MAX_BATCH)
-        super().__init__(command, side_environment(1))
+        super().__init__(
+            "embedding",
+            "shell_router.engines.embedding:embedder_work",
+            {"model": str(model or default_model()), "device": device},
+            max_batch=MAX_BATCH,
+        )
+
+    async def embed(self, text: str) -> TokenStates:
+        """Return the states of `text`, one row per token. See `WorkerProcess.ask` for errors."""
+        # what UTF-8 cannot hold (lone surrogates) is replaced by question marks
+        states: TokenStates = await self.ask(text.encode(errors="replace").decode())
+        return states

@@ -1,44 +1,30 @@
-"""The router's side of predictors: each in a process of its own, asked in batches within a limit
-(Chimera, 3.8).
-"""
+"""Predictors (Chimera, 3.8), each in a process of its own, asked in batches within a limit."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
-
-import orjson
 
 from shell_router.app.wings import RunningPredictor
 from shell_router.config import PredictionSettings
 from shell_router.core.predictors import Forecast, Forecasts, Prediction, Prospect
 from shell_router.errors import ConfigError, EngineError
-from shell_router.launching.side_process import (
-    ProcessLimits,
-    SideProcess,
-    side_command,
-    side_environment,
-)
 from shell_router.prediction.files import FILES
+from shell_router.processes.worker import WorkerLimits, WorkerProcess
 
 log = logging.getLogger(__name__)
 
 Answers = Sequence[Mapping[str, Mapping[str, float]]]
-"""Per prospect, by kind ("scores", "own_tokens", "total_tokens"), per model."""
+"""For each prospect, by kind ("scores", "own_tokens", "total_tokens"), by model."""
 
 MAX_BATCH = 32
-"""Requests that came while an earlier batch was answered are the next, MAX_BATCH at most."""
 HANG_S = 20.0
-"""A process that has not answered for this time is killed and started anew; until then its calls
-end at their limit.
-"""
+"""A process silent for this time is killed; until then its calls end at their own limit."""
 
 
-class PredictionService(SideProcess):
-    """One predictor's process. Raises ConfigError where `folder` holds no predictor of this
-    `kind`."""
+class PredictionService(WorkerProcess):
+    """One predictor's process. Raises ConfigError if `folder` holds no predictor of this `kind`."""
 
     def __init__(
         self,
@@ -65,27 +51,28 @@ class PredictionService(SideProcess):
         }
         super().__init__(
             f"{kind} predicting",
-            side_command("shell_router.prediction.process:predictor", arguments, MAX_BATCH),
-            side_environment(settings.threads),
-            ProcessLimits(settings.limit_s, hang_s=hang_s),
+            "shell_router.prediction.process:predictor_work",
+            arguments,
+            max_batch=MAX_BATCH,
+            threads=settings.threads,
+            limits=WorkerLimits(settings.limit_s, hang_s=hang_s),
         )
 
     async def answers(self) -> bool:
-        """Whether the process is there and ready."""
+        """Return whether the process runs and is ready."""
         return self.pid is not None
 
     async def predict(
         self, prospects: Sequence[Prospect], trouble: dict[Prediction, str]
     ) -> Answers:
-        """One answer per prospect; where none comes in time, which counts a start, too, empty ones,
-        and `trouble`.
+        """Return one answer per prospect; empty ones, and an entry in `trouble`, after `limit_s`.
+
+        The limit includes a start of the process.
         """
         try:
             async with asyncio.timeout(self._limit_s):
-                found: Answers = orjson.loads(
-                    await self.ask(orjson.dumps([asdict(one) for one in prospects]))
-                )
-                return found
+                answers: Answers = await self.ask(prospects)
+                return answers
         except EngineError as error:
             trouble[self.kind] = str(error)
         except TimeoutError:
@@ -93,9 +80,7 @@ class PredictionService(SideProcess):
         return [{} for _ in prospects]
 
     async def load(self) -> None:
-        """Start, and log a failed start; each choice reports it again, and it is tried again after
-        a while.
-        """
+        """Start, and log a failed start; each choice reports it, and it is tried again later."""
         try:
             await self.start()
         except EngineError as error:
@@ -103,8 +88,9 @@ class PredictionService(SideProcess):
 
 
 class Predictions:
-    """Asks both services at the same time (see `core.predictors.Predictor`); either may be missing,
-    slow or dead.
+    """Both services, asked at the same time; either may be missing, slow or dead.
+
+    See `core.predictors.Predictor`.
     """
 
     def __init__(self, scores: PredictionService | None, lengths: PredictionService | None) -> None:
@@ -115,31 +101,32 @@ class Predictions:
         """See `Predictor.forecast`."""
         trouble: dict[Prediction, str] = {}
 
-        async def asked(service: PredictionService | None, some: Sequence[Prospect]) -> Answers:
+        async def ask(service: PredictionService | None, some: Sequence[Prospect]) -> Answers:
             if service and some:
                 return await service.predict(some, trouble)
             return [{} for _ in some]
 
-        scored = [one for one in prospects if one.scored]
-        scores, lengths = await asyncio.gather(
-            asked(self._scores, scored), asked(self._lengths, prospects)
+        scored = [prospect for prospect in prospects if prospect.scored]
+        score_answers, length_answers = await asyncio.gather(
+            ask(self._scores, scored), ask(self._lengths, prospects)
         )
-        of_scored = iter(scores)
-        each = [
-            Forecast(
-                next(of_scored).get("scores", {}) if one.scored else {},
-                length.get("own_tokens", {}),
-                length.get("total_tokens", {}),
+        remaining_scores = iter(score_answers)
+        forecasts = []
+        for prospect, lengths in zip(prospects, length_answers, strict=True):
+            scores = next(remaining_scores) if prospect.scored else {}
+            forecasts.append(
+                Forecast(
+                    scores.get("scores", {}),
+                    lengths.get("own_tokens", {}),
+                    lengths.get("total_tokens", {}),
+                )
             )
-            for one, length in zip(prospects, lengths, strict=True)
-        ]
-        return Forecasts(each, trouble)
+        return Forecasts(forecasts, trouble)
 
 
 @asynccontextmanager
 async def running_predictor(settings: PredictionSettings) -> AsyncIterator[RunningPredictor]:
-    """The trained predictors while the context is open, each in its process; they load in the
-    background.
+    """Run the trained predictors, each in its process; they load in the background.
 
     Raises ConfigError for a folder that holds none.
     """
@@ -153,10 +140,11 @@ async def running_predictor(settings: PredictionSettings) -> AsyncIterator[Runni
         if folder
     }
     loading = [
-        asyncio.create_task(one.load(), name=f"{kind}-load") for kind, one in services.items()
+        asyncio.create_task(service.load(), name=f"{kind}-load")
+        for kind, service in services.items()
     ]
     try:
-        checks = {f"predicted {kind}": one.answers for kind, one in services.items()}
+        checks = {f"predicted {kind}": service.answers for kind, service in services.items()}
         yield RunningPredictor(Predictions(services.get("scores"), services.get("lengths")), checks)
     finally:
         for task in loading:

@@ -1,23 +1,19 @@
-"""Sends finished runs to an OTLP/HTTP receiver, as OpenTelemetry spans that a process of its own
-makes and encodes.
+"""Export of finished runs to an OTLP/HTTP receiver, as OpenTelemetry spans.
 
-The router only pickles a run's trace, which takes a tenth of the CPU that making and encoding its
-spans takes.
+A process of its own makes and encodes the spans. The router only pickles a run's trace, which takes
+a tenth of the CPU.
 """
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from io import BytesIO
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
 from shell_router.core.engine import Placement
 from shell_router.core.events import AgentFinished, AgentPlaced, PrefillIncrement, PromptReady
+from shell_router.processes.child import Failure, PythonProcess
 from shell_router.telemetry.recorder import Outbox
 from shell_router.telemetry.trace import AgentTrace, Trace
 
@@ -43,15 +39,8 @@ class SpanExport(Outbox[Trace]):
         linger_s: float = 1.0,
         limit_s: float = 5.0,
     ) -> None:
-        self._command = [
-            sys.executable,
-            "-m",
-            "shell_router.telemetry.otlp_process",
-            endpoint,
-            str(limit_s),
-        ]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection
+        self._arguments = {"endpoint": endpoint, "limit_s": limit_s}
+        self._process: PythonProcess | None = None
         self._is_closed = False
         super().__init__(
             "spans",
@@ -66,66 +55,69 @@ class SpanExport(Outbox[Trace]):
         """See `Outbox.close`."""
         super().close(limit_s)
         self._is_closed = True
-        if self._process is not None:
-            self._process.kill()  # it has answered, or is late
-            self._process.wait()
+        self._end_process()  # it has answered, or is late
 
     def _take(self, items: Sequence[Trace]) -> None:
         try:
-            spans, why = self._asked(items)
+            spans, reason = self._export(items)
         except Exception as error:  # one run must not end the export of all others
-            self._lost(
+            self._count_lost(
                 sum(map(self._size, items)), f"their process ended, or cannot take them: {error!r}"
             )
             return
-        self._lost(spans, why) if why else self._done(spans)
+        if reason:
+            self._count_lost(spans, reason)
+        else:
+            self._count_done(spans)
 
-    def _asked(self, items: Sequence[Trace]) -> tuple[int, str]:
-        """The number of their spans, and why these are lost, if they are."""
+    def _export(self, items: Sequence[Trace]) -> tuple[int, str]:
+        """Have the runs exported; return the number of their spans, and why these are lost."""
         if self._is_closed:
             raise EOFError("the router ends")
-        if self._process is None or self._process.poll() is not None:
-            self._pipe, there = Pipe()
-            with there:
-                # a Ctrl-C at the terminal is for the router, which then closes the pipe
-                command = [*self._command, str(there.fileno())]
-                inherited = [there.fileno()]
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=inherited,
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=sys.stderr,
-                )
-        self._pipe.send_bytes(pickled(items))
-        found: tuple[int, str] = self._pipe.recv()
-        return found
+        if self._process is None or not self._process.running:
+            self._end_process()
+            self._process = PythonProcess(
+                "spans", "shell_router.telemetry.otlp_process:export_spans", self._arguments
+            )
+            self._process.start()
+        self._process.connection.send_bytes(pickle_traces(items))
+        outcome = self._process.connection.recv()
+        if isinstance(outcome, Failure):
+            raise EOFError(outcome.message)
+        spans, reason = outcome
+        return spans, reason
+
+    def _end_process(self) -> None:
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
 
     def _size(self, item: Trace) -> int:
         agents = item.agents.values()
         return (
             1
             + len(item.exits)
-            + sum(1 + len(one.increments) + (one.ready is not None) for one in agents)
+            + sum(1 + len(agent.increments) + (agent.ready is not None) for agent in agents)
         )
 
 
 def _by_position(of: type[Any]) -> Callable[[Any], tuple[type[Any], tuple[Any, ...]]]:
-    values = attrgetter(*(one.name for one in fields(of)))
+    values = attrgetter(*(field.name for field in fields(of)))
     return lambda item: (of, values(item))
 
 
 MANY = (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished)
 REDUCED: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {
-    one: _by_position(one) for one in MANY
+    each: _by_position(each) for each in MANY
 }
-"""How those classes are pickled of which a trace holds many: by name, their fields would take three
-times as long.
+"""Pickle reducers for the classes that a trace holds many of; fields by name take three times as
+long.
 """
 
 
-def pickled(traces: Sequence[Trace]) -> bytes:
-    """What `pickle.loads` makes the same traces of."""
+def pickle_traces(traces: Sequence[Trace]) -> bytes:
+    """Pickle the traces, for `pickle.loads`, with fields by position."""
     into = BytesIO()
     pickler = pickle.Pickler(into, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = REDUCED

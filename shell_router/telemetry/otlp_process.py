@@ -1,5 +1,4 @@
-"""The process that sends finished runs as OpenTelemetry spans, which `SpanExport` starts. Needs the
-extra `otel`.
+"""The process that exports finished runs as OpenTelemetry spans. It needs the extra `otel`.
 
 Names are those of the semantic conventions for generative AI, version 1.41.0, which are in
 development; what they have no name for begins with `shell_router.`. Content of prompts and answers
@@ -8,9 +7,7 @@ is never exported.
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -33,22 +30,18 @@ SPANS_AT_ONCE = 2_000
 Value = str | int | float | bool | Sequence[str]
 
 
-def main() -> None:
-    """Export what comes to the endpoint that the command line names, until the router ends."""
-    endpoint = sys.argv[1]
-    limit_s = float(sys.argv[2])
-    pipe = Connection(int(sys.argv[3]))
+def export_spans(connection: Connection, endpoint: str, limit_s: float) -> None:
+    """Export the traces that come, until the process is killed; answer with what was lost."""
     exporter = OTLPSpanExporter(endpoint, timeout=limit_s)
     reason = _Reason(logging.getLogger(OTLPSpanExporter.__module__))
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "shell-router")})
-    with suppress(EOFError, ConnectionError):
-        while True:
-            spans = [span for trace in pipe.recv() for span in spans_of(trace, resource)]
-            parts = (spans[at : at + SPANS_AT_ONCE] for at in range(0, len(spans), SPANS_AT_ONCE))
-            is_taken = all(exporter.export(part) is SpanExportResult.SUCCESS for part in parts)
-            pipe.send(
-                (len(spans), "" if is_taken else f"{endpoint} does not take them: {reason.last}")
-            )
+    while True:
+        spans = [span for trace in connection.recv() for span in spans_of(trace, resource)]
+        parts = (spans[at : at + SPANS_AT_ONCE] for at in range(0, len(spans), SPANS_AT_ONCE))
+        if all(exporter.export(part) is SpanExportResult.SUCCESS for part in parts):
+            connection.send((len(spans), ""))
+        else:
+            connection.send((len(spans), f"{endpoint} does not take them: {reason.last}"))
 
 
 class _Reason(logging.Handler):
@@ -256,7 +249,3 @@ def _context(span: SpanContext, *, is_remote: bool = False) -> OtelContext:
     return OtelContext(
         int(span.trace_id, 16), int(span.span_id, 16), is_remote, TraceFlags(span.flags), state
     )
-
-
-if __name__ == "__main__":
-    main()

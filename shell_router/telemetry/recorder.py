@@ -61,7 +61,7 @@ class Outbox(ABC, Generic[Item]):
         try:
             self._waiting.put_nowait(item)
         except queue.Full:
-            self._lost(self._size(item), f"{self._waiting.maxsize} runs wait")
+            self._count_lost(self._size(item), f"{self._waiting.maxsize} runs wait")
 
     def close(self, limit_s: float = 10.0) -> None:
         """Take what waits, and end; what is not taken by the limit is lost. To be called off the
@@ -95,19 +95,19 @@ class Outbox(ABC, Generic[Item]):
 
     @abstractmethod
     def _take(self, items: Sequence[Item]) -> None:
-        """Take them, and say `_done` or `_lost` of each part; must not raise."""
+        """Take them, and say `_count_done` or `_count_lost` of each part; must not raise."""
 
     def _size(self, item: Item) -> int:
         """How many of `what` an item is, which the caller has no time to make."""
         return 1
 
-    def _done(self, count: int) -> None:
+    def _count_done(self, count: int) -> None:
         if self._losing:
             log.warning("%s are %s again", self._what, self._done_word)
             self._losing = False
         self._count(self._done_word, count)
 
-    def _lost(self, count: int, why: str) -> None:
+    def _count_lost(self, count: int, why: str) -> None:
         if not self._losing:
             log.error("%s are lost: %s", self._what, why)
         self._losing = True
@@ -142,7 +142,7 @@ class Recorder(Outbox[Lines]):
             try:
                 made = b"".join(orjson.dumps(line) + b"\n" for line in lines())
             except Exception as error:  # one run's line must not end the recording of all others
-                self._lost(1, f"a line could not be made: {type(error).__name__}: {error}")
+                self._count_lost(1, f"a line could not be made: {type(error).__name__}: {error}")
                 continue
             if made:
                 self._write(made)
@@ -153,9 +153,9 @@ class Recorder(Outbox[Lines]):
             with open(self._file(), "ab", opener=_private) as file:
                 _whole_or_nothing(file.fileno(), made)
         except OSError as error:
-            self._lost(count, f"{self._folder}: {error.strerror}")
+            self._count_lost(count, f"{self._folder}: {error.strerror}")
             return
-        self._done(count)
+        self._count_done(count)
 
     def _file(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

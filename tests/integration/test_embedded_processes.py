@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.supervisor import RestartPolicy
+from shell_router.processes.restarts import RestartPolicy
 from shell_router.standins.embedded.fleet import START_LIMIT_S, EmbeddedFleet, EmbeddedPair
 from shell_router.standins.embedded.servers import EmbeddedServer, Spawner
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings

@@ -19,13 +19,9 @@ from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.supervisor import (
-    EngineProcess,
-    Engines,
-    Patience,
-    RestartPolicy,
-    running_engines,
-)
+from shell_router.launching.supervisor import Engines, Patience, running_engines
+from shell_router.processes.command import CommandProcess
+from shell_router.processes.restarts import RestartPolicy
 from tests.fakes import fake_engine
 from tests.fakes.command import survivors
 from tests.fakes.timers import Lines, logged
@@ -130,7 +126,7 @@ async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
     tmp_path: Path, lines: Lines
 ) -> None:
     planned = replace(launched(tmp_path), folder=tmp_path / "logs")
-    with logged("shell_router.launching", lines):
+    with logged("shell_router.processes", lines):
         async with running_engines(
             planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
         ):
@@ -146,14 +142,14 @@ async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
 
 
 def test_of_a_log_of_any_size_the_end_alone_is_read(tmp_path: Path) -> None:
-    process = EngineProcess(launched(tmp_path).engines[0], tmp_path)
+    process = CommandProcess("a/decode", ("true",), {}, tmp_path / "a-decode.log")
     process.log.touch()
     os.truncate(process.log, 2**24)
     with process.log.open("a") as log:
         log.write("out of memory\n")
     tracemalloc.start()
     try:
-        assert process.last_words().endswith("out of memory")
+        assert process.read_log_tail().endswith("out of memory")
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -165,7 +161,7 @@ async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(
     planned = launched(tmp_path)
     prefill, decode = planned.engines
     policy = RestartPolicy(limit=0)
-    with logged("shell_router.launching", lines):
+    with logged("shell_router.processes", lines):
         async with running_engines(
             planned, policy=policy, patience=PATIENCE, sleep=as_is, tell=lines
         ) as engines:

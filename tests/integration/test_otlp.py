@@ -19,7 +19,7 @@ from shell_router.early_exit.settings import EarlyExit
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineError
-from shell_router.telemetry.otlp import SpanExport, pickled
+from shell_router.telemetry.otlp import SpanExport, pickle_traces
 from shell_router.telemetry.otlp_process import SCHEMA, spans_of
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.api_server import api, chat, until
@@ -200,7 +200,7 @@ async def test_after_its_process_died_the_next_run_starts_another() -> None:
             await until(lambda: counts["exported"] > 0)
             assert export._process is not None
             export._process.kill()
-            export._process.wait()
+            await until(lambda: export._process is None or not export._process.running)
             await served.post("/v1/chat/completions", chat())
         await asyncio.to_thread(export.close)
     assert counts["exported"] == sum(map(len, at.spans.values()))
@@ -222,9 +222,9 @@ async def test_the_spans_process_gets_the_traces_that_the_router_has() -> None:
     async with api() as served:
         await served.post("/v1/chat/completions", chat())
         traces = served.services.traces.latest("local", lambda _: True, 1)
-    (there,) = pickle.loads(pickled(traces))
+    (there,) = pickle.loads(pickle_traces(traces))
     assert there.as_json() == traces[0].as_json()
-    assert len(pickled(traces)) < 0.8 * len(pickle.dumps(traces)), (
+    assert len(pickle_traces(traces)) < 0.8 * len(pickle.dumps(traces)), (
         "fields go by position, not by name"
     )
 

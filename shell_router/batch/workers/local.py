@@ -109,7 +109,7 @@ class LocalWorker:
         """Return why a model needs another engine; empty if the one that is up can serve it."""
         started = self._started
         engines = self._engines
-        if engines is None or not all(process.running for process in engines.processes):
+        if engines is None or not engines.running:
             return "none is up"
         assert started is not None
         if self._held_weights is None or replace(settings, path=started.path) != started:

@@ -16,7 +16,7 @@ from functools import partial
 
 from shell_router.engines.address import PairAddress
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.supervisor import DEFAULT_POLICY, RestartPolicy, keep_running
+from shell_router.processes.restarts import DEFAULT_POLICY, RestartPolicy, keep_running
 from shell_router.standins.embedded.servers import STOP_LIMIT_S, EmbeddedServer, Spawner
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
 

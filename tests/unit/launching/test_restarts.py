@@ -1,7 +1,8 @@
 """When a launched engine is started again."""
 
 from shell_router.launching.plan import Role
-from shell_router.launching.supervisor import Patience, RestartPolicy, policy_of
+from shell_router.launching.supervisor import Patience, policy_of
+from shell_router.processes.restarts import RestartPolicy
 
 
 def delays_s(role: Role, policy: RestartPolicy) -> list[float | None]:

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.supervisor import RestartPolicy, keep_running
+from shell_router.processes.restarts import RestartPolicy, keep_running
 from tests.fakes.timers import SteppedTimers
 
 ENDED = "Engine a/decode was ended by SIGKILL."

@@ -1,6 +1,6 @@
 """When a dead engine is started again."""
 
-from shell_router.launching.supervisor import RestartPolicy
+from shell_router.processes.restarts import RestartPolicy
 
 POLICY = RestartPolicy(limit=3, delay_s=1.0, window_s=100.0)
 
