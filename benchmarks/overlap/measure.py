@@ -260,7 +260,7 @@ async def run(
     seed = sum(run_id.encode())  # unlike a hash the same in every process
     request = MoaRequest(run_id, "benchmark", ({"role": "user", "content": question},), seed=seed)
     await services.executor.run(topology, request, trace.add)
-    trace.ended(services.clock(), "finished")
+    trace.close(services.clock(), "finished")
     return trace.as_json()
 
 

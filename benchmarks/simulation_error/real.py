@@ -286,7 +286,7 @@ class Measured:
         asked = ({"role": "user", "content": self._drawn(self.workload.question_tokens)},)
         request = MoaRequest(name, "benchmark", asked, seed=sum(name.encode()))
         await self.deployment.executor.run(topology, request, trace.add)
-        trace.ended(time.monotonic(), "finished")
+        trace.close(time.monotonic(), "finished")
         return trace.as_json()
 
     async def _embed(self) -> None:

@@ -189,9 +189,9 @@ class Run:
 
     def _ended(self, outcome: str, error: str) -> None:
         at_s = self._services.clock()
-        self.trace.ended(at_s, outcome, error)
+        self.trace.close(at_s, outcome, error)
         self._services.rates.add(self.trace.tenant, sum(self.trace.usage), at_s)
-        self._metrics.ended(at_s, outcome)
+        self._metrics.close(at_s, outcome)
         if self._recording is not None:
             self._recording.end()
         if self._spans is not None:

@@ -1,9 +1,8 @@
-"""Drafted decoding: a request's own prompt and output guess what it writes next, and one pass
-verifies the guess.
+"""Drafted decoding: guess the next tokens from a request's own text, and verify them in one pass.
 
-An agent that reads others largely repeats what it read, so what followed the longest repeated
-suffix is a good draft (prompt lookup decoding). Nothing here is random and nothing imports more
-than the standard library: the embedded engine and the plugin in SGLang's processes both run it.
+An agent that reads others largely repeats what it read, so the tokens after the longest repeated
+suffix are a good draft (prompt lookup decoding). Nothing here is random, and only the standard
+library is imported: the embedded engine and the plugin in SGLang's processes both run it.
 """
 
 import math
@@ -11,13 +10,11 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle, islice, pairwise
 
 WIDTHS = (1, 2, 4, 8, 16)
-"""Tokens that a pass computes per request: the last one that is certain, and drafts."""
+"""Tokens that a pass computes per request: the last certain one, and drafts."""
 MOST_DRAFTED = WIDTHS[-1] - 1
 MOST_SOURCES = 16
 MOST_SOURCE_TOKENS = 8192
-"""Of a request's further texts, which a client chooses: how many count, and how many tokens of them
-all.
-"""
+"""Limits of a request's further texts, which a client chooses: texts, and tokens of all of them."""
 
 _SHORTEST_MATCH = 2
 _LONGEST_MATCH = 16
@@ -29,11 +26,15 @@ _PRIOR = 2.0, 1.0  # tokens accepted, drafts rejected
 
 
 class Drafter:
-    """Drafts for one request. `sources` are further texts that it may repeat, such as a predicted
-    answer; the first 16, and 8192 tokens, count.
+    """Drafts for one request.
 
     Places are found by their last two tokens, each linked to the place before it, as in LZ77: a
     token costs the same however long the prompt is.
+
+    Args:
+        prompt: Token ids.
+        sources: Further texts that the output may repeat, such as a predicted answer. The first
+            MOST_SOURCES of them, and MOST_SOURCE_TOKENS tokens, are used.
     """
 
     def __init__(self, prompt: Sequence[int], sources: Iterable[Sequence[int]] = ()) -> None:
@@ -55,19 +56,16 @@ class Drafter:
 
     @property
     def acceptance(self) -> float:
-        """The share of drafted tokens that turn out right, judged by all proposals so far, verified
-        or not.
-        """
+        """The share of drafted tokens that are right, by all proposals so far, verified or not."""
         return self._accepted / (self._accepted + self._rejected)
 
     def propose(self, most: int) -> Sequence[int]:
-        """Up to `most` tokens that may come next; empty where nothing like the end was seen
-        before."""
+        """Return up to `most` tokens that may come next; none if the end has not occurred yet."""
         self._proposed = self._continuation(most) if most > 0 else ()
         return self._proposed
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These came next. They are compared with what was proposed last."""
+        """Append the tokens that came next, and compare them with the last proposal."""
         if self._proposed:
             right = matching(self._proposed, tokens)
             self._accepted = _FADE * self._accepted + right
@@ -104,7 +102,7 @@ class Drafter:
         return list(islice(cycle(found), most))
 
     def _match(self, place: int) -> int:
-        """How many tokens before `place` are those at the end."""
+        """Count the tokens before `place` that equal those at the end."""
         tokens = self._tokens
         length = _SHORTEST_MATCH
         most = min(_LONGEST_MATCH, place)
@@ -123,7 +121,7 @@ class Drafter:
 
 
 def matching(proposed: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first tokens are equal."""
+    """Count the leading tokens that are equal."""
     count = 0
     for one, other in zip(proposed, tokens, strict=False):
         if one != other:
@@ -141,14 +139,13 @@ _MOST_PASS_TOKENS = 256  # of all rows: each needs memory for its logits
 
 
 class DraftGate:
-    """Chooses how many tokens per request the next pass computes: as many as give the most tokens
-    per second.
+    """Chooses the tokens per request of the next pass, for the most tokens per second.
 
-    What passes cost is measured here, plain and drafted apart, by powers of two of the tokens that
-    they compute. Wider ones are tried step by step, each taken for as dear as the one before; what
-    was not seen for 256 passes is forgotten and tried anew. Without drafts every pass is plain.
-    Where some requests have none, a pass takes at most half as long again as a plain one. No pass
-    is wider than `widest`.
+    The cost of a pass is measured here, plain and drafted apart, by powers of two of the tokens
+    that it computes. Wider passes are tried step by step, each estimated at the cost of the one
+    before. Costs not seen for 256 passes are forgotten and measured anew. Without drafts every pass
+    is plain. If some requests have none, a pass takes at most half as long again as a plain one. No
+    pass is wider than `widest`.
     """
 
     def __init__(self, widest: int = WIDTHS[-1]) -> None:
@@ -159,8 +156,12 @@ class DraftGate:
         self._passes = 0
 
     def width(self, rows: int, drafts: Iterable[tuple[int, float]]) -> int:
-        """One of `WIDTHS`, for a batch of `rows` requests. `drafts` are the lengths and acceptances
-        of those that have one."""
+        """Return one of `WIDTHS` for the next pass.
+
+        Args:
+            rows: The number of requests in the batch.
+            drafts: Length and acceptance of each draft.
+        """
         drafted = [(length, acceptance) for length, acceptance in drafts if length]
         plain_s = self._known((False, _bucket(rows)))
         if not drafted or plain_s is None:
@@ -190,7 +191,7 @@ class DraftGate:
         return best
 
     def note(self, rows: int, width: int, seconds: float) -> None:
-        """A pass took so long."""
+        """Count the measured seconds of a pass."""
         self._passes += 1
         key = width > 1, _bucket(rows * width)
         known = self._known(key)
@@ -210,7 +211,7 @@ def _bucket(tokens: int) -> int:
 
 
 def _expected(length: int, acceptance: float) -> float:
-    """Drafted tokens that will be right: all up to the first wrong one."""
+    """Return the drafted tokens expected to be right: all up to the first wrong one."""
     if acceptance >= 1:
         return length
     return acceptance * (1 - acceptance**length) / (1 - acceptance)

@@ -1,4 +1,4 @@
-"""Durations counted by size, as the histograms of metrics have them."""
+"""Durations counted in the buckets of metrics' histograms."""
 
 from bisect import bisect_left
 from itertools import accumulate
@@ -27,7 +27,7 @@ SECONDS = (
 
 
 class Durations:
-    """How many there were, and how long in all."""
+    """A histogram of durations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -35,13 +35,13 @@ class Durations:
         self._counts = [0] * (len(SECONDS) + 1)
 
     def add(self, seconds: float) -> None:
-        """Count one more."""
+        """Count a duration."""
         self.count += 1
         self.sum_s += seconds
         self._counts[bisect_left(SECONDS, seconds)] += 1
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Per upper end, as Prometheus writes it, those that were not longer."""
+        """Return each bucket's upper end, as Prometheus writes it, with the cumulative count."""
         return list(
             zip(
                 (*map(str, map(float, SECONDS)), "+Inf"),

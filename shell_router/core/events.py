@@ -1,6 +1,6 @@
-"""What happens during a run, in order. Traces, metrics and streamed events are all read from these.
+"""Events of a run, in order; traces, metrics and streams are made from them.
 
-`at_s` is the run's clock (monotonic seconds); every event names the agent or cluster it speaks of.
+`at_s` is the run's clock in monotonic seconds. Every event names its agent or cluster.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -11,11 +11,13 @@ from shell_router.core.engine import FinishReason, Placement, value
 
 @value
 class ModelChosen:
-    """One of several models was chosen for `agents`, which share it. `why` is a reason of
-    routing.model_choice.
+    """A model was chosen among several for `agents`, which share the choice.
 
-    `scores` are chances of a right answer, empty without a predictor. `waits` are the models' load:
-    seconds, or tokens where `unmeasured` names models whose tokens' cost is not known.
+    Attributes:
+        why: A reason of routing.model_choice.
+        scores: Chances of a right answer by model; empty without a predictor.
+        waits: Load by model: seconds, or tokens if `unmeasured` names any model.
+        unmeasured: Models whose cost per token is unknown.
     """
 
     at_s: float
@@ -31,13 +33,16 @@ class ModelChosen:
 
 @value
 class StepChosen:
-    """A rule of a topology with steps chose what is next: `step`, or "end", after the step that has
-    ended, or "start".
+    """A rule of a topology with steps chose the next step.
 
-    `root` is the agent whose output is the step's; at the end the one that has answered. `rule`
-    counts from 1 among the rules of `after`, and `why` says what made it hold. `text` is, at the
-    end, the answer where it was held back, since another step could have followed, and `reasoning`
-    the thinking before it.
+    Attributes:
+        after: The step that has ended, or "start".
+        step: The next step, or "end".
+        root: The agent whose output is the step's; at the end the agent that has answered.
+        rule: The rule's number among those of `after`, from 1.
+        why: The condition that made it hold.
+        text: At the end, the answer, if it was held back because another step could have followed.
+        reasoning: The thinking before that answer.
     """
 
     at_s: float
@@ -53,7 +58,7 @@ class StepChosen:
 
 @value
 class AgentStarted:
-    """The agent's task began: a leaf goes to its engine, another starts on its prefix."""
+    """The agent's task began: a leaf goes to its engine, another agent starts on its prefix."""
 
     at_s: float
     agent: str
@@ -62,8 +67,9 @@ class AgentStarted:
 
 @value
 class PrefillIncrement:
-    """One prefill-only update ended. `slot` is the precursor last read from, None for the fixed
-    prefix.
+    """A prefill-only update ended.
+
+    `slot` is the precursor last read from, None for the fixed prefix.
     """
 
     at_s: float
@@ -73,14 +79,13 @@ class PrefillIncrement:
     prompt_tokens: int
     cached_tokens: int
     resident_tokens: int
-    """Tokens of this prompt that earlier increments had prefilled: what `cached_tokens` should
-    reach.
+    """Tokens of this prompt that earlier updates had prefilled: what `cached_tokens` should reach.
     """
 
 
 @value
 class PromptReady:
-    """All slots are filled; the agent's real request goes out now."""
+    """All slots are filled, and the agent's request goes out now."""
 
     at_s: float
     agent: str
@@ -89,9 +94,7 @@ class PromptReady:
 
 @value
 class AgentPlaced:
-    """The agent's real request was sent: an engine of each role that takes part, and why. Emitted
-    again for a retry.
-    """
+    """The agent's request was sent to an engine of each role; emitted again for a retry."""
 
     at_s: float
     agent: str
@@ -110,8 +113,7 @@ class AgentTokens:
 
 @value
 class AgentThought:
-    """The agent decoded these tokens of its thinking, which those that read its answer do not
-    get."""
+    """The agent decoded these tokens of thinking, which readers of its answer do not get."""
 
     at_s: float
     agent: str
@@ -121,8 +123,9 @@ class AgentThought:
 
 @value
 class AgentFinished:
-    """The agent's output is complete. `confidence` is the geometric mean token probability, where
-    measured.
+    """The agent's output is complete.
+
+    `confidence` is the geometric mean token probability, if measured.
     """
 
     at_s: float
@@ -155,9 +158,7 @@ class ExitScored:
 
 @value
 class AggregationSkipped:
-    """The agent wrote nothing: those it reads agree, and its output is `text`, that of `source`,
-    and as sure.
-    """
+    """The agent did not run, because its precursors agree; it forwards the output of `source`."""
 
     at_s: float
     agent: str
@@ -168,8 +169,9 @@ class AggregationSkipped:
 
 @value
 class AgentStopped:
-    """The agent was cut off and its output discarded: by its cluster's exit, or because no agent
-    needs it.
+    """The agent was cut off and its output discarded.
+
+    Its cluster exited, or no agent needs it any more.
     """
 
     at_s: float
@@ -179,7 +181,7 @@ class AgentStopped:
 
 @value
 class AgentErred:
-    """The agent failed. With `dropped` the run goes on without it."""
+    """The agent failed; with `dropped` the run goes on without it."""
 
     at_s: float
     agent: str
@@ -189,10 +191,10 @@ class AgentErred:
 
 @value
 class Degraded:
-    """Something that only makes a run faster, or its choices better, failed; the run goes on
-    without it.
+    """A helper of a run failed, and the run goes on without it.
 
-    `agent` may be a cluster's id, or empty where it concerns the whole run.
+    Such helpers only make runs faster or choices better. `agent` may be a cluster's id, or empty if
+    the failure concerns the whole run.
     """
 
     at_s: float
@@ -221,11 +223,14 @@ Emit = Callable[[Event], None]
 
 
 def answer_in(event: Event, answering: Collection[str]) -> str:
-    """The part of the answer that comes with the event; the tokens of `answering` agents are the
-    answer.
+    """Return the part of the answer that comes with the event.
 
-    What was held back, since another step could have followed, comes in one piece when it is
-    chosen.
+    An answer that was held back, because another step could have followed, comes whole with
+    StepChosen.
+
+    Args:
+        event: Any event.
+        answering: The agents whose tokens are the answer.
     """
     if isinstance(event, AgentTokens | AggregationSkipped):
         if event.agent in answering:

@@ -1,6 +1,4 @@
-"""Marks in models' outputs: around their thinking, which is separated from their answers, and
-before calls of tools.
-"""
+"""Marks in models' outputs: around thinking, and before tool calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +7,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The texts around a model's thinking. With `always` a model thinks first even where it writes
-    no `start`.
+    """The texts around a model's thinking.
+
+    With `always` a model thinks first even if it writes no `start`.
     """
 
     start: str = "<think>"
@@ -35,7 +34,9 @@ REASONING_PARSERS: Mapping[str, ReasoningMarks] = {
     "qwen3-thinking": _ALWAYS,
     "step3": _ALWAYS,
 }
-"""By SGLang's names of `--reasoning-parser`, those whose thinking stands between two texts."""
+"""Marks by SGLang's names of `--reasoning-parser`, for those whose thinking stands between two
+texts.
+"""
 
 
 CALL_MARKS: Mapping[str, str] = {
@@ -43,8 +44,8 @@ CALL_MARKS: Mapping[str, str] = {
     "qwen": "<tool_call>",
     "qwen25": "<tool_call>",
 }
-"""What begins a call, by SGLang's names of `--tool-call-parser`: those whose calls are JSON between
-two such marks.
+"""Marks that begin a call, by SGLang's names of `--tool-call-parser`, for parsers whose calls are
+JSON between two such marks.
 """
 PARSER_MARKS: Mapping[str, str] = {
     **CALL_MARKS,
@@ -52,16 +53,20 @@ PARSER_MARKS: Mapping[str, str] = {
     **dict.fromkeys(("glm", "glm45", "glm47"), "<tool_call>"),
     "mistral": "[TOOL_CALLS]",
 }
-"""The same for calls that SGLang reads. Those of other parsers may begin anywhere."""
+"""Marks that begin a call, also for parsers that SGLang runs. With other parsers a call may begin
+anywhere.
+"""
 
 
 class ReasoningSplit:
-    """Separates one output's thinking from its answer; the same however the output is cut into
-    pieces.
+    """Separates an output's thinking from its answer, however the output is cut into pieces.
 
-    `prompt_end` is the end of the prompt's text: templates may write a mark there themselves. White
-    space at the beginning of either is dropped, as are the marks. `thought` is all that was written
-    up to the end mark.
+    White space at the beginning of either is dropped, as are the marks.
+
+    Args:
+        marks: The marks around thinking.
+        prompt_end: The end of the prompt's text, because templates may write a mark there
+            themselves.
     """
 
     def __init__(self, marks: ReasoningMarks, prompt_end: str) -> None:
@@ -78,16 +83,16 @@ class ReasoningSplit:
 
     @property
     def thought(self) -> str:
-        """The thinking as it was written, a start mark included and the end mark not."""
+        """The thinking as it was written, with the start mark and without the end mark."""
         return "".join(self._pieces)
 
     @property
     def passes(self) -> bool:
-        """Whether all that comes from now on is answer, as it comes."""
+        """Whether all further text is answer, unchanged."""
         return self.stage == "answer" and self._begun
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What became certain with `text`: thinking, then answer."""
+        """Take in text; return the (thinking, answer) that are certain now."""
         text = self._held + text
         self._held = ""
         if self.stage == "start":
@@ -107,7 +112,7 @@ class ReasoningSplit:
         return self._thinking(text[: len(text) - kept]), ""
 
     def finish(self) -> tuple[str, str]:
-        """What was held back when the output ends: thinking, then answer."""
+        """Return the (thinking, answer) that was held back when the output ends."""
         held = self._held
         self._held = ""
         if self.stage == "start":
@@ -120,7 +125,7 @@ class ReasoningSplit:
         return ("", self._stripped(held))
 
     def _start(self, text: str) -> str:
-        """Decide whether thinking comes first; the text behind a start mark."""
+        """Decide whether thinking comes first; return the text after a start mark."""
         begun = text.lstrip()
         start = self._marks.start
         if begun.startswith(start):

@@ -1,6 +1,4 @@
-"""Protocols of the learned helpers that the router asks: the embedder, and the predictor of scores
-and lengths.
-"""
+"""Protocols of learned helpers: the embedder, and the predictor of scores and lengths."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +15,22 @@ class Embedder(Protocol):
     """Embeds whole texts into per-token states, off the event loop's thread."""
 
     async def embed(self, text: str) -> TokenStates:
-        """Last-layer hidden states of `text`, shape [tokens >= 1, features]."""
+        """Return the last-layer hidden states of `text`, shape [tokens >= 1, features]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """One agent that is about to run on one of `models`.
+    """An agent that is about to run on one of `models`.
 
-    `workflow` and `stage` say which place in which graph it has. `user` is the text of the client's
-    question. The counts are tokens: of the system prompt, of the question, and of all that is known
-    of the prompt before others have written. `scored` asks for scores, too: they are not needed
-    where there is no choice.
+    Attributes:
+        workflow: The graph.
+        stage: The agent's place in the graph.
+        user: The text of the client's question.
+        system_tokens: Tokens of the system prompt.
+        user_tokens: Tokens of the question.
+        known_tokens: Tokens of the prompt without other agents' outputs.
+        scored: Whether scores are needed; they are not without a choice.
     """
 
     workflow: str
@@ -43,11 +45,12 @@ class Prospect:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is expected of one prospect, per model. A model that a mapping lacks is not predicted.
+    """Expectations of one prospect, per model; models without a prediction are missing.
 
-    `scores` are chances from 0 to 1 that the model answers rightly. `own_tokens` are output tokens
-    of the agent itself, `total_tokens` of it and of all that follow it in its program, both
-    medians.
+    Attributes:
+        scores: Chances in [0, 1] that the model answers rightly.
+        own_tokens: Median output tokens of the agent.
+        total_tokens: Median output tokens of the agent and all that follow it in its program.
     """
 
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -62,8 +65,9 @@ Prediction = Literal["scores", "lengths"]
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """One forecast per prospect, in order; `trouble` says why a kind of prediction is missing from
-    all of them.
+    """A forecast per prospect, in order.
+
+    `trouble` says why a kind of prediction is missing from all of them.
     """
 
     each: Sequence[Forecast]
@@ -71,10 +75,11 @@ class Forecasts:
 
 
 class Predictor(Protocol):
-    """Looks ahead."""
+    """Predicts scores and lengths."""
 
     async def forecast(self, prospects: Sequence[Prospect]) -> Forecasts:
-        """Takes at most the predictor's time limit, and raises nothing: `trouble` says what is
-        missing.
+        """Predict within the predictor's time limit.
+
+        It raises no error: `trouble` says what is missing.
         """
         ...

@@ -1,6 +1,4 @@
-"""W3C Trace Context: the span that a request belongs to, from its client through the router to the
-engines.
-"""
+"""W3C Trace Context: spans from the client through the router to the engines."""
 
 import re
 from collections.abc import Mapping
@@ -21,9 +19,9 @@ SAMPLED = 1
 class SpanContext:
     """A span, as the headers `traceparent` and `tracestate` name it.
 
-    `run` is the id of the router's run that it is a part of, empty for a client's span. Ids of a
-    run's spans follow from `run` and names, so that engines can be sent the id of a span that is
-    made when the run has ended.
+    `run` is the id of the router's run that the span is part of, empty for a client's span. The ids
+    of a run's spans follow from `run` and names, so engines can be sent the id of a span that is
+    only made when the run has ended.
     """
 
     trace_id: str
@@ -33,25 +31,23 @@ class SpanContext:
     run: str = ""
 
     def child(self, *names: object) -> "SpanContext":
-        """The span that `names` have in the same run."""
+        """Return the span with `names` in the same run."""
         return SpanContext(
             self.trace_id, _digest(8, self.run, *names), self.flags, self.state, self.run
         )
 
     def headers(self) -> bytes:
-        """The lines of a request's head."""
+        """Return the header lines of a request."""
         lines = f"traceparent: 00-{self.trace_id}-{self.span_id}-{self.flags:02x}\r\n"
         return (lines + (f"tracestate: {self.state}\r\n" if self.state else "")).encode()
 
 
 CURRENT: ContextVar[SpanContext | None] = ContextVar("span", default=None)
-"""The span that engine requests of this task belong to; None where neither client nor router
-traces.
-"""
+"""The span of this task's engine requests; None if neither client nor router traces."""
 
 
 def span_of_client(headers: Mapping[str, str]) -> SpanContext | None:
-    """The client's span; None without a valid one, which the standard has ignored."""
+    """Return the client's span; None without a valid header, which the standard has ignored."""
     given = headers.get("traceparent")
     if given is None:
         found = None
@@ -66,7 +62,7 @@ def span_of_client(headers: Mapping[str, str]) -> SpanContext | None:
 
 
 def span_of_run(run: str, client: SpanContext | None) -> SpanContext:
-    """A run's span: in the client's trace, else in one whose id is the run's."""
+    """Return a run's span: in the client's trace, else in a trace whose id is the run's."""
     if client is not None:
         return SpanContext(client.trace_id, _digest(8, run), client.flags, client.state, run)
     return SpanContext(
@@ -75,9 +71,7 @@ def span_of_run(run: str, client: SpanContext | None) -> SpanContext:
 
 
 def enter_span(*names: object) -> None:
-    """Engine requests that this task sends from now on belong to the span that `names` have in its
-    run.
-    """
+    """Make this task's further engine requests part of the span with `names` in its run."""
     span = CURRENT.get()
     if span is not None and span.run:
         CURRENT.set(span.child(*names))

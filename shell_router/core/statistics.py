@@ -1,6 +1,4 @@
-"""Intervals and fits that several wings use: 95 % intervals for shares, and costs fitted to
-timings.
-"""
+"""Statistics of several wings: 95 % intervals of shares, and costs fitted to timings."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -30,8 +28,9 @@ class Interval:
 
 
 def wilson(share: float, answers: float) -> Interval:
-    """Wilson's score interval of a `share` observed over `answers`, which need not be whole. At
-    least 1 answer.
+    """Compute Wilson's score interval of a `share` observed over `answers`.
+
+    `answers` is at least 1 and need not be whole.
     """
     spread = Z95**2 / answers
     middle = (share + spread / 2) / (1 + spread)
@@ -40,11 +39,13 @@ def wilson(share: float, answers: float) -> Interval:
 
 
 def clustered_share(rights: Sequence[Sequence[bool]]) -> Interval:
-    """The share of right answers, given per question; a question answered with several seeds counts
-    several times.
+    """Compute the share of right answers; a question may be answered with several seeds.
 
-    Answers to one question resemble each other: the interval is that of as many independent answers
-    as would vary as much, at least one per question and at most all.
+    Answers to one question resemble each other. So the interval is that of as many independent
+    answers as would vary as much, at least one per question and at most all.
+
+    Args:
+        rights: Per question, whether each answer is right.
     """
     answers = sum(map(len, rights))
     share = sum(map(sum, rights)) / answers
@@ -63,11 +64,13 @@ def _effective_answers(rights: Sequence[Sequence[bool]], share: float, answers: 
 
 
 def paired_difference(differences: Sequence[float]) -> Interval:
-    """The mean of the questions' differences in their share of right answers, each between -1 and
-    1.
+    """Compute the mean of the questions' differences in their share of right answers.
 
     Agresti and Min (2005): half a question is added to each cell of the paired table (won, lost,
     and both draws).
+
+    Args:
+        differences: One per question, each in [-1, 1].
     """
     questions = len(differences) + 2
     mean = sum(differences) / questions
@@ -78,8 +81,10 @@ def paired_difference(differences: Sequence[float]) -> Interval:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the `values` lie, interpolated linearly. At least one
-    value."""
+    """Return the value below which `share` of the `values` lie, interpolated linearly.
+
+    There must be at least one value.
+    """
     return float(np.quantile(values, share))
 
 
@@ -88,8 +93,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """`seconds` that are `known_s` and the sum of `terms`, each times its cost. A `kind` is held
-    out as a whole.
+    """A measured duration: `known_s` plus the sum of `terms`, each times its unknown cost.
+
+    Timings of one `kind` are held out together.
     """
 
     kind: Hashable
@@ -104,9 +110,7 @@ class Timing:
 
 
 def fitted_costs(timings: Sequence[Timing]) -> list[float]:
-    """The cost of each term, none negative, with the least squared errors relative to the timings'
-    seconds.
-    """
+    """Fit the cost of each term, none negative, by least squares of relative errors."""
     seconds = np.array([one.seconds for one in timings])
     rows: Floats = np.array([one.terms for one in timings], dtype=float) / seconds[:, None]
     # terms differ by many powers of ten: attended pairs are millions where passes are few
@@ -116,8 +120,9 @@ def fitted_costs(timings: Sequence[Timing]) -> list[float]:
 
 
 def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
-    """The mean relative error on each kind, of costs fitted to the others; None for at most `least`
-    kinds.
+    """Return the mean relative error on each kind, of costs fitted to the other kinds.
+
+    It is None for at most `least` kinds.
     """
     kinds = {one.kind for one in timings}
     errors = []
@@ -129,11 +134,14 @@ def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
 
 
 def non_negative(terms: Floats, wanted: Floats) -> Floats:
-    """The factors >= 0 of `terms`, [rows, terms], whose sums come closest to `wanted`, [rows], in
-    squares.
+    """Find the factors >= 0 of `terms` whose sums come closest to `wanted` in squares.
 
-    Where two sets of terms explain the rows equally well, the one with fewer terms is taken; the
-    rest are 0.
+    If two sets of terms explain the rows equally well, the set with fewer terms is taken; the rest
+    are 0.
+
+    Args:
+        terms: [rows, terms].
+        wanted: [rows].
     """
     count = terms.shape[1]
     fits = [
@@ -148,8 +156,11 @@ def non_negative(terms: Floats, wanted: Floats) -> Floats:
 
 
 def _fitted(terms: Floats, wanted: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
-    """Squared error and factors with all terms but `subset` at 0; None where one would be
-    negative."""
+    """Fit with all terms but `subset` at 0; None if a factor would be negative.
+
+    Returns:
+        The squared error and the factors.
+    """
     found, *_ = np.linalg.lstsq(terms[:, subset], wanted, rcond=None)
     if (found < 0).any():
         return None

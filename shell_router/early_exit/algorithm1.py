@@ -1,13 +1,13 @@
-"""Early exit judged on complete outputs (Faster-MoA, section 4.2, Algorithm 1).
+"""Scores of complete outputs (Faster-MoA, section 4.2, Algorithm 1).
 
 Lines 5 to 8: the paper compares Corr(T^t T), an [h, h] matrix per output. With Z the columns of T
 scaled to unit norm, Corr(T^t T) = Z^t Z, and
 
     <Z1^t Z1, Z2^t Z2>_F = |Z1 Z2^t|_F^2,
 
-so an output with fewer tokens than features is kept as Z [n, h] and never becomes an [h, h] matrix;
-one with more is kept as its correlation matrix, then the smaller of the two. A pair so costs at
-most min(n1, h) * min(n2, h) * h multiplications, and two correlation matrices only h * h.
+so an output with fewer tokens than features is kept as Z [n, h] and never becomes an [h, h] matrix.
+An output with more tokens is kept as its correlation matrix, the smaller of the two. A pair then
+costs at most min(n1, h) * min(n2, h) * h multiplications, and two correlation matrices only h * h.
 """
 
 import math
@@ -24,11 +24,12 @@ _NO_SIGNAL = float(np.finfo(np.float32).eps)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """One output, ready to be compared with others of the same embedding model.
+    """An output prepared for comparison with others of the same embedding model.
 
-    `matrix` is Z [tokens, features] or Z^t Z [features, features], as `correlated` says. `present`
-    [features] marks the columns with signal; the others are zero in `matrix`. `energy` is |Z^t
-    Z|_F^2.
+    Attributes:
+        matrix: Z [tokens, features], or Z^t Z [features, features] if `correlated`.
+        present: [features], True for columns with signal; the others are 0 in `matrix`.
+        energy: |Z^t Z|_F^2.
     """
 
     matrix: Matrix
@@ -38,12 +39,16 @@ class Features:
 
 
 def features(states: NDArray[np.floating]) -> Features:
-    """Prepare one output's token states T [tokens >= 1, features >= 1], any float type; computed in
-    float64.
+    """Prepare an output for comparison.
 
-    A column whose norm is float32 rounding compared with the strongest one's has no signal: its
+    A column whose norm is float32 rounding beside the strongest one's has no signal: its
     correlation is 0/0 (MiniLM's dimensions 127, 223, 319 hold about 1e-32), and it is left out.
-    ValueError on a wrong shape or on values that are not finite.
+
+    Args:
+        states: T [tokens >= 1, features >= 1] of any float type; computed in float64.
+
+    Raises:
+        ValueError: The shape is wrong, or a value is not finite.
     """
     unit, present = _unit_columns(states)
     tokens, width = unit.shape
@@ -54,9 +59,12 @@ def features(states: NDArray[np.floating]) -> Features:
 
 
 def similarity(first: Features, second: Features) -> float:
-    """FrobCosSim of the correlation matrices (line 7), in [0, 1].
+    """Return the FrobCosSim of the correlation matrices (line 7), in [0, 1].
 
-    An output without signal is like nothing: 0. ValueError when the numbers of features differ.
+    An output without signal is like no other: 0.
+
+    Raises:
+        ValueError: The numbers of features differ.
     """
     if first.present.shape != second.present.shape:
         raise ValueError(
@@ -84,7 +92,7 @@ def _unit_columns(states: NDArray[np.floating]) -> tuple[Matrix, NDArray[np.bool
 
 
 def _product(first: Features, second: Features) -> float:
-    """<Corr(U), Corr(V)>_F, by the cheapest form for what the two are kept as."""
+    """Compute <Corr(U), Corr(V)>_F by the cheapest form of the two."""
     if first.correlated and second.correlated:
         return float(np.vdot(first.matrix, second.matrix))
     if first.correlated:
@@ -96,7 +104,7 @@ def _product(first: Features, second: Features) -> float:
 
 
 class Confidence:
-    """C, the geometric mean token probability of one output (line 2), kept up while it streams."""
+    """C, the geometric mean token probability of one output (line 2), updated while it streams."""
 
     __slots__ = ("_sum", "_tokens")
 
@@ -105,8 +113,10 @@ class Confidence:
         self._tokens = 0
 
     def add(self, logprobs: Sequence[float]) -> None:
-        """Take in further tokens' natural-log probabilities. `-inf` is allowed; ValueError on a
-        NaN.
+        """Add tokens' natural-log probabilities, of which `-inf` is allowed.
+
+        Raises:
+            ValueError: One is NaN.
         """
         added = sum(logprobs)
         if math.isnan(added):
@@ -116,9 +126,7 @@ class Confidence:
 
     @property
     def value(self) -> float | None:
-        """exp(mean log p) in [0, 1]; None while there is no token, for then nothing has been
-        measured.
-        """
+        """exp(mean log p) in [0, 1]; None without tokens."""
         if self._tokens == 0:
             return None
         # rounding makes engines report a certain token's log-probability as slightly above 0
@@ -126,8 +134,11 @@ class Confidence:
 
 
 def rms_confidence(confidences: Sequence[float]) -> float:
-    """C-bar = sqrt(1/l * sum(C_i^2)) over the completed outputs (line 3). ValueError without
-    any."""
+    """Compute C-bar = sqrt(1/l * sum(C_i^2)) over the completed outputs (line 3).
+
+    Raises:
+        ValueError: There is no output.
+    """
     if not confidences:
         raise ValueError("no completed output, so no mean confidence")
     return math.sqrt(sum(value * value for value in confidences) / len(confidences))
@@ -135,7 +146,7 @@ def rms_confidence(confidences: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the gate thinks of the completed outputs: the paper's C-bar, P, B and Q."""
+    """The scores of the completed outputs: the paper's C-bar, P, B and Q."""
 
     confidence: float
     agreement: float
@@ -146,12 +157,17 @@ class Score:
 def score(
     confidences: Sequence[float], similarities: Matrix, tau: float, *, self_similarity: bool = True
 ) -> Score:
-    """Score the l completed outputs from their confidences C and similarities Sim [l, l].
+    """Score the l completed outputs.
 
-    P is the mean of Sim[i, j] over i >= j, weighted by C_i C_j, the diagonal of ones included
-    (lines 10, 11), or left out without `self_similarity`; where there is nothing to weigh it is 0.
-    B = 1 - |P - tau| / tau, not below 0 (line 12). Q = sqrt(C-bar * B) as in line 13; the prose of
-    section 4.2 writes sqrt(C-bar) * B, and the algorithm was followed.
+    P is the mean of Sim[i, j] over i >= j, weighted by C_i C_j (lines 10, 11); it is 0 if all
+    weights are. B = 1 - |P - tau| / tau, not below 0 (line 12). Q = sqrt(C-bar * B) as in line 13;
+    the prose of section 4.2 writes sqrt(C-bar) * B, and the algorithm was followed.
+
+    Args:
+        confidences: C [l].
+        similarities: Sim [l, l]; the upper triangle is ignored.
+        tau: The preferred agreement.
+        self_similarity: Whether P includes the diagonal of ones.
     """
     confidence = rms_confidence(confidences)
     weights = np.tril(np.outer(confidences, confidences), 0 if self_similarity else -1)

@@ -1,14 +1,13 @@
-"""The answer that a text states, found by the marks that models and data sets commonly put around
-it; and votes on it.
+r"""Find the answer that a text states, by the marks that models and data sets put around it.
 
-Marks are `Answer:` (or `=`, whatever its case and emphasis), `####`, `\\boxed{}`, and `the answer
+Marks are `Answer:` (or `=`, whatever its case and emphasis), `####`, `\boxed{}`, and `the answer
 is` before a number, a letter or a capitalised name that ends its sentence. The last statement
 counts; an empty one does not.
 
-A number or a letter ends where it ends, other answers go to the end of their line, and `Answer:`
-may have its answer on the next line. A letter counts for one only where something ends it: `A`,
-`A)`, `A.`, `**A**`, but not `A dog`. A statement is taken at its word: `so the answer is 3 times
-12` states 3, until something else is stated.
+A number or a letter ends where it ends; other answers go to the end of their line, and `Answer:`
+may have its answer on the next line. A letter counts for one only if it is delimited: `A`, `A)`,
+`A.`, `**A**`, but not `A dog`. A statement is taken literally: `so the answer is 3 times 12` states
+3, until another is stated. The module also counts votes on such answers.
 """
 
 import re
@@ -19,7 +18,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 LIMIT = 128
-"""Characters within which a number or a letter has to be over; what is longer is words."""
+"""Characters within which a number or a letter has to end; longer answers are words."""
 
 _OPENING = r"(?:[ \t\r*_$`]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\{)*"
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -44,7 +43,7 @@ _GOES_ON = re.compile(
     """,
     re.VERBOSE,
 )
-"""Behind a number: it is part of something longer."""
+"""Text behind a number that makes it part of a longer expression."""
 _LIST = r",[ \t]*\(?[A-HJ-Z](?!\w)"
 _GOES_ON_AS_LIST = re.compile(_LIST)
 _ENDS_LETTER = re.compile(rf"[ \t\r]*\n|[*_$`}}):;!]|\\[)\]]|\.(?!\w|[ \t]*[A-Z]\.)|(?!{_LIST}),")
@@ -68,9 +67,7 @@ class Stated(NamedTuple):
 
 
 def single_at_start(text: str) -> str | None:
-    """The number or letter that `text` begins with; None where there is none, or no end of it is in
-    `text`.
-    """
+    """Return the number or letter at the start of `text`; None without one, or if it may go on."""
     if number := _NUMBER.match(text):
         goes_on = number.end() == len(text) or _GOES_ON.match(text, number.end())
         return None if goes_on else _plain(number)
@@ -83,8 +80,13 @@ def single_at_start(text: str) -> str | None:
 
 
 def _read_line(line: str, *, names: bool = False, words: bool = True) -> Stated | None:
-    """What a complete line answers: the number or letter that it begins with, with `names` the
-    capitalised name; with `words` the number that an equation ends with, or all that it says."""
+    """Read the answer of a complete line: the number or letter at its start.
+
+    Args:
+        line: The line.
+        names: Read a capitalised name, too.
+        words: Otherwise read the number that an equation ends with, or the whole line.
+    """
     head = f"{line[:LIMIT]}\n"[:LIMIT]
     if single := single_at_start(head):
         return Stated(single, line)
@@ -97,7 +99,10 @@ def _read_line(line: str, *, names: bool = False, words: bool = True) -> Stated 
 
 
 def _equal_number(words: str) -> str | None:
-    """7 of `3 + 4 = 7 pens`, 42 of `42 = 6 * 7`; None for `x = 3, y = 4`."""
+    """Read the result of an equation: 7 of `3 + 4 = 7 pens`, 42 of `42 = 6 * 7`.
+
+    It is None for `x = 3, y = 4`.
+    """
     first, *_, last = words.split("=") if "=" in words and not _SEVERAL.search(words) else ("", "")
     right = f"{last}\n"[:LIMIT]
     if _NUMBER.match(right) and (found := single_at_start(right)):
@@ -108,8 +113,7 @@ def _equal_number(words: str) -> str | None:
 
 
 def without_marks(text: str) -> str:
-    """`text` without what is only put around an answer: emphasis, LaTeX wrappers, a full stop, a
-    bracket around one letter or number."""
+    """Strip emphasis, LaTeX wrappers, a full stop, and brackets around one letter or number."""
     plain = text.strip(_MARKS).rstrip(_MARKS + ".,;")
     if wrapped := _WRAPPED.fullmatch(plain):
         return _first(wrapped.groups()).strip(_MARKS).rstrip(_MARKS + ".,;")
@@ -117,8 +121,9 @@ def without_marks(text: str) -> str:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that `text` is, and nothing else: `1,200`, `$1200.0`, `3/4`, `\\frac{3}{4}`,
-    `50%`, `−6e3`.
+    r"""Return the number that the whole `text` is: `1,200`, `$1200.0`, `3/4`, `50%` or `−6e3`.
+
+    LaTeX's `\frac{3}{4}` is a number, too.
     """
     plain = without_marks(text).replace("\\$", "$")
     if len(plain) < LIMIT:
@@ -140,7 +145,7 @@ def _plain(number: re.Match[str]) -> str:
 
 
 def _first(groups: Iterable[str | None]) -> str:
-    return next(one for one in groups if one is not None)
+    return next(group for group in groups if group is not None)
 
 
 _MARK = re.compile(
@@ -150,19 +155,18 @@ _MARK = re.compile(
     re.VERBOSE,
 )
 _SIGNS = ("answer", "####", "boxed")
-"""One of them is in every mark, and they are found faster."""
+"""Every mark has one of these, and they are found faster."""
 _BRACE = re.compile("[{}]")
 _COMMA = re.compile(r"\s*,\s*")
 _LONE_LETTER = re.compile(r"\(?([a-z])\)?[.:]?")
 
 
 class AnswerReader:
-    """Reads the answer of a text that is still being written, line by line, in time linear in its
-    length.
+    """Reads the answer of a text that is still being written, in time linear in its length.
 
-    `stated` is the last answer of the lines that have ended. A statement makes those void that
-    began before it and have not ended: a box that is not closed yet, or a mark whose answer was to
-    stand on the next line.
+    `stated` is the last answer of the lines that have ended. A statement voids those that began
+    before it and have not ended: a box that is not closed, or a mark whose answer was to stand on
+    the next line.
     """
 
     __slots__ = ("_box", "_depth", "_line", "_waiting", "stated")
@@ -184,42 +188,42 @@ class AnswerReader:
         self._line.append(rest)
 
     def end(self) -> Stated | None:
-        """The text is complete; its last answer."""
+        """Take in the end of the text; return its last answer."""
         self._read("".join(self._line))
         self._line.clear()
         return self.stated
 
     def _read(self, line: str) -> None:
         folded = line.casefold()
+        marks = []
         if any(sign in folded for sign in _SIGNS):
             marks = list(_MARK.finditer(line))
-        else:
-            marks = []
-        ends = dict.fromkeys(
-            ("line", "said", "boxed"), len(line)
-        )  # a statement ends where the next of its kind begins
-        found = []
+        # a statement ends where the next of its kind begins
+        ends = dict.fromkeys(("line", "said", "boxed"), len(line))
+        statements = []
         for mark in reversed(marks):
             kind = str(mark.lastgroup)
-            found.append((kind, True, line[mark.end() : ends[kind]]))
+            statements.append((kind, True, line[mark.end() : ends[kind]]))
             ends[kind] = mark.start()
-        before = [*(["boxed"] if self._box is not None else []), *self._waiting]
-        found += [(kind, False, line[: ends[kind]]) for kind in before]
+        begun = list(self._waiting)
+        if self._box is not None:
+            begun.insert(0, "boxed")
+        statements += [(kind, False, line[: ends[kind]]) for kind in begun]
         self._waiting.clear()
-        for kind, begins, said in reversed(found):
+        for kind, begins, rest in reversed(statements):
             if kind == "boxed":
-                stated = self._boxed(said, begins=begins)
+                stated = self._read_box(rest, begins=begins)
             else:
-                stated = _read_line(said, names=kind == "said", words=kind == "line")
-                if begins and not without_marks(said):
+                stated = _read_line(rest, names=kind == "said", words=kind == "line")
+                if begins and not without_marks(rest):
                     self._waiting[kind] = None
             if stated:
                 self.stated = stated
                 self._box = None
                 self._waiting.clear()
 
-    def _boxed(self, text: str, *, begins: bool) -> Stated | None:
-        """What a box states, if it is closed in `text`."""
+    def _read_box(self, text: str, *, begins: bool) -> Stated | None:
+        """Read the answer of a box, if `text` closes it."""
         if begins:
             self._box = []
             self._depth = 1
@@ -236,17 +240,13 @@ class AnswerReader:
 
 
 def stated_answer(text: str) -> str | None:
-    """The last answer that `text` states, without the words and marks around it; None where it
-    states none.
-    """
+    """Return the last answer that `text` states, without the words and marks around it."""
     stated = _read(text)
     return None if stated is None else stated.value
 
 
 def stated_line(text: str) -> str | None:
-    """The same as `stated_answer` to the end of its line, as answers in words want it: `5 pens`,
-    not `5`.
-    """
+    """Return the last answer to the end of its line, for answers in words: `5 pens`, not `5`."""
     stated = _read(text)
     if stated is None:
         return None
@@ -254,10 +254,9 @@ def stated_line(text: str) -> str | None:
 
 
 def forms_in(text: str) -> frozenset[str]:
-    """The forms of answers that `text` has or asks for: `Answer:`, `####` and `\\boxed{}`.
+    r"""Return the forms of answers that `text` has or asks for: `Answer:`, `####` and `\boxed{}`.
 
-    A mark that ends the text asks for nothing: what is written next is the answer, whatever its
-    form.
+    A mark at the end of the text asks for no form: the answer follows it, whatever its form.
     """
     whole = text.rstrip()
     marks = [
@@ -269,10 +268,9 @@ def forms_in(text: str) -> frozenset[str]:
 
 
 def comparable(answer: str) -> str:
-    """A form in which equal answers are equal: of `1,200`, `$1200.0` and `1200.`; of `(C)`, `c` and
-    `C`.
+    """Normalize an answer: equal answers become equal, as `1,200` and `$1200.0`, or `(C)` and `c`.
 
-    Numbers are equal as numbers; elsewhere case, white space, and blanks around commas do not
+    Numbers are equal by value. In other answers case, white space, and blanks around commas do not
     matter.
     """
     number = number_of(answer)
@@ -291,9 +289,7 @@ def _read(text: str) -> Stated | None:
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """One complete output: the answer it votes for, None if it has no vote, and the output's
-    confidence.
-    """
+    """A complete output, the answer it votes for (None without a vote), and its confidence."""
 
     agent: str
     answer: str | None
@@ -301,7 +297,7 @@ class Ballot:
 
 
 def ballot(agent: str, text: str, confidence: float, *, is_cut: bool) -> Ballot:
-    """An output votes for the answer it states, or, where it states none, for its whole text.
+    """Make an output vote for the answer it states, or else for its whole text.
 
     An output that is empty or was cut at its length limit has no vote.
     """
@@ -310,22 +306,21 @@ def ballot(agent: str, text: str, confidence: float, *, is_cut: bool) -> Ballot:
 
 
 def elected(ballots: Sequence[Ballot], waiting: int) -> Ballot | None:
-    """The ballot whose output is forwarded; None while the `waiting` outputs could still change the
-    answer.
+    """Return the winning ballot; None while the `waiting` outputs could still change the answer.
 
-    Most votes win; of answers with equally many, that of the larger sum of confidences. Of the
-    outputs that vote for the winner the most confident is forwarded; without any vote, the most
-    confident of all.
+    Most votes win; in a tie, the answer with the larger sum of confidences. Among the outputs that
+    vote for the winner the most confident is forwarded; without any vote, the most confident of
+    all.
     """
-    votes = Counter(one.answer for one in ballots if one.answer is not None)
-    (most, *others) = (*sorted(votes.values(), reverse=True), 0)
-    if not ballots or (waiting and most - (others or [0])[0] <= waiting):
+    votes = Counter(ballot.answer for ballot in ballots if ballot.answer is not None)
+    most, second, *_ = (*sorted(votes.values(), reverse=True), 0, 0)
+    if not ballots or (waiting and most - second <= waiting):
         return None
 
-    def standing(one: Ballot) -> tuple[int, float, float]:
-        if one.answer is None:
-            return 0, 0.0, one.confidence
-        agreeing = sum(other.confidence for other in ballots if other.answer == one.answer)
-        return votes[one.answer], agreeing, one.confidence
+    def standing(ballot: Ballot) -> tuple[int, float, float]:
+        if ballot.answer is None:
+            return 0, 0.0, ballot.confidence
+        agreeing = sum(other.confidence for other in ballots if other.answer == ballot.answer)
+        return votes[ballot.answer], agreeing, ballot.confidence
 
     return max(ballots, key=standing)

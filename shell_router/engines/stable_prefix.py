@@ -1,18 +1,19 @@
-"""Which leading tokens of a text stay the same however the text goes on.
+r"""Find the leading tokens of a text that no continuation changes.
 
 A tokenizer first cuts text at the added tokens written in it, then into pre-tokens, and only inside
-a pre-token does it merge. So what more text can change is the pre-tokens near the end. Held back
+a pre-token does it merge. So further text can only change the pre-tokens near the end. Held back
 are, from the end:
+
 1. characters that are not whole yet (U+FFFD), a run that may become an added token, trailing
-whitespace and digits, as
-   the usual patterns look to the end of such runs (`\\s*[\\r\\n]+`, `\\s+(?!\\S)`, digits grouped
-   from the right);
-2. two more pre-tokens, as a contraction (`'re`) joins up to two, and a combining mark changes the
-one before it.
+whitespace and digits, because the usual patterns look to the end of such runs (`\s*[\r\n]+`,
+`\s+(?!\S)`, digits grouped from the right);
+
+2. two more pre-tokens, because a contraction (`'re`) joins up to two, and a combining mark changes
+the one before it.
 
 Without a splitting pre-tokenizer (SentencePiece-like models) a word boundary is as good if no token
-of the vocabulary reaches across one: no merge can then cross it. Where neither holds, nothing of
-such a stretch is stable.
+of the vocabulary reaches across one: no merge can then cross it. If neither holds, no token of such
+a stretch is stable.
 """
 
 import unicodedata
@@ -26,8 +27,9 @@ _HELD_WORDS = 2
 
 
 class StablePrefix:
-    """Counts stable tokens for one tokenizer. `splits` is False when it has no boundary that is
-    known to be safe.
+    """Counts stable tokens for one tokenizer.
+
+    `splits` is False if the tokenizer has no boundary that is known to be safe.
     """
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
@@ -46,7 +48,7 @@ class StablePrefix:
         self.splits = self._by_pre_tokens or self._by_marks
 
     def tokens(self, text: str, encoding: Encoding) -> int:
-        """How many leading tokens of `encoding`, which is of `text`, no continuation changes."""
+        """Count the leading tokens of `encoding`, made of `text`, that no continuation changes."""
         starts = self._word_starts(encoding)
         limit = self._certain_characters(text)
         offsets = encoding.offsets
@@ -59,7 +61,7 @@ class StablePrefix:
         return inside[-held] if len(inside) >= held else 0
 
     def _word_starts(self, encoding: Encoding) -> list[int]:
-        """Token positions at which a pre-token, a marked word or an added token starts."""
+        """Return token positions at which a pre-token, a marked word or an added token starts."""
         if self._by_marks:
             return _marked_starts(encoding.tokens, encoding.word_ids)
         words = encoding.word_ids
@@ -70,7 +72,7 @@ class StablePrefix:
         ]
 
     def _certain_characters(self, text: str) -> int:
-        """Characters before all that rule 1 holds back."""
+        """Count the characters before all that rule 1 holds back."""
         end = len(text.rstrip("\ufffd"))
         end = self._before_partial_token(text, end)
         end = len(text[:end].rstrip())
@@ -79,8 +81,7 @@ class StablePrefix:
         return len(text[:end].rstrip())
 
     def _before_partial_token(self, text: str, end: int) -> int:
-        """Where the longest end of the text starts that is the beginning of a longer added
-        token."""
+        """Return the start of the longest end of the text that begins a longer added token."""
         longest = max(map(len, self._added), default=0)
         tail = text[max(0, end - longest + 1) : end]
         for start in range(len(tail)):
@@ -104,8 +105,9 @@ def _splits_words(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _marked_starts(tokens: Sequence[str], words: Sequence[int | None]) -> list[int]:
-    """Positions of tokens that open a word, or a run of word marks, and of those next to an added
-    token.
+    """Return the positions of tokens that open a word or a run of word marks.
+
+    Tokens next to an added token are included.
     """
     return [
         at

@@ -1,4 +1,4 @@
-"""A model's own tokenizer and chat template, read from its folder without transformers or torch."""
+"""A model's tokenizer and chat template, read from its folder without transformers or torch."""
 
 import hashlib
 import json
@@ -28,11 +28,11 @@ from shell_router.errors import ConfigError, InvalidRequest
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2**24
-"""Of texts and their ids that are kept: those that the agents of a few running trees share."""
+"""Memory for texts and their ids, such as the agents of a few running trees share."""
 
 
 class _Kept:
-    """The ids of the last texts, as `ids_of` gives them, within KEPT_BYTES. Threads may call it."""
+    """A thread-safe cache, within KEPT_BYTES, of the last texts' ids, computed by `ids_of`."""
 
     def __init__(self, ids_of: Callable[[str], "array[int]"]) -> None:
         self._ids_of = ids_of
@@ -42,22 +42,21 @@ class _Kept:
 
     def __call__(self, text: str) -> list[int]:
         with self._lock:
-            found = self._kept.get(text)
-            if found is not None:
+            ids = self._kept.get(text)
+            if ids is not None:
                 self._kept.move_to_end(text)
-        if found is None:
-            found = self._ids_of(text)
+        if ids is None:
+            ids = self._ids_of(text)
             with self._lock:
-                self._keep(text, found)
-        return found.tolist()
+                self._keep(text, ids)
+        return ids.tolist()
 
     def _keep(self, text: str, ids: "array[int]") -> None:
-        if (
-            text in self._kept or _size(text, ids) > KEPT_BYTES // 4
-        ):  # one may not push out all others
+        size = _size(text, ids)
+        if text in self._kept or size > KEPT_BYTES // 4:  # a long text may not push out all others
             return
         self._kept[text] = ids
-        self._bytes += _size(text, ids)
+        self._bytes += size
         while self._bytes > KEPT_BYTES:
             self._bytes -= _size(*self._kept.popitem(last=False))
 
@@ -76,14 +75,18 @@ _SPECIAL_TOKENS = (
     "mask_token",
 )
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS})
-"""Templates write some of them after every message: a long one would make a prompt that no memory
-holds.
+"""Variables that requests may not set. Templates write some of them after every message: a long one
+would make a prompt that no memory holds.
 """
 
 
 class ChatTemplate:
-    """One compiled template, with the special tokens that it may name. `now` is for templates that
-    write the date.
+    """A compiled chat template.
+
+    Args:
+        source: Jinja text.
+        special_tokens: Variables that it may name.
+        now: The clock of templates that write the date.
     """
 
     def __init__(
@@ -106,8 +109,12 @@ class ChatTemplate:
         tools: Sequence[Any],
         options: Mapping[str, Any],
     ) -> str:
-        """The prompt text of `messages`, up to where the assistant speaks; raises
-        InvalidRequest."""
+        """Render the prompt text of `messages`, up to where the assistant speaks.
+
+        Raises:
+            InvalidRequest: The template refuses the messages, or `options` sets a reserved
+                variable.
+        """
         if reserved := sorted(RESERVED & options.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs sets {reserved[0]!r}.",
@@ -132,26 +139,30 @@ class ChatTemplate:
 def read_chat_template(
     folder: Path, settings: Mapping[str, Any], now: Callable[[], datetime]
 ) -> ChatTemplate | None:
-    """The folder's template (`chat_template.jinja` before `tokenizer_config.json`), or None; raises
-    ConfigError.
+    """Read the folder's template; None without one.
+
+    `chat_template.jinja` takes precedence over `tokenizer_config.json`.
+
+    Raises:
+        ConfigError: Its syntax is wrong.
     """
     file = folder / "chat_template.jinja"
     source = settings.get("chat_template")
     if file.exists():
         source = file.read_text(encoding="utf-8")
     elif isinstance(source, list):
-        source = next((one["template"] for one in source if one["name"] == "default"), None)
+        source = {named["name"]: named["template"] for named in source}.get("default")
     if not isinstance(source, str):
         return None
-    tokens = {name: settings.get(name) for name in _SPECIAL_TOKENS}
-    texts = {
-        name: one.get("content") if isinstance(one, Mapping) else one
-        for name, one in tokens.items()
-    }
+    special_tokens = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if isinstance(token, str):
+            special_tokens[name] = token
     try:
-        return ChatTemplate(
-            source, {name: text for name, text in texts.items() if isinstance(text, str)}, now
-        )
+        return ChatTemplate(source, special_tokens, now)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"{folder}: the chat template's line {error.lineno} is wrong: {error.message}.",
@@ -160,9 +171,7 @@ def read_chat_template(
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, by which templates mark the assistant's words for training: no
-    effect here.
-    """
+    """The tag `{% generation %}`, which marks the assistant's words for training; ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -171,9 +180,9 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(found: Any, indent: int | None = None) -> str:
-    """Jinja's own filter escapes HTML, which no model wants to read."""
-    return json.dumps(found, ensure_ascii=False, indent=indent)
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """Write JSON unescaped; Jinja's own filter escapes HTML, which no model wants to read."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -181,7 +190,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class HfTokenizer:
-    """Implements `core.model.Tokenizer` for a Hugging Face model folder with a `tokenizer.json`."""
+    """A `core.engine.Tokenizer` for a Hugging Face model folder with a `tokenizer.json`."""
 
     def __init__(
         self,
@@ -209,29 +218,28 @@ class HfTokenizer:
         *,
         now: Callable[[], datetime] = datetime.now,
     ) -> Self:
-        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template; raises ConfigError.
+        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template.
 
-        `options` are variables of the template wherever a request does not set them; `now` is the
-        clock of templates that write the date.
+        Args:
+            path: The model's folder.
+            options: Variables of the template that requests may override.
+            now: The clock of templates that write the date.
+
+        Raises:
+            ConfigError: A file is missing or wrong.
         """
-        os.environ.setdefault(
-            "TOKENIZERS_PARALLELISM", "false"
-        )  # threads of its own would not survive a fork
+        # threads of its own would not survive a fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(path)
         definition = _read_json(folder / "tokenizer.json")
         settings_file = folder / "tokenizer_config.json"
-        if settings_file.exists():
-            settings = _read_json(settings_file)
-        else:
-            settings = {}
+        settings = _read_json(settings_file) if settings_file.exists() else {}
         tokenizer = _load(folder / "tokenizer.json")
         stable = StablePrefix(definition)
         if not stable.splits:
             logger.warning(
-                (
-                    "%s: this tokenizer merges across words, so prompts in text mode grow only as "
-                    "precursors finish"
-                ),
+                "%s: this tokenizer merges across words, so prompts in text mode grow only as "
+                "precursors finish",
                 folder,
             )
         template = read_chat_template(folder, settings, now)
@@ -239,13 +247,11 @@ class HfTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all of `tokenizer.json` that decides ids."""
+        """SHA-256 over the parts of `tokenizer.json` that decide ids."""
         return self._fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`. The last texts' ids are kept, as the agents of a tree share most
-        texts.
-        """
+        """See `Tokenizer.encode`; ids are cached, because the agents of a tree share most texts."""
         return self._cached_encoded(text)
 
     def _stable_ids(self, text: str) -> "array[int]":
@@ -254,8 +260,10 @@ class HfTokenizer:
         return array("I", encoding.ids[: self._stable.tokens(text, encoding)])
 
     def remember_with(self, other: Self) -> None:
-        """Use the memory of `other`, which must give the same ids; raises ValueError where it does
-        not.
+        """Share the cache of `other`.
+
+        Raises:
+            ValueError: It does not give the same ids.
         """
         if other.fingerprint != self.fingerprint:
             raise ValueError("tokenizers of different fingerprints cannot share ids")
@@ -276,8 +284,11 @@ class HfTokenizer:
         tools: Sequence[Any] = (),
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """See `Tokenizer.render_chat`. Raises ConfigError without a template, InvalidRequest where
-        it refuses.
+        """See `Tokenizer.render_chat`.
+
+        Raises:
+            ConfigError: The model has no template.
+            InvalidRequest: The template refuses the messages.
         """
         if self._template is None:
             raise ConfigError(
@@ -288,8 +299,7 @@ class HfTokenizer:
 
 
 def id_fingerprint(definition: Mapping[str, Any]) -> str:
-    """SHA-256 over what decides the ids of a text: normalizer, pre-tokenizer, model and added
-    tokens.
+    """Hash what decides the ids of a text: normalizer, pre-tokenizer, model and added tokens.
 
     Merges count the same in their two spellings, `"a b"` and `["a", "b"]`.
     """
@@ -318,7 +328,7 @@ def _load(file: Path) -> Tokenizer:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = orjson.loads(file.read_bytes())
+        content = orjson.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise ConfigError(
             f"{file} does not exist.", remedy="Name the folder of a Hugging Face model."
@@ -327,6 +337,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} is not JSON: {error}.", remedy="Fetch the file again."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no JSON object.", remedy="Fetch the file again.")
-    return found
+    return content

@@ -1,8 +1,8 @@
-"""Whether an optimization pays, shown by the programs that run without it. Pure: times and draws
-come from the caller.
+"""Measure whether an optimization pays, by programs that run without it.
 
-A model of costs can be wrong; the programs held out cannot. Latencies are compared as logarithms,
-since programs differ by factors, and the newest count most, since load changes.
+Pure: times and draws come from the caller. A model of costs can be wrong; programs that are held
+out cannot. Latencies are compared as logarithms, because programs differ by factors, and the newest
+count most, because load changes.
 """
 
 import logging
@@ -32,7 +32,7 @@ _CLEARED = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HoldoutSettings:
-    """Which programs run without an optimization, to show what it is worth."""
+    """The share of programs that run without an optimization, to show its worth."""
 
     share: Annotated[
         float,
@@ -56,10 +56,11 @@ class HoldoutSettings:
 
 
 class Compared(NamedTuple):
-    """What is switched off together.
+    """The key of a comparison: an optimization where it is switched on and off together.
 
-    Incremental prefill is compared by the latency of whole programs, per topology and its models,
-    `role` being empty; drafts by the seconds per token of one role's agents on one model.
+    Incremental prefill is compared by the latency of whole programs, per topology and its models;
+    `role` is empty then. Drafts are compared by the seconds per token of one role's agents on one
+    model.
     """
 
     optimization: Optimization
@@ -76,9 +77,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Benefit:
-    """How much shorter it takes with it, in shares of the time, with a 95 % interval; below 0 it
-    takes longer.
-    """
+    """The share of time that an optimization saves, with a 95 % interval; negative for a loss."""
 
     mean: float
     low: float
@@ -90,7 +89,7 @@ class Benefit:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What programs showed so far; no benefit before both kinds have run."""
+    """The state of a comparison; `benefit` is None until both kinds of programs have run."""
 
     compared: Compared
     state: State
@@ -98,7 +97,7 @@ class Comparison:
 
 
 class _Programs:
-    """Mean and variance of log latencies that fade."""
+    """Mean and variance of log latencies, with exponential weights."""
 
     def __init__(self, weight: float = _WEIGHT) -> None:
         self._keep = 1 - weight
@@ -138,86 +137,93 @@ class _Evidence:
         return min(self.using.count, self.held_out.count)
 
     def difference(self, *, recent: bool = False) -> tuple[float, float]:
-        """Log latency without less that with it, and its standard error, by the variance of both
-        together.
+        """Return log latency without the optimization less that with it, and the standard error.
+
+        The error is computed from the pooled variance.
         """
-        one = self.using
-        other = self.held_out
-        variance = (one.deviations + other.deviations) / max(1.0, one.count + other.count - 2)
+        using = self.using
+        held_out = self.held_out
+        degrees = max(1.0, using.count + held_out.count - 2)
+        variance = (using.deviations + held_out.deviations) / degrees
         if recent:
-            one = self.recent
-        return other.mean - one.mean, math.sqrt(variance * (1 / one.count + 1 / other.count))
+            using = self.recent
+        error = math.sqrt(variance * (1 / using.count + 1 / held_out.count))
+        return held_out.mean - using.mean, error
 
 
 class Holdouts:
-    """Per optimization and what it is compared for a comparison that goes on for as long as
-    programs come.
+    """An A/B comparison per optimization and topology, updated by every run.
 
-    A share of programs is held out. If those with the optimization are slower by more than the
-    standard error, a trial
-    begins: fresh figures, and every second program is held out. It ends with the optimization off
-    if harm is shown or, after 40 programs of each kind, no gain; else with it on. Off, it is tried
-    again after `retry_s`.
+    A share of programs is held out. If the programs with the optimization are slower by more than
+    the standard error, a trial begins: fresh figures, and every second program is held out. The
+    trial switches the optimization off if it shows harm, or no gain after 40 programs of each kind;
+    else it stays on. An optimization that is off is tried again after `retry_s`.
     """
 
     def __init__(self, settings: HoldoutSettings | None = None) -> None:
         self.settings = settings or HoldoutSettings()
-        self._found: dict[Compared, _Evidence] = {}
+        self._evidence: dict[Compared, _Evidence] = {}
 
     def __contains__(self, key: Compared) -> bool:
-        return key in self._found
+        return key in self._evidence
 
     def holds_out(self, key: Compared, draw: float, now_s: float) -> bool:
-        """Whether this program runs without; `draw` in [0, 1) is its own, so that equal seeds
-        choose equally.
+        """Decide whether a program runs without the optimization.
+
+        Args:
+            key: The comparison.
+            draw: The program's own number in [0, 1), so that equal seeds decide equally.
+            now_s: Monotonic seconds.
         """
-        found = self._found.get(key)
-        if found is None:
+        evidence = self._evidence.get(key)
+        if evidence is None:
             return draw < self.settings.share
-        if found.state == "off" and now_s - found.since_s >= self.settings.retry_s:
-            self._found[key] = found = _Evidence("trial", now_s)
-        return found.state == "off" or draw < (
-            0.5 if found.state == "trial" else self.settings.share
+        if evidence.state == "off" and now_s - evidence.since_s >= self.settings.retry_s:
+            self._evidence[key] = evidence = _Evidence("trial", now_s)
+        return evidence.state == "off" or draw < (
+            0.5 if evidence.state == "trial" else self.settings.share
         )
 
     def observe(
         self, key: Compared, *, held_out: bool, seconds: float, now_s: float
     ) -> Comparison | None:
-        """A program, or a token of its agents, took so long; what is known now, if that changed the
-        state.
+        """Count a program's seconds, or seconds per token.
+
+        Returns:
+            The comparison, if its state changed.
         """
         if not self.settings.share or seconds <= 0:
             return None
-        found = self._found.setdefault(key, _Evidence())
-        found.add(math.log(seconds), held_out=held_out)
-        before = found.state
-        if found.state == "on" and found.fewest() >= _FEWEST:
-            gain, error = found.difference(recent=True)
+        evidence = self._evidence.setdefault(key, _Evidence())
+        evidence.add(math.log(seconds), held_out=held_out)
+        before = evidence.state
+        if evidence.state == "on" and evidence.fewest() >= _FEWEST:
+            gain, error = evidence.difference(recent=True)
             if gain < -_DOUBT * error:
-                self._found[key] = found = _Evidence("trial", now_s)
-        elif found.state == "trial" and found.fewest() >= _SHORTEST_TRIAL:
-            gain, error = found.difference()
-            is_over = found.fewest() >= _LONGEST_TRIAL or gain > _CLEARED * error
+                self._evidence[key] = evidence = _Evidence("trial", now_s)
+        elif evidence.state == "trial" and evidence.fewest() >= _SHORTEST_TRIAL:
+            gain, error = evidence.difference()
+            is_over = evidence.fewest() >= _LONGEST_TRIAL or gain > _CLEARED * error
             if gain < -_HARM * error or (is_over and gain <= 0):
-                found.state = "off"
-                found.since_s = now_s
+                evidence.state = "off"
+                evidence.since_s = now_s
             elif is_over:
-                found.state = "on"
-        if found.state == before:
+                evidence.state = "on"
+        if evidence.state == before:
             return None
-        seen = self._comparison(key, found)
+        seen = self._comparison(key, evidence)
         log.warning("%s is %s; time saved: %s", key, seen.state, seen.benefit or "not measured yet")
         return seen
 
     def comparisons(self) -> Iterator[Comparison]:
-        """All of them."""
-        return (self._comparison(key, found) for key, found in self._found.items())
+        """Return all comparisons."""
+        return (self._comparison(key, evidence) for key, evidence in self._evidence.items())
 
-    def _comparison(self, key: Compared, found: _Evidence) -> Comparison:
-        if found.fewest() < _FEWEST:
-            return Comparison(key, found.state, None)
-        gain, error = found.difference()
+    def _comparison(self, key: Compared, evidence: _Evidence) -> Comparison:
+        if evidence.fewest() < _FEWEST:
+            return Comparison(key, evidence.state, None)
+        gain, error = evidence.difference()
         mean, low, high = (
-            1 - math.exp(-one) for one in (gain, gain - 1.96 * error, gain + 1.96 * error)
+            1 - math.exp(-end) for end in (gain, gain - 1.96 * error, gain + 1.96 * error)
         )
-        return Comparison(key, found.state, Benefit(mean, low, high))
+        return Comparison(key, evidence.state, Benefit(mean, low, high))

@@ -1,9 +1,9 @@
-"""When a prefill-only update pays, and in which order slots are filled. Pure: times and counts come
-from the caller.
+"""Decide when a prefill-only update pays, and in which order slots are filled.
 
-An update moves work forward and adds some. Each new token takes c seconds, which would have to be
-spent anyway; a request and a pass over the weights take f seconds, whatever it holds. So an update
-pays only if what it hides is worth more than f and the delay of the prompts behind it.
+Pure: times and counts come from the caller. An update moves work forward and adds some. Each new
+token takes c seconds, which would be spent anyway; a request and a pass over the weights take f
+seconds, whatever it holds. So an update pays only if the time that it hides is worth more than f
+and the delay of the prompts behind it.
 """
 
 import math
@@ -20,11 +20,11 @@ ChunkTokens = int | Literal["adaptive"]
 def order_slots(
     precursors: Sequence[str], order: SlotOrder, expected_finish_s: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """Precursors in the order their outputs stand in the prompt.
+    """Return the precursors in the order in which their outputs stand in the prompt.
 
-    With `expected_finish` the one expected to end first comes first, so that a slow precursor does
-    not hold back the slots behind it; one without an estimate keeps its declared place among the
-    last.
+    With `expected_finish` the precursor expected to end first comes first, so a slow one does not
+    hold back the slots behind it. A precursor without an estimate keeps its declared place among
+    the last.
     """
     if order == "declared":
         return tuple(precursors)
@@ -34,8 +34,8 @@ def order_slots(
 # --- what an engine's prefill costs, and how busy it is
 
 UNMEASURED = PrefillCost(fixed_s=0.03, token_s=0.0003)
-"""Where an engine kind measures nothing at its start: an update is worth a hundred tokens until
-updates say more.
+"""The cost for engine kinds that measure none at their start: an update of 100 tokens pays, until
+updates are measured.
 """
 
 _WEIGHT = 0.05  # of the newest sample: about the last twenty count
@@ -48,11 +48,10 @@ _FIXED_PARTS = 3.0  # k of tokens_until_due
 
 
 class MeasuredCost:
-    """A line through the newest samples of an idle engine and through the prior, which is stretched
-    to their level.
+    """A line through the newest samples of an idle engine and through the prior.
 
-    So one size of update is enough to follow an engine whose speed changes, and several sizes tell
-    its two terms apart.
+    The prior is scaled to the samples' level. So samples of one size are enough to follow an engine
+    whose speed changes, and samples of several sizes tell the two terms of the cost.
     """
 
     def __init__(self, prior: PrefillCost) -> None:
@@ -61,7 +60,7 @@ class MeasuredCost:
         self.cost = prior
 
     def add(self, new_tokens: int, seconds: float) -> None:
-        """Prefilling `new_tokens` took so long, with nothing else on the engine."""
+        """Add a sample of an idle engine: the prefill of `new_tokens` took `seconds`."""
         keep = 1 - _WEIGHT
         prior = self._prior
         seconds = min(seconds, 2 * self.cost.seconds(new_tokens))
@@ -87,7 +86,7 @@ class MeasuredCost:
 
 @dataclass(slots=True, eq=False)
 class Prefilling:
-    """A prompt, or an update of one, that the router has sent and that is not prefilled yet."""
+    """A prompt, or an update of one, that was sent and is not prefilled yet."""
 
     new_tokens: int
     seconds: float
@@ -95,11 +94,10 @@ class Prefilling:
 
 
 class PrefillLoad:
-    """The prefill servers of one model: measured costs, outstanding work, and the rate of real
-    prompts.
+    """The prefill servers of one model: measured costs, outstanding work, and the rate of prompts.
 
-    All is as far as this router knows. `new_tokens` of real prompts are those that it has not sent
-    as updates.
+    It knows the requests of this router only. `new_tokens` of a prompt are those not sent as
+    updates before.
     """
 
     def __init__(self, prior: PrefillCost | None = None, servers: int = 1) -> None:
@@ -117,11 +115,11 @@ class PrefillLoad:
 
     @property
     def outstanding_s(self) -> float:
-        """V: seconds of work that a server has before what comes next."""
+        """V: seconds of work that wait on a server."""
         return self._outstanding_s / self.servers
 
     def begin(self, now_s: float, new_tokens: int, *, update: bool) -> Prefilling:
-        """Something to be prefilled is sent; `end` must follow."""
+        """Count a prompt or update that is sent; `end` must follow."""
         cost = self._measured.cost
         work = Prefilling(new_tokens, cost.fixed_s + cost.token_s * new_tokens, now_s)
         self._alone = None if self._under_way else work
@@ -134,8 +132,11 @@ class PrefillLoad:
         return work
 
     def end(self, work: Prefilling, now_s: float, computed: int | None = None) -> None:
-        """It is prefilled or given up. `computed` tokens that were not cached, where the engine's
-        answer tells, and nothing else under way meanwhile: a sample of an idle engine."""
+        """Count the work as prefilled or given up.
+
+        If `computed` tokens were not cached, by the engine's answer, and nothing else was under
+        way, the work is a sample of an idle engine.
+        """
         self._under_way -= 1
         if self._under_way:
             self._outstanding_s = max(0.0, self._outstanding_s - work.seconds)
@@ -147,9 +148,7 @@ class PrefillLoad:
                 self._measured.add(computed, now_s - work.began_s)
 
     def delayed(self, now_s: float, seconds: float) -> float:
-        """Real prompts that are expected to wait behind an update of `seconds`: lambda (V +
-        seconds) / (1 - rho).
-        """
+        """Return lambda (V + seconds) / (1 - rho), the prompts expected to wait for an update."""
         self._fade(now_s)
         idle = max(_LEAST_IDLE, 1 - self._busy / self.servers)
         return self._per_s / self.servers * (self.outstanding_s + seconds) / idle
@@ -166,11 +165,12 @@ class PrefillLoad:
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """What is still to come of a growing prompt.
+    """The rest of a growing prompt.
 
-    `tokens` that its slowest precursor is expected to write yet, one every `token_s` where that is
-    measured; `survives` is the chance that this prompt, with the slots as they are, will be decoded
-    at all.
+    Attributes:
+        tokens: Tokens that its slowest precursor is still expected to write.
+        token_s: Seconds per token of that precursor; None until measured.
+        survives: The chance that the prompt, with its slots as they are, is decoded at all.
     """
 
     tokens: float
@@ -179,8 +179,7 @@ class Remainder:
 
 
 def tokens_until_due(load: PrefillLoad, now_s: float, unsent: int, rest: Remainder) -> int:
-    """0 where an update of the `unsent` tokens pays now, else how many more tokens to wait for
-    before asking again.
+    """Decide whether an update of the `unsent` tokens pays now.
 
     With f and c of `PrefillCost`, u unsent tokens and n left to write in T seconds, on a server
     with V seconds of work:
@@ -188,11 +187,14 @@ def tokens_until_due(load: PrefillLoad, now_s: float, unsent: int, rest: Remaind
         G = min(c u, T - V - f) * min(1, u / 2n) * P(survives)
         K = f * (k + lambda (V + f + c u) / (1 - rho)) + (1 - P(survives)) c u
 
-    It is due if c u > k f and G > K. No more is gained than can be computed before the precursors
-    end; u / 2n is the chance that they end before as many tokens have come again. The fixed part
-    counts k = 3 times, because engines may share cores with decoding and all costs are estimates,
-    and once more for every prompt that waits behind it. On an idle server G = K is the economic
-    order quantity, u = sqrt(2 k n f / c).
+    An update is due if c u > k f and G > K. No more is gained than can be computed before the
+    precursors end; u / 2n is the chance that they end before as many tokens have come again. The
+    fixed part counts k = 3 times, because engines may share cores with decoding and all costs are
+    estimates, and once more for every prompt that waits behind it. On an idle server G = K is the
+    economic order quantity, u = sqrt(2 k n f / c).
+
+    Returns:
+        0 if it pays, else the number of tokens to wait for before asking again.
     """
     cost = load.cost
     least = fewest_tokens(cost)
@@ -214,7 +216,7 @@ def tokens_until_due(load: PrefillLoad, now_s: float, unsent: int, rest: Remaind
 
 
 def fewest_tokens(cost: PrefillCost) -> float:
-    """The size from which an update can pay."""
+    """Return the size from which an update can pay."""
     return _FIXED_PARTS * cost.fixed_s / cost.token_s
 
 
@@ -222,11 +224,11 @@ _MOST_TOKENS_PER_EVENT_JUDGED = 4
 
 
 def tokens_per_event(fewest_wanted: float | None, *, judged: bool) -> int:
-    """Tokens of a precursor that are worth an event of their own, for SGLang's `stream_interval`.
+    """Return how many tokens of a precursor share an event (SGLang's `stream_interval`).
 
-    No reader sends an update of fewer than `fewest_wanted`, None where none sends any; where the
-    precursor is `judged` in flight, fewer come at once. Each event costs the engine and the router
-    about as much as any other.
+    Args:
+        fewest_wanted: The smallest update that a reader sends; None if none sends any.
+        judged: Whether the precursor is judged in flight, so that tokens must come sooner.
     """
     if judged:
         return _MOST_TOKENS_PER_EVENT_JUDGED

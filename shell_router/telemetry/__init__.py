@@ -1,6 +1,4 @@
-"""What is known of runs from the outside: metrics and traces, both read from the events of
-core/events.py.
-"""
+"""Metrics and traces, both made from the events of core/events.py."""
 
 from shell_router.telemetry.metrics import Metrics, RunMetrics, StallWatch, TokenRates
 from shell_router.telemetry.trace import Trace, TraceStore

@@ -1,7 +1,6 @@
-"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events
-count into them.
+"""The router's metrics (docs/reference/metrics.md) in one registry, and how events count into them.
 
-Also measured here: stalls of the event loop, and the tokens that tenants use.
+The watch of the event loop's stalls, and the rates of tenants' tokens, are here too.
 """
 
 import asyncio
@@ -27,26 +26,26 @@ SHARES = tuple(step / 10 for step in range(1, 11))
 
 
 class Family(Generic[Series]):
-    """A metric family; looking its series up costs a tenth of what prometheus_client's own `labels`
-    does.
-    """
+    """A metric family that finds a series ten times faster than prometheus_client's `labels`."""
 
     def __init__(self, family: Series) -> None:
         self._family: Series = family
         self._series: dict[tuple[str, ...], Series] = {}
 
     def labels(self, *values: str) -> Series:
-        """The series with these label values."""
-        found = self._series.get(values)
-        if found is None:
-            found = self._series[values] = self._family.labels(*values)
-        return found
+        """Return the series with these label values."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._family.labels(*values)
+            self._series[values] = series
+        return series
 
 
 class Metrics:
-    """The metric families; those of engines are `engines.metrics`. `cache` is read at every scrape.
+    """The metric families of runs and requests; engines.metrics has those of engines.
 
-    A new one is an attribute here, and, if events count into it, a case in RunMetrics.observe.
+    A new metric is an attribute here and, if events count into it, a case in RunMetrics.observe.
+    `cache` is read at every scrape.
     """
 
     def __init__(self, cache: CacheStats | None = None) -> None:
@@ -199,7 +198,13 @@ class Metrics:
         )
 
     def http_request_ended(self, route: str, status: int, took_s: float) -> None:
-        """Count one HTTP request; `route` is the route's pattern, never a client's path."""
+        """Count an HTTP request.
+
+        Args:
+            route: The route's pattern, never a client's path.
+            status: The answer's status.
+            took_s: Seconds from arrival to the answer's end.
+        """
         self.requests.labels(route, str(status)).inc()
         self.request_seconds.labels(route).observe(took_s)
 
@@ -223,10 +228,10 @@ class _CacheMetrics(Collector):
 
 @dataclass(slots=True, eq=False)
 class RunMetrics:
-    """Counts one run's events, after `trace` has taken them; tokens of `answering` agents are its
-    answer.
+    """Counts one run's events, after `trace` has taken them.
 
-    Events name only the agent; its model, and how much it has decoded, are looked up in the trace.
+    Events name only the agent; the trace knows its model and its decoded tokens. Tokens of
+    `answering` agents are the run's answer.
     """
 
     metrics: Metrics
@@ -235,8 +240,9 @@ class RunMetrics:
     answered: bool = False
 
     def observe(self, event: events.Event) -> None:
-        """Count `event`. Events that are not named here count nothing; dispatchers count their
-        choices themselves.
+        """Count `event`; kinds that are not named here count nothing.
+
+        Dispatchers count their choices themselves.
         """
         metrics = self.metrics
         target = self.trace.target
@@ -265,12 +271,10 @@ class RunMetrics:
                 metrics.model_choices.labels(event.model, event.policy, event.why).inc()
                 metrics.model_choice_seconds.observe(event.at_s - event.started_s)
             case events.StepChosen():
-                # clients make those up
-                if target == "inline":
-                    names = ("", "")
-                else:
-                    names = (event.after, event.step)
-                metrics.steps_chosen.labels(target, names[0], str(event.rule), names[1]).inc()
+                # clients make the names of inline steps up
+                after = "" if target == "inline" else event.after
+                step = "" if target == "inline" else event.step
+                metrics.steps_chosen.labels(target, after, str(event.rule), step).inc()
                 if event.text:
                     self._first_tokens(event.at_s)
             case events.ExitScored():
@@ -282,7 +286,7 @@ class RunMetrics:
             case events.Degraded():
                 metrics.degraded.labels(target, event.what).inc()
 
-    def ended(self, at_s: float, outcome: str) -> None:
+    def close(self, at_s: float, outcome: str) -> None:
         """Record the run's length; `outcome` is finished, failed or cancelled."""
         self.metrics.run_seconds.labels(self.trace.target, outcome).observe(
             at_s - self.trace.started_s
@@ -329,22 +333,20 @@ class RunMetrics:
         )
 
 
-# --- measured elsewhere than in runs
-
 STALL_CHECK_S = 0.05
 LONG_STALL_S = 0.1
 
 
 class StallWatch:
-    """Measures until `close` by how much timers are late, which is how long `loop` was held up;
-    `gauge` shows the longest of late. What holds it up for more than LONG_STALL_S is a defect, and
-    is logged.
+    """Measures stalls of the event loop until `close`, by how late a timer is.
+
+    `gauge` shows the longest stall of this minute and the one before. A stall over LONG_STALL_S is
+    a defect, and is logged.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, gauge: Gauge) -> None:
-        # of this minute and the one before
         self._loop = loop
-        self._longest = [0.0, 0.0]
+        self._longest = [0.0, 0.0]  # of this minute and the one before
         self._due_s = self._window_s = loop.time()
         gauge.set_function(lambda: max(self._longest))
         self._tick()
@@ -362,38 +364,38 @@ class StallWatch:
         self._timer = self._loop.call_later(STALL_CHECK_S, self._tick)
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._timer.cancel()
 
 
 class TokenRates:
-    """The tokens that tenants used in the last minute, about: of the minute before this one a share
-    counts.
+    """The tokens that tenants used in the last minute, approximately.
+
+    The minute before this one counts with the share of it that is less than 60 s ago.
     """
 
     def __init__(self) -> None:
-        self._used: dict[
-            str, tuple[float, float, float]
-        ] = {}  # by tenant: minute, its tokens, those of the one before
+        # by tenant: the minute, its tokens, the tokens of the minute before
+        self._used: dict[str, tuple[float, float, float]] = {}
 
     def add(self, tenant: str, tokens: float, now_s: float) -> None:
-        """The tenant has used tokens of prompts and outputs."""
-        minute, this, before = self._at(tenant, now_s)
-        self._used[tenant] = minute, this + tokens, before
+        """Count tokens of prompts and outputs that the tenant has used."""
+        minute, used, before = self._at(tenant, now_s)
+        self._used[tenant] = minute, used + tokens, before
 
     def wait_s(self, tenant: str, limit: float, now_s: float) -> float:
-        """How long until the tenant is below `limit` if it uses nothing more; 0 where it is."""
-        minute, this, before = self._at(tenant, now_s)
+        """Return the seconds until the tenant, if it uses no more, is below `limit`; 0 if it is."""
+        minute, used, before = self._at(tenant, now_s)
         passed = now_s / 60 - minute
-        if this >= limit:
-            return 60 * (2 - passed - limit / this)
+        if used >= limit:
+            return 60 * (2 - passed - limit / used)
         if before:
-            return max(0.0, 60 * (1 - passed - (limit - this) / before))
+            return max(0.0, 60 * (1 - passed - (limit - used) / before))
         return 0.0
 
     def _at(self, tenant: str, now_s: float) -> tuple[float, float, float]:
         minute = now_s // 60
-        known, this, before = self._used.get(tenant, (minute, 0.0, 0.0))
-        if known < minute:
-            return (minute, 0.0, this if known == minute - 1 else 0.0)
-        return (known, this, before)
+        last, used, before = self._used.get(tenant, (minute, 0.0, 0.0))
+        if last == minute:
+            return minute, used, before
+        return minute, 0.0, used if last == minute - 1 else 0.0

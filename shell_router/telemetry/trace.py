@@ -1,7 +1,7 @@
-"""One request's trace, built from its events, and the store of the latest ones."""
+"""A request's trace, made from its events, and the store of the latest traces."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,17 +14,19 @@ from shell_router.errors import UnknownTrace
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """`hidden_s`: time of prefill-only updates spent while inputs were still being written.
+    """The prefill times of an agent that reads others.
 
-    `exposed_s`: from the last input's end to the first decoded token, which nothing hides: what is
-    left of the prefill, the queue, and the KV transfer.
+    Attributes:
+        hidden_s: Seconds of prefill-only updates while inputs were still being written.
+        exposed_s: Seconds from the last input's end to the first decoded token, which nothing
+            hides: the rest of the prefill, the queue, and the KV transfer.
     """
 
     hidden_s: float
     exposed_s: float
 
     def as_json(self) -> dict[str, Any]:
-        """Both in seconds, and the hidden share, None where nothing was prefilled."""
+        """Return both times, and the hidden share; None if nothing was prefilled."""
         total = self.hidden_s + self.exposed_s
         return {
             "hidden_prefill_s": round(self.hidden_s, 6),
@@ -33,16 +35,20 @@ class PrefillTimes:
         }
 
 
-def summed(times: Collection[PrefillTimes]) -> PrefillTimes:
-    """Both times added up over agents."""
-    return PrefillTimes(sum(one.hidden_s for one in times), sum(one.exposed_s for one in times))
+def add_up(times: Iterable[PrefillTimes | None]) -> PrefillTimes:
+    """Add up both times over agents; None where an agent has none."""
+    known = [agent for agent in times if agent is not None]
+    hidden_s = sum(agent.hidden_s for agent in known)
+    exposed_s = sum(agent.exposed_s for agent in known)
+    return PrefillTimes(hidden_s, exposed_s)
 
 
 def critical_path(
     root: str, precursors: Mapping[str, Sequence[str]], ended_s: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """From a leaf to `root`, the precursor that ended last at each step: the chain that set the
-    latency.
+    """Return the chain of agents that set the latency, from a leaf to `root`.
+
+    Each agent's predecessor in it is the precursor that ended last.
     """
     path = [root]
     while last := [agent for agent in precursors.get(path[-1], ()) if agent in ended_s]:
@@ -51,14 +57,14 @@ def critical_path(
 
 
 OUTCOMES = ("running", "finished", "failed", "cancelled")
-"""Of runs."""
+"""The outcomes of runs."""
 
 End = events.AgentFinished | events.AggregationSkipped | events.AgentStopped | events.AgentErred
 
 
 @dataclass(slots=True)
 class AgentTrace:
-    """One agent's events, its tokens only counted. Times are the run's clock, in seconds."""
+    """One agent's events, with its tokens only counted; times are the run's clock in seconds."""
 
     model: str
     started_s: float
@@ -72,7 +78,7 @@ class AgentTrace:
 
     @property
     def state(self) -> str:
-        """running, finished, skipped, early_exit, unneeded or failed: the words of AgentUsage."""
+        """The agent's state in the words of AgentUsage, such as running, finished or early_exit."""
         match self.end:
             case None:
                 return "running"
@@ -94,29 +100,30 @@ class AgentTrace:
 
     @property
     def confidence(self) -> float | None:
-        """Geometric mean token probability of the output, where measured."""
+        """The geometric mean token probability of the output, if measured."""
         if isinstance(self.end, events.AgentFinished | events.AggregationSkipped):
             return self.end.confidence
         return None
 
     @property
     def token_s(self) -> float | None:
-        """Seconds per token after the first ones, where more came; None before the end."""
+        """Seconds per token after the first ones; None before the end or without such tokens."""
         if self.end is None or self.first_token_s is None or self.tokens <= self.first_tokens:
             return None
         return (self.end.at_s - self.first_token_s) / (self.tokens - self.first_tokens)
 
     def prefill_times(self, inputs_done_s: float) -> PrefillTimes | None:
-        """Hidden and exposed prefill, once the first token is there."""
+        """Return hidden and exposed prefill; None before the first token."""
         if self.first_token_s is None:
             return None
         hidden = sum(
-            max(0.0, min(one.at_s, inputs_done_s) - one.started_s) for one in self.increments
+            max(0.0, min(update.at_s, inputs_done_s) - update.started_s)
+            for update in self.increments
         )
         return PrefillTimes(hidden, max(0.0, self.first_token_s - inputs_done_s))
 
     def as_json(self, origin_s: float) -> dict[str, Any]:
-        """Facts and spans; times are seconds since `origin_s`."""
+        """Return facts and spans; times are seconds since `origin_s`."""
         facts: dict[str, Any] = {
             "model": self.model,
             "state": self.state,
@@ -124,7 +131,7 @@ class AgentTrace:
             "decoded_tokens": self.tokens,
         }
         if self.placed is not None:
-            facts["engines"] = [asdict(one) for one in self.placed.placed]
+            facts["engines"] = [asdict(placement) for placement in self.placed.placed]
         if self.end is not None:
             facts["ended_s"] = since(self.end.at_s, origin_s)
             facts |= {name: getattr(self.end, name) for name in END_FACTS[type(self.end)]}
@@ -132,17 +139,17 @@ class AgentTrace:
 
     def _spans(self, origin_s: float) -> list[dict[str, Any]]:
         spans = [_span("queue", self.started_s, self._left_queue_s, origin_s)]
-        for one in self.increments:
+        for update in self.increments:
             facts = {
-                name: getattr(one, name)
+                name: getattr(update, name)
                 for name in ("slot", "prompt_tokens", "cached_tokens", "resident_tokens")
             }
-            spans.append(_span("prefill_increment", one.started_s, one.at_s, origin_s) | facts)
+            span = _span("prefill_increment", update.started_s, update.at_s, origin_s)
+            spans.append(span | facts)
         if self.ready is not None:  # the real request, from when it was sent to its first token
+            cached = None
             if isinstance(self.end, events.AgentFinished):
                 cached = self.end.cached_tokens
-            else:
-                cached = None
             tokens = {"prompt_tokens": self.ready.prompt_tokens, "cached_tokens": cached}
             spans.append(_span("prefill", self.ready.at_s, self.first_token_s, origin_s) | tokens)
         if self.first_token_s is not None:
@@ -154,9 +161,9 @@ class AgentTrace:
 
     @property
     def _left_queue_s(self) -> float | None:
-        """When its first request went out; one that never asked for anything waited to its end."""
+        """The time of its first request; of its end, if it never sent one."""
         if self.increments:
-            return min(one.started_s for one in self.increments)
+            return min(update.started_s for update in self.increments)
         last = self.ready or self.end
         return last.at_s if last else None
 
@@ -170,31 +177,33 @@ END_FACTS: Mapping[type, tuple[str, ...]] = {
     events.AgentErred: ("error", "dropped"),
     events.AgentStopped: (),
 }
-"""What a trace says of each kind of end."""
+"""The fields of each kind of end that a trace shows."""
 
 
 def _span(name: str, start_s: float, end_s: float | None, origin_s: float) -> dict[str, Any]:
-    """One span; an end not yet known is None."""
-    if end_s is None:
-        ended = None
-    else:
-        ended = since(end_s, origin_s)
+    """Make a span; an unknown end is None."""
+    ended = None if end_s is None else since(end_s, origin_s)
     return {"name": name, "start_s": since(start_s, origin_s), "end_s": ended}
 
 
 def since(at_s: float, origin_s: float) -> float:
-    """Seconds from `origin_s` to `at_s`, to the microsecond."""
+    """Return the seconds from `origin_s` to `at_s`, to the microsecond."""
     return round(at_s - origin_s, 6)
 
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """Spans and figures of one run; readable while it runs.
+    """Spans and figures of one run, readable while it runs.
 
-    `precursors` is the graph, by agent; where it is not known (agent requests) an agent's inputs
-    count as done when its prompt is ready. `root` answers, where steps do not choose another.
-    `started_s` is the run's clock, `wall_s` the same moment in Unix time. `parent` is the client's
-    span. `outcome` is running, finished, failed or cancelled, `ended_s` None until then.
+    Attributes:
+        root: The answering agent, unless steps choose another.
+        started_s: The run's clock at the start, in seconds.
+        wall_s: The same moment in Unix time.
+        precursors: The graph by agent. In agent requests it is unknown, and an agent's inputs count
+            as complete when its prompt is ready.
+        parent: The client's span.
+        outcome: running, finished, failed or cancelled.
+        ended_s: None while the run is running.
     """
 
     id: str
@@ -221,7 +230,7 @@ class Trace:
 
     @property
     def first_token_s(self) -> float | None:
-        """When the answer began, in seconds since the run did."""
+        """Seconds from the start of the run to the start of its answer."""
         root = self.agents.get(self.root)
         if root is None or root.first_token_s is None:
             return None
@@ -233,18 +242,18 @@ class Trace:
         prompts = outputs = 0
         for agent in self.agents.values():
             prompt, output = agent.usage
-            prompts = prompts + prompt
-            outputs = outputs + output
+            prompts += prompt
+            outputs += output
         return prompts, outputs
 
     def add(self, event: events.Event) -> None:
         """Take in the next event."""
-        if isinstance(
-            event, (events.AgentTokens, events.AgentThought)
-        ):  # the one kind of which there are many
+        # first, because most events are of these kinds
+        if isinstance(event, (events.AgentTokens, events.AgentThought)):
             agent = self._agent(event.agent, event.at_s)
             if agent.first_token_s is None:
-                agent.first_token_s, agent.first_tokens = event.at_s, len(event.ids)
+                agent.first_token_s = event.at_s
+                agent.first_tokens = len(event.ids)
             agent.tokens += len(event.ids)
             return
         match event:
@@ -274,27 +283,26 @@ class Trace:
                 self.degraded.append(event)
 
     def _agent(self, agent: str, at_s: float) -> AgentTrace:
-        """The record of an agent, which may fail or be cut off before it starts."""
-        found = self.agents.get(agent)
-        if found is None:
-            found = self.agents[agent] = AgentTrace("unknown", at_s)
-        return found
+        """Return the record of an agent, which may fail or be cut off before it starts."""
+        if agent not in self.agents:
+            self.agents[agent] = AgentTrace("unknown", at_s)
+        return self.agents[agent]
 
     def placed(self) -> tuple[Placement, ...]:
-        """Where the root's request went last, and why; empty before that."""
+        """Return the engines of the root's last request; empty before it."""
         root = self.agents.get(self.root)
         if root is not None and root.placed is not None:
             return root.placed.placed
         return ()
 
-    def ended(self, at_s: float, outcome: str, error: str = "") -> None:
+    def close(self, at_s: float, outcome: str, error: str = "") -> None:
         """Close the trace; `outcome` is finished, failed or cancelled."""
         self.ended_s = at_s
         self.outcome = outcome
         self.error = error
 
     def summary(self) -> dict[str, Any]:
-        """One line of a list of traces; `agents` counts those that were begun."""
+        """Return the trace's line of a list; `agents` counts those that have begun."""
         return {
             "id": self.id,
             "model": self.target,
@@ -307,7 +315,7 @@ class Trace:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The whole trace; all times are seconds since the request began."""
+        """Return the whole trace; times are seconds since the request began."""
         ended = {
             agent: trace.end.at_s for agent, trace in self.agents.items() if trace.end is not None
         }
@@ -349,8 +357,10 @@ class Trace:
         return {name: since(at, self.started_s) for name, at in times.items()} | facts
 
     def _times(self, agent: str, ended: Mapping[str, float]) -> PrefillTimes | None:
-        """From when the agent's last input was complete; a leaf's inputs are there when it
-        starts."""
+        """Return prefill times from the moment when the agent's last input was complete.
+
+        The inputs of a leaf are complete when it starts.
+        """
         trace = self.agents[agent]
         if agent not in self.precursors:
             if trace.ready:
@@ -361,8 +371,9 @@ class Trace:
         )
 
     def _overlap_json(self, ended: Mapping[str, float]) -> dict[str, Any]:
-        """Over agents that read others (a leaf has nothing to hide behind), and along the slowest
-        chain.
+        """Sum up over agents that read others, and along the slowest chain.
+
+        A leaf has no input behind which prefill could hide.
         """
         readers = [
             agent
@@ -370,17 +381,11 @@ class Trace:
             if self.precursors.get(agent) or self.agents[agent].increments
         ]
         path = critical_path(self.root, self.precursors, ended)
-        known = {
-            agent: times
-            for agent in self.agents
-            if (times := self._times(agent, ended)) is not None
-        }
+        times = {agent: self._times(agent, ended) for agent in self.agents}
         return {
-            **summed([known[agent] for agent in readers if agent in known]).as_json(),
+            **add_up([times.get(agent) for agent in readers]).as_json(),
             "critical_path": list(path),
-            "critical_exposed_prefill_s": summed(
-                [known[agent] for agent in path if agent in known]
-            ).exposed_s,
+            "critical_exposed_prefill_s": add_up([times.get(agent) for agent in path]).exposed_s,
         }
 
 
@@ -403,16 +408,20 @@ class TraceStore:
             self._traces.popitem(last=False)
 
     def latest(self, tenant: str, wanted: Callable[[Trace], bool], limit: int) -> list[Trace]:
-        """The tenant's latest `wanted` ones, at most `limit`, the last first."""
-        found = (
+        """Return at most `limit` of the tenant's traces that are `wanted`, the latest first."""
+        latest_first = (
             trace
             for trace in reversed(self._traces.values())
             if trace.tenant == tenant and wanted(trace)
         )
-        return list(islice(found, limit))
+        return list(islice(latest_first, limit))
 
     def get(self, tenant: str, trace_id: str) -> Trace:
-        """Raises UnknownTrace also for another tenant's."""
+        """Return a trace of the tenant.
+
+        Raises:
+            UnknownTrace: It is not held, or is another tenant's.
+        """
         trace = self._traces.get(trace_id)
         if trace is None or trace.tenant != tenant:
             raise UnknownTrace(

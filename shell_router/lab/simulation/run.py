@@ -341,7 +341,7 @@ async def _ask_all(
             await executor.run(topology, request, trace.add)
         except ShellRouterError as failed:
             error = str(failed)
-        trace.ended(clock(), "failed" if error else "finished", error)
+        trace.close(clock(), "failed" if error else "finished", error)
         runs[number] = Run(trace.as_json(), error)
 
     async def ask_each(numbers: Iterator[int]) -> None:

@@ -65,7 +65,7 @@ def counted(metrics: Metrics, target: str, answering: str, *events: Event) -> Ru
 
 def observed() -> Metrics:
     metrics = Metrics(CacheStats(degraded=True, withdrawn=2, skipped=3))
-    counted(metrics, "duo", "root", *EVENTS).ended(2.0, "failed")
+    counted(metrics, "duo", "root", *EVENTS).close(2.0, "failed")
     return metrics
 
 

@@ -58,7 +58,7 @@ def whole() -> Trace:
         AgentFinished(13.0, "root", "stop", 15, 1, 12, None),
     ):
         reported.add(event)
-    reported.ended(13.0, "finished")
+    reported.close(13.0, "finished")
     return reported
 
 
@@ -129,7 +129,7 @@ def test_a_running_trace_can_be_read() -> None:
 def test_an_agent_that_failed_before_it_started_is_there() -> None:
     reported = trace()
     reported.add(AgentErred(10.5, "a", "no engine", True))
-    reported.ended(11.0, "failed", "AgentFailed: a")
+    reported.close(11.0, "failed", "AgentFailed: a")
     facts = reported.as_json()
     assert facts["agents"]["a"]["error"] == "no engine"
     assert facts["error"] == "AgentFailed: a"
