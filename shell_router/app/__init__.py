@@ -1,6 +1,4 @@
-"""Chooses the implementations, starts them and ends them; nothing else knows which adapter stands
-behind a protocol.
-"""
+"""Chooses implementations, starts and ends them; no other package knows them behind a protocol."""
 
 from shell_router.app.services import running_services
 from shell_router.app.serving import running_server, serve, with_address

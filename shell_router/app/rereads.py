@@ -11,13 +11,12 @@ from shell_router.errors import ShellRouterError
 log = logging.getLogger(__name__)
 
 Contents = Mapping[Path, bytes | None] | str
-"""What each file holds, None for one that cannot be read; or why not even their folder can be
-listed.
+"""The content of each file, None for an unreadable one; or why not even their folder can be listed.
 """
 
 
 def contents_of(files: Callable[[], Iterable[Path]]) -> Contents:
-    """What the files hold that `files` gives now."""
+    """Read the files that `files` gives now."""
     try:
         return {file: _content(file) for file in files()}
     except OSError as error:
@@ -32,11 +31,15 @@ def _content(file: Path) -> bytes | None:
 
 
 class Reread:
-    """Files that hold `seen`, and what is done once they hold something else.
+    """Files, and the action once their contents change.
 
-    `files` gives those that are there now, `take` reads them again. Where it raises, what was
-    before has to stay. The contents decide: links may lead elsewhere, and not every file system
-    reports changes.
+    The contents decide: links may lead elsewhere, and not every file system reports changes.
+
+    Args:
+        what: The name in logs.
+        files: Gives the files that exist now.
+        take: Reads them again. If it raises, the previous state must stay.
+        seen: Their contents at the start.
     """
 
     def __init__(
@@ -52,14 +55,14 @@ class Reread:
         self._seen = contents_of(files) if seen is None else seen
 
     async def look(self) -> None:
-        """Read the files, and take what they hold if it is something else. What fails is logged."""
-        found = await asyncio.to_thread(contents_of, self._files)
-        if found == self._seen:
+        """Read the files, and take their contents if they changed; failures are logged."""
+        contents = await asyncio.to_thread(contents_of, self._files)
+        if contents == self._seen:
             return
-        self._seen = found
+        self._seen = contents
         try:
-            if isinstance(found, str):
-                raise OSError(found)
+            if isinstance(contents, str):
+                raise OSError(contents)
             await self._take()
         except (ShellRouterError, OSError) as error:
             log.error("%s: changed, and what was before stays: %s", self._what, error)

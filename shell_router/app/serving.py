@@ -1,4 +1,4 @@
-"""A deployment on a socket until it is stopped."""
+"""Serve a deployment on a socket until it is stopped."""
 
 import asyncio
 import errno
@@ -32,8 +32,10 @@ LISTEN_REMEDIES = {
 
 
 def with_address(config: Config, host: str | None, port: int | None) -> Config:
-    """The same deployment listening elsewhere. Raises ConfigError where that would leave it open to
-    all.
+    """Return the deployment with another address.
+
+    Raises:
+        ConfigError: It would be open to all.
     """
     listen = config.listen
     chosen = replace(listen, host=host or listen.host, port=listen.port if port is None else port)
@@ -48,20 +50,22 @@ async def running_server(
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
     force_shutdown: asyncio.Event | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `config` while the context is open; gives its base URL. `on_progress` gets a line per
-    step of the start.
+    """Serve `config` while the context is open; gives its base URL.
 
-    `engine_restarts` is asked for a metric: by engine, how often it was started again.
+    On leaving, the deployment's `lame_duck_s` pass, and running requests get its `drain_s` to end;
+    neither once `force_shutdown` is set. Then all that was started is stopped.
 
-    On leaving, the deployment's `lame_duck_s` pass, and running requests get its `drain_s` to end,
-    or none of both once `force_shutdown` is set. Then all that was started is stopped.
+    Args:
+        config: The deployment.
+        on_progress: Gets a line per step of the start.
+        engine_restarts: Gives, for a metric, the restarts of each engine.
+        force_shutdown: Ends running requests at once.
     """
     with ExitStack() as stack:  # before engines start, so that what is taken shows at once
-        sockets = stack.enter_context(taken_address(config.listen))
+        sockets = stack.enter_context(bind_address(config.listen))
+        batches = None
         if config.batches.folder:
             batches = stack.enter_context(wing("batch")(config))
-        else:
-            batches = None
         app: App
         rereads: list[Reread] = []
         tls: ssl.SSLContext | None = None
@@ -72,10 +76,10 @@ async def running_server(
 
             rereads.append(Reread("api_keys_file", lambda: (file,), take_keys))
         if files := config.listen.tls:
-            context = tls = served_tls(files)
+            context = tls = load_tls(files)
 
             async def take_certificate() -> None:
-                renew(context, files)
+                renew_certificate(context, files)
 
             rereads.append(
                 Reread("listen.tls", lambda: (files.certificate, files.key), take_certificate)
@@ -97,24 +101,26 @@ async def running_server(
                 )
 
 
-def served_tls(files: ListenTls) -> ssl.SSLContext:
-    """What the files say now. Raises ConfigError."""
+def load_tls(files: ListenTls) -> ssl.SSLContext:
+    """Load the certificate of the listener; raises ConfigError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     load_certificate(context, files.certificate, files.key, "listen.tls")
     return context
 
 
-def renew(context: ssl.SSLContext, files: ListenTls) -> None:
-    """Have new connections see what the files say now. Raises ConfigError, and then all stays as it
-    was.
+def renew_certificate(context: ssl.SSLContext, files: ListenTls) -> None:
+    """Make new connections use the files' present content.
+
+    Raises:
+        ConfigError: The files are wrong; the context stays as it was.
     """
-    served_tls(files)  # one half of a pair must not replace the pair that serves
+    load_tls(files)  # one half of a pair must not replace the pair that serves
     load_certificate(context, files.certificate, files.key, "listen.tls")
 
 
 @contextmanager
-def taken_address(listen: Listen) -> Iterator[list[socket.socket]]:
-    """The sockets to listen on. Raises ConfigError."""
+def bind_address(listen: Listen) -> Iterator[list[socket.socket]]:
+    """Bind the sockets to listen on; raises ConfigError."""
     with ExitStack() as stack:
         try:
             sockets = stack.enter_context(bound_sockets(listen.host, listen.port))
@@ -132,8 +138,9 @@ async def serve(
     ready: Callable[[str], None],
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal ends running requests. `ready`
-    gets the URL.
+    """Serve until SIGINT or SIGTERM, then drain; a second signal ends running requests.
+
+    `ready` gets the URL.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()

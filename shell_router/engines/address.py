@@ -1,4 +1,4 @@
-"""Where a prefill-decode pair is, and how long to wait for it."""
+"""Addresses of engine servers, and the limits of waiting for them."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,14 @@ from yarl import URL
 
 @dataclass(frozen=True, slots=True)
 class PairLimits:
-    """How long to wait for an engine, in seconds.
+    """Limits of waiting for an engine, in seconds.
 
-    `stall_s`: without a byte from a server that works on a request, waiting in its queue included.
-    `answer_s`: the same for relayed requests that are not streamed, which come as one piece.
-    `connect_s`: for a connection. `abort_s`: for an abort to be accepted. `settle_s`: for the
-    prefill leg's answer once decode has ended.
+    Attributes:
+        stall_s: Without a byte from a server that works on a request, its queue included.
+        answer_s: The same for relayed requests that are not streamed, whose answer comes whole.
+        connect_s: For a connection.
+        abort_s: For an abort to be accepted.
+        settle_s: For the prefill leg's answer once decode has ended.
     """
 
     stall_s: float = 60.0
@@ -27,7 +29,7 @@ DEFAULT_LIMITS = PairLimits()
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One of a pair's two servers: what to call it in errors, and where it is."""
+    """The role and the URL of an engine server."""
 
     role: str
     url: URL
@@ -38,8 +40,10 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class PairAddress:
-    """Where a pair is. The bootstrap host and port are the prefill server's, as decode reaches
-    it."""
+    """The address of a pair.
+
+    The bootstrap host and port are the prefill server's, as the decode server reaches it.
+    """
 
     prefill_url: str
     decode_url: str

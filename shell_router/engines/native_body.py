@@ -1,6 +1,4 @@
-"""A client's native request body: checked once, extended as bytes, so that nothing in it is ever
-rewritten.
-"""
+"""Native request bodies: checked once, and extended as bytes, so nothing in them is rewritten."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -16,10 +14,9 @@ from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 _RESERVED = ("bootstrap_", "rid")
 _PROMPTS = {"input_ids", "messages", "prompt", "tools"}
 ADAPTER = "lora_path"
+"""SGLang's field for the name of a request's adapter."""
 CACHE_KEY = "extra_key"
-"""SGLang's fields for the name of a request's adapter, and for the prefix cache that it has a part
-of.
-"""
+"""SGLang's field for the prefix cache that a request shares."""
 
 
 def _names(listed: str) -> frozenset[str]:
@@ -33,7 +30,7 @@ SAMPLING_FIELDS = _names(
     "regex ebnf json_schema"
     " response_format logit_bias n logprobs top_logprobs"
 )
-"""Of OpenAI's routes, which have no `sampling_params`."""
+"""Sampling fields of OpenAI's routes, which have no `sampling_params`."""
 GENERATE_FIELDS = _names(
     "text input_ids sampling_params stream model return_logprob logprob_start_len "
     "top_logprobs_num token_ids_logprob"
@@ -52,23 +49,29 @@ FIELDS: Mapping[NativeRoute, frozenset[str]] = {
     "v1/chat/completions": CHAT_FIELDS,
     "v1/completions": SAMPLING_FIELDS | _names("prompt model stream stream_options user"),
 }
-"""What may be forwarded. Others load code or files, reach hosts, or choose a server, a rank or a
-priority.
+"""Fields that may be forwarded. Others load code or files, reach hosts, or choose a server, a rank
+or a priority.
 """
 MEDIA = "image_url"
-"""A chat's part by whose URL an engine would fetch from a host; data: URLs fetch nothing."""
+"""The part of a chat message by whose URL an engine would fetch from a host; data: URLs fetch
+nothing.
+"""
 MAX_BATCH = 1024
 MAX_TOP_LOGPROBS = 128
 
 
 @value
 class NativeBody:
-    """A JSON object in SGLang's native shape, with one request, or with `batch` requests of
-    `max_output_tokens` each.
+    """A JSON object in SGLang's native shape, of one request or of a batch.
 
-    `opened` is the client's object without its closing brace, ready for more fields, which are
-    `rid` and the router's `own`. With `input_logprobs` the answer shall hold log probabilities of
-    the prompt.
+    Attributes:
+        rid: The request's id.
+        batch: The number of requests; None for a single prompt.
+        stream: Whether the answer is streamed.
+        input_logprobs: Whether the answer holds log probabilities of the prompt.
+        opened: The client's object without its closing brace, ready for more fields.
+        own: The router's fields, besides `rid`.
+        max_output_tokens: The limit of each output.
     """
 
     rid: str
@@ -81,37 +84,39 @@ class NativeBody:
 
     @property
     def rids(self) -> tuple[str, ...]:
-        """The ids the engine gives its requests (SGLang appends `_<index>` to a batch's single
-        `rid`).
+        """The ids that the engine gives its requests.
+
+        SGLang appends `_<index>` to the single `rid` of a batch.
         """
         if self.batch is None:
             return (self.rid,)
         return tuple(f"{self.rid}_{index}" for index in range(self.batch))
 
     def with_fields(self, fields: Mapping[str, Any]) -> bytes:
-        """The body with `fields` added at its end, every other byte as the client wrote it."""
+        """Return the body with `fields` at its end, every other byte as the client wrote it."""
         return self.opened + orjson.dumps({"rid": self.rid, **self.own, **fields})[1:]
 
-    def replaced(self, fields: Mapping[str, Any]) -> bytes:
-        """The body with `fields` in place of the client's; numbers may be written differently
-        afterwards.
-        """
-        found = orjson.loads(self.with_fields({}))
-        own = fields.get("sampling_params", {})
-        given = found.get("sampling_params") or {}
-        sampling = (
-            ([{**one, **own} for one in given]) if (isinstance(given, list)) else ({**given, **own})
-        )
-        return orjson.dumps({**found, **fields, "sampling_params": sampling})
+    def replace_fields(self, fields: Mapping[str, Any]) -> bytes:
+        """Return the body with `fields` in place of the client's; it writes numbers anew."""
+        body = orjson.loads(self.with_fields({}))
+        changes = fields.get("sampling_params", {})
+        sampling = body.get("sampling_params") or {}
+        if isinstance(sampling, list):
+            changed: Any = [{**params, **changes} for params in sampling]
+        else:
+            changed = {**sampling, **changes}
+        return orjson.dumps({**body, **fields, "sampling_params": changed})
 
 
 @dataclass(frozen=True, slots=True)
 class NativeRules:
-    """What a model asks of bodies.
+    """A model's rules for bodies.
 
-    Token ids must lie below `vocabulary`, where it is known: SGLang ends at one that does not.
-    Prompts that cannot fit into `context_length` are refused. `fields` are forwarded besides
-    FIELDS, MEDIA among them if engines may fetch it.
+    Attributes:
+        vocabulary: Token ids must lie below it, if it is known: SGLang ends at one that does not.
+        context_length: Prompts that cannot fit into it are refused.
+        fields: Fields that are forwarded besides FIELDS. MEDIA is among them if engines may fetch
+            it.
     """
 
     vocabulary: int | None = None
@@ -130,26 +135,36 @@ def read_native(
     own: Mapping[str, str] = NOTHING,
     route: NativeRoute = "generate",
 ) -> NativeBody:
-    """Check `body` by `rules`, and give it `rid` and the router's `own` fields; raises
-    InvalidRequest, PromptTooLong.
+    """Check `body` by `rules`, and give it `rid` and the router's `own` fields.
 
     The id is never the client's: SGLang aborts every request whose id begins with an aborted one.
+
+    Raises:
+        InvalidRequest: A field or value is not forwarded.
+        PromptTooLong: The prompt cannot fit.
     """
-    found = parse_object(body)
-    for name, given in found.items():
-        _check_field(name, given, FIELDS[route], rules, own)
-    _check_sampling(found, rules.vocabulary, openai=route.startswith("v1/"))
-    opened = body.rstrip()[:-1].rstrip() + (b"," if found else b"")
-    batch = _batch(found)
-    stream = found.get("stream") is True
-    limit = _max_output_tokens(found)
-    return NativeBody(rid, batch, stream, wants_input_logprobs(found), opened, own, limit)
+    fields = parse_object(body)
+    for name, content in fields.items():
+        _check_field(name, content, FIELDS[route], rules, own)
+    _check_sampling(fields, rules.vocabulary, openai=route.startswith("v1/"))
+    opened = body.rstrip()[:-1].rstrip()
+    if fields:
+        opened += b","
+    return NativeBody(
+        rid,
+        _count_batch(fields),
+        fields.get("stream") is True,
+        wants_input_logprobs(fields),
+        opened,
+        own,
+        _max_output_tokens(fields),
+    )
 
 
 def _check_field(
-    name: str, given: object, forwarded: Set[str], rules: NativeRules, own: Mapping[str, str]
+    name: str, content: object, forwarded: Set[str], rules: NativeRules, own: Mapping[str, str]
 ) -> None:
-    if name.startswith(_RESERVED) or (name in own and given is not None):
+    if name.startswith(_RESERVED) or (name in own and content is not None):
         raise InvalidField(
             f"The body sets {name[:40]}, which the router chooses.",
             field=name,
@@ -158,7 +173,7 @@ def _check_field(
                 "adapters."
             ),
         )
-    if given is None:
+    if content is None:
         return
     if name not in forwarded and name not in rules.fields:
         raise InvalidField(
@@ -170,17 +185,17 @@ def _check_field(
             ),
         )
     if name in _TOKENS_OR_TEXT:
-        _check_prompt(name, given, rules)
+        _check_prompt(name, content, rules)
     elif name == "messages" and MEDIA not in rules.fields:
-        _refuse_media(given)
+        _refuse_media(content)
     elif name == "logprob_start_len":
-        for start in as_list(given):
+        for start in as_list(content):
             if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
                 raise InvalidRequest(
                     f"`{name}` is {start}.", remedy="Make it -1 (no prompt tokens) or more."
                 )
     elif name == "top_logprobs_num" and any(
-        isinstance(top, int) and top > MAX_TOP_LOGPROBS for top in as_list(given)
+        isinstance(top, int) and top > MAX_TOP_LOGPROBS for top in as_list(content)
     ):
         raise InvalidRequest(f"`{name}` is above {MAX_TOP_LOGPROBS}.", remedy="Ask for fewer.")
 
@@ -190,28 +205,28 @@ _KINDS: Mapping[str, tuple[type, ...]] = {"text": (str,), "input_ids": _LIST_OR_
 _TOKENS_OR_TEXT = frozenset({"text", "input_ids", "prompt", "token_ids_logprob"})
 
 
-def _check_prompt(name: str, given: object, rules: NativeRules) -> None:
-    """A text or token ids, or a list of either. What is neither is left to the engine to refuse."""
-    if isinstance(given, list) and given and isinstance(given[0], _LIST_OR_TEXT):
-        several = given
-    else:
-        several = [given]
-    if len(several) > MAX_BATCH:
+def _check_prompt(name: str, content: object, rules: NativeRules) -> None:
+    """Check a text or token ids, or a list of either; the engine refuses other values itself."""
+    prompts = [content]
+    if isinstance(content, list) and content and isinstance(content[0], _LIST_OR_TEXT):
+        prompts = content
+    if len(prompts) > MAX_BATCH:
         raise InvalidRequest(
-            f"`{name}` has {len(several)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time."
+            f"`{name}` has {len(prompts)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time."
         )
-    for one in several:
-        if name in _KINDS and one is not None and not (one and isinstance(one, _KINDS[name])):
+    for prompt in prompts:
+        is_wrong = not (prompt and isinstance(prompt, _KINDS.get(name, object)))
+        if name in _KINDS and prompt is not None and is_wrong:
             raise InvalidRequest(
                 f"`{name}` is empty, or of the wrong kind.", remedy="Send `text` or `input_ids`."
             )
-        if isinstance(one, str):
+        if isinstance(prompt, str):
             if rules.context_length is not None:
-                require_possible(len(one), rules.context_length)
-            if one and rules.vocabulary is not None and name not in ("text", "prompt"):
+                require_possible(len(prompt), rules.context_length)
+            if prompt and rules.vocabulary is not None and name not in ("text", "prompt"):
                 raise _no_ids(name, rules.vocabulary)
-        elif isinstance(one, list):
-            _check_ids(name, one, rules)
+        elif isinstance(prompt, list):
+            _check_ids(name, prompt, rules)
 
 
 def _check_ids(name: str, ids: list[Any], rules: NativeRules) -> None:
@@ -239,53 +254,41 @@ def _no_ids(name: str, vocabulary: int) -> InvalidRequest:
 
 
 def _refuse_media(messages: object) -> None:
-    """Refuse parts whose URL engines would fetch; what is no message is left to the engine."""
+    """Refuse parts whose URL engines would fetch; the engine refuses malformed messages itself."""
     for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            content = message.get("content")
-        else:
-            content = None
-        for part in content if isinstance(content, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
             for name, media in part.items() if isinstance(part, dict) else ():
+                url = media if name.endswith("_url") else None
                 if isinstance(media, dict):
                     url = media.get("url")
-                elif name.endswith("_url"):
-                    url = media
-                else:
-                    url = None
                 if isinstance(url, str) and not url.startswith("data:"):
                     raise InvalidRequest(
-                        (
-                            f"The {name[:40]} of a message is not a data: URL, and engines fetch "
-                            "no "
-                            "others."
-                        ),
-                        remedy=(
-                            f"Send the content itself; an operator may list {MEDIA} in "
-                            "native_fields."
-                        ),
+                        f"The {name[:40]} of a message is not a data: URL, and engines fetch no "
+                        "others.",
+                        remedy=f"Send the content itself; an operator may list {MEDIA} in "
+                        "native_fields.",
                     )
 
 
-def _check_sampling(found: Mapping[str, Any], vocabulary: int | None, openai: bool) -> None:
-    """`sampling_params`: an object, or for a batch one for each of its requests."""
+def _check_sampling(fields: Mapping[str, Any], vocabulary: int | None, openai: bool) -> None:
+    """Check `sampling_params`: an object, or for a batch one per request."""
     if openai:
-        check_depth({name: found[name] for name in found.keys() - {"prompt"}}, "body")
-        check_sampling({name: found[name] for name in found.keys() - _PROMPTS}, vocabulary)
+        check_depth({name: fields[name] for name in fields.keys() - {"prompt"}}, "body")
+        check_sampling({name: fields[name] for name in fields.keys() - _PROMPTS}, vocabulary)
         return
-    given = found.get("sampling_params")
-    for one in given if isinstance(given, list) else (given or {},):
-        if not isinstance(one, dict):
+    for params in as_list(fields.get("sampling_params") or {}):
+        if not isinstance(params, dict):
             raise InvalidRequest(
                 "`sampling_params` is not an object.", remedy="Make it one, or leave it out."
             )
-        check_sampling(one, vocabulary, "sampling_params")
+        check_sampling(params, vocabulary, "sampling_params")
 
 
-def _batch(found: Mapping[str, Any]) -> int | None:
-    """How many requests a list of prompts makes; None for a prompt alone."""
-    text = found.get("text")
-    ids = found.get("input_ids")
+def _count_batch(fields: Mapping[str, Any]) -> int | None:
+    """Count the requests that a list of prompts makes; None for a single prompt."""
+    text = fields.get("text")
+    ids = fields.get("input_ids")
     if isinstance(text, list):
         return len(text)
     if isinstance(ids, list) and ids and isinstance(ids[0], list):
@@ -293,38 +296,35 @@ def _batch(found: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _max_output_tokens(found: Mapping[str, Any]) -> int:
-    """The highest limit that is given for an output, in the names of all routes."""
-    sampling = found.get("sampling_params") or {}
+def _max_output_tokens(fields: Mapping[str, Any]) -> int:
+    """Return the highest limit of an output, in the names of all routes."""
+    sampling = fields.get("sampling_params") or {}
     if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
         return limit  # as most requests have it
-    given = [found, *as_list(sampling)]
     limits = [
-        one.get(name)
-        for one in given
+        params.get(name)
+        for params in (fields, *as_list(sampling))
         for name in ("max_new_tokens", "max_tokens", "max_completion_tokens")
     ]
-    if "messages" in found:
-        default = MAX_INTEGER
-    else:
-        default = DEFAULT_MAX_NEW_TOKENS
+    default = MAX_INTEGER if "messages" in fields else DEFAULT_MAX_NEW_TOKENS
     return max([limit for limit in limits if isinstance(limit, int)], default=default)
 
 
-def wants_input_logprobs(found: Mapping[str, Any]) -> bool:
-    """Whether this native body may get log probabilities of its prompts' tokens; a batch has lists
-    of both fields.
+def wants_input_logprobs(fields: Mapping[str, Any]) -> bool:
+    """Tell whether a body may get log probabilities of its prompts' tokens.
+
+    A batch has lists of both fields.
     """
-    if "return_logprob" not in found:
+    if "return_logprob" not in fields:
         return False
-    asked = as_list(found.get("return_logprob"))
-    starts = as_list(found.get("logprob_start_len"))
-    return any(one is True for one in asked) and any(
-        type(start) is int and start >= 0 for start in starts
-    )
+    if not any(wish is True for wish in as_list(fields["return_logprob"])):
+        return False
+    starts = as_list(fields.get("logprob_start_len"))
+    return any(type(start) is int and start >= 0 for start in starts)
 
 
 def as_list(value: object) -> list[Any]:
+    """Wrap a value that is not a list."""
     if isinstance(value, list):
         return value
     return [value]

@@ -239,7 +239,7 @@ class Legs:
             self._prefilled()
         server = self.prefill_server
         try:
-            body = server.checked(prefill, prefill.held())
+            body = server.check_answer(prefill, prefill.held())
             if b"abort" in body or b"error" in body:
                 streamed = prefill.content_type.startswith("text/event-stream")
                 require_not_aborted(server.name, body, streamed=streamed)

@@ -217,7 +217,7 @@ class PairRelay:
             at = route
         if route == "prefill_only":
             fields = {**pair.bootstrap, "stream": False, "sampling_params": {"max_new_tokens": 1}}
-            sent = native.replaced(fields)
+            sent = native.replace_fields(fields)
         else:
             sent = native.with_fields(pair.bootstrap)
         limits = self.pairing.limits

@@ -1,11 +1,10 @@
-"""Requests to one engine server, with the router's limits, errors, aborts and its circuit breaker;
-polls of several.
-"""
+"""The client of one engine server, with limits, errors, aborts and a breaker; and a monitor."""
 
 import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -41,22 +40,29 @@ E = TypeVar("E")
 HTTP_OK = 200
 NOT_FOUND = 404
 CONTRACT = 1
-"""The SGLang plugin's contract that this router knows (`sglang_plugin.routes.CONTRACT`)."""
+"""The version of the SGLang plugin's contract that this router knows
+(`sglang_plugin.routes.CONTRACT`).
+"""
 
 ServerFailure = EngineError | PromptTooLong
 _SERVERS_FAULTS = (EngineUnreachable, EngineStalled)
 MAX_ABORTS = 16
-"""At a time, of one batch on one server: one of 1,024 prompts, a connection each, would take all
-files of a process.
+"""Connections for the aborts of one batch on one server. A connection for each of 1,024 prompts
+would take all files of a process.
 """
 LONGEST_WAIT_S = 30.0
-"""Between two polls of a server that does not answer."""
+"""Longest pause between two polls of a server that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What the clients of all servers of a model share; `clock` gives monotonic seconds, servers
-    ask for `key`.
+    """The parts that the clients of a model's servers share.
+
+    Attributes:
+        http: Their connections.
+        tasks: The owner of background work, such as aborts.
+        clock: Gives monotonic seconds.
+        key: Sent as a bearer.
     """
 
     http: HttpClient
@@ -68,16 +74,17 @@ class Transport:
 
 
 class ServerClient:
-    """Posts to one server, turns what goes wrong into the router's errors, and aborts.
+    """Posts to one server, turns failures into the router's errors, and aborts.
 
-    `failures` counts requests that failed by the server's fault. `answers` is whether it answered
-    when it was last asked for something about itself.
+    Attributes:
+        failures: Requests that failed by the server's fault.
+        answers: Whether the server answered when it was last asked about itself.
     """
 
     def __init__(self, server: Server, transport: Transport) -> None:
         self.server = server
         self.name = f"{server.role} engine"
-        """For errors, which clients read; `str` has the URL too, for logs."""
+        """The name in errors, which clients read; `str` has the URL too, for logs."""
         self.limits = transport.limits
         self.tasks = transport.tasks
         self.breaker = Breaker(transport.breaker)
@@ -86,9 +93,8 @@ class ServerClient:
         self._http = transport.http
         self._clock = transport.clock
         self._key = transport.key
-        self._endpoints: dict[
-            str, Endpoint
-        ] = {}  # reading a URL costs as much as a tenth of a small request
+        # parsing a URL costs a tenth of a small request
+        self._endpoints: dict[str, Endpoint] = {}
 
     def __str__(self) -> str:
         return str(self.server)
@@ -102,7 +108,7 @@ class ServerClient:
         ended: Callable[[Exchange], None] | None = None,
         max_buffered_bytes: int | None = MAX_BUFFERED_BYTES,
     ) -> Exchange:
-        """Post `body` to `route`. The exchange fails with EngineUnreachable or EngineStalled."""
+        """Post `body` to `route`; the exchange fails with EngineUnreachable or EngineStalled."""
         span = CURRENT.get()
         return self._http.begin(
             self._endpoints.get(route) or self._endpoint("POST", route),
@@ -115,26 +121,23 @@ class ServerClient:
         )
 
     def _endpoint(self, method: str, route: str) -> Endpoint:
-        if method == "POST":
-            known = route
-        else:
-            known = f"{method} {route}"
-        found = self._endpoints.get(known)
-        if found is None:
-            found = self._endpoints[known] = endpoint(method, self.server.url / route, self._key)
-        return found
+        name = route if method == "POST" else f"{method} {route}"
+        if name not in self._endpoints:
+            self._endpoints[name] = endpoint(method, self.server.url / route, self._key)
+        return self._endpoints[name]
 
     async def read_all(self, exchange: Exchange) -> bytes:
-        """The whole body of a good answer; raises EngineRejected or PromptTooLong for an error
-        status.
+        """Return the whole body of a good answer.
+
+        Raises:
+            EngineRejected: The status is an error.
+            PromptTooLong: The server says so.
         """
         await exchange.head()
-        return self.checked(exchange, await exchange.read_all())
+        return self.check_answer(exchange, await exchange.read_all())
 
-    def checked(self, exchange: Exchange, body: bytes) -> bytes:
-        """The body of a good answer; raises EngineRejected or PromptTooLong for another, or the
-        exchange's failure.
-        """
+    def check_answer(self, exchange: Exchange, body: bytes) -> bytes:
+        """Return the body of a complete answer; raise its failure, or the refusal of its status."""
         if exchange.failure is not None:
             raise exchange.failure
         if exchange.status != HTTP_OK:
@@ -142,18 +145,18 @@ class ServerClient:
         return body
 
     async def get(self, route: str, *, limit_s: float) -> bytes:
-        """The body at `route`; raises EngineError."""
-        return await self._whole_within(self._endpoint("GET", route), None, limit_s)
+        """Get the body at `route`; raises EngineError."""
+        return await self._fetch(self._endpoint("GET", route), None, limit_s)
 
     async def post(self, route: str, body: bytes, *, limit_s: float) -> bytes:
-        """What `route` answers to `body`; raises EngineError."""
-        return await self._whole_within(self._endpoint("POST", route), body, limit_s)
+        """Post `body` to `route` and return the answer; raises EngineError."""
+        return await self._fetch(self._endpoint("POST", route), body, limit_s)
 
-    async def _whole_within(self, at: Endpoint, body: bytes | None, limit_s: float) -> bytes:
-        exchange = self._http.begin(at, body, read_timeout_s=limit_s, explain=self.failure)
+    async def _fetch(self, at: Endpoint, sent: bytes | None, limit_s: float) -> bytes:
+        exchange = self._http.begin(at, sent, read_timeout_s=limit_s, explain=self.failure)
         try:
             async with asyncio.timeout(limit_s):
-                found = await self.read_all(exchange)
+                body = await self.read_all(exchange)
         except (EngineError, TimeoutError) as error:
             self.answers = isinstance(error, EngineRejected) and error.status < 500
             if isinstance(error, TimeoutError):
@@ -161,22 +164,20 @@ class ServerClient:
             raise
         else:
             self.answers = True
-            return found
+            return body
         finally:
             exchange.close()
 
-    # --- what it says about itself
-
     async def info(self, route: str = "server_info") -> dict[str, Any]:
-        """The object at `route`; raises EngineError."""
+        """Get the JSON object at `route`; raises EngineError."""
         return self._object(await self.get(route, limit_s=self.limits.connect_s))
 
     async def knows_contract(self) -> bool:
-        """Whether what the SGLang plugin adds, if it is there, means what this router takes it to
-        mean.
+        """Tell whether the server's plugin, if it has one, has the contract that this router knows.
 
-        Raises EngineRejected where the server's role is another than it is named for, and
-        EngineError.
+        Raises:
+            EngineRejected: The server has another role than its address says.
+            EngineError: It does not answer.
         """
         limit_s = self.limits.connect_s
         try:
@@ -185,9 +186,9 @@ class ServerClient:
             if refusal.status != NOT_FOUND:
                 raise
             answer = await self.get("model_info", limit_s=limit_s)
-        found = self._object(answer)
-        mode = found.get("disaggregation_mode")
-        contract = found.get("contract")
+        capabilities = self._object(answer)
+        mode = capabilities.get("disaggregation_mode")
+        contract = capabilities.get("contract")
         if mode not in (None, self.server.role):
             raise EngineRejected(
                 f"The {self} says that its disaggregation mode is {mode}.",
@@ -205,11 +206,10 @@ class ServerClient:
         return True
 
     async def report(self) -> EngineReport:
-        """Its load by `/v1/loads`, over its data-parallel ranks: it is as full as its fullest.
-        Raises EngineError.
+        """Get the server's load from `/v1/loads`; it is as full as its fullest data-parallel rank.
 
-        SGLang has `num_total_tokens` (KV in use, and tokens that wait) from 0.5.19 on; where it is
-        missing, the tokens in use stand for it.
+        SGLang has `num_total_tokens` (KV in use, and tokens that wait) from 0.5.19 on; without it
+        the tokens in use stand for it. Raises EngineError.
         """
         body = await self.get("v1/loads", limit_s=self.limits.connect_s)
         try:
@@ -226,41 +226,34 @@ class ServerClient:
             raise broken_wire(self.name, f"{body[:200]!r}") from error
 
     def _object(self, answer: bytes) -> dict[str, Any]:
-        try:
-            found = orjson.loads(answer)
-        except orjson.JSONDecodeError:
-            found = None
-        if not isinstance(found, dict):
-            raise broken_wire(self.name, f"{answer[:200]!r}")
-        return found
-
-    # --- failures
+        with suppress(orjson.JSONDecodeError):
+            content = orjson.loads(answer)
+            if isinstance(content, dict):
+                return content
+        raise broken_wire(self.name, f"{answer[:200]!r}")
 
     def failure(self, error: Exception) -> EngineError:
-        """The router's error for an OSError or TimeoutError of the HTTP client; a note of it, for
-        logs, has the URL.
+        """Make the router's error of the HTTP client's OSError or TimeoutError.
+
+        A note of the error, for logs, has the URL.
         """
+        failure: EngineError = EngineUnreachable(
+            f"The {self.name} cannot be reached: {_without_address(error)}.",
+            remedy="Check that it runs.",
+        )
         if isinstance(error, TimeoutError):
-            found: EngineError = EngineStalled(
+            failure = EngineStalled(
                 f"The {self.name} sent nothing within its limit.",
                 remedy="Look at its load and its log.",
             )
-        else:
-            found = EngineUnreachable(
-                f"The {self.name} cannot be reached: {_without_address(error)}.",
-                remedy="Check that it runs.",
-            )
-        found.__cause__ = error
-        found.add_note(f"{self}: {error or type(error).__name__}")
-        return found
+        failure.__cause__ = error
+        failure.add_note(f"{self}: {error or type(error).__name__}")
+        return failure
 
     def failed(self, error: ServerFailure) -> None:
         """Count `error` against the server if it is the server's fault, not the request's."""
-        if isinstance(error, EngineRejected):
-            fault = error.status >= 500
-        else:
-            fault = isinstance(error, _SERVERS_FAULTS)
-        if not fault:
+        crashed = isinstance(error, EngineRejected) and error.status >= 500
+        if not (crashed or isinstance(error, _SERVERS_FAULTS)):
             return
         self.failures += 1
         if self.breaker.failed(self._clock()):
@@ -272,52 +265,48 @@ class ServerClient:
             )
 
     def succeeded(self) -> None:
-        """The server has answered a request well."""
+        """Count a good answer, which closes the breaker."""
         if self.breaker.failures and self.breaker.succeeded():
             logger.info("circuit breaker of the %s is closed: it serves again", self)
 
     def abort(self, rids: Sequence[str]) -> None:
-        """Abort `rids`, in the background, over few connections, until one is not answered in
-        time."""
+        """Abort `rids` in the background, over few connections.
+
+        The aborts end when one is not answered in time.
+        """
         for first in range(min(len(rids), MAX_ABORTS)):
             self.tasks.start(self._abort(rids[first::MAX_ABORTS]))
 
     async def _abort(self, rids: Sequence[str]) -> None:
-        for place, rid in enumerate(rids):
+        for number, rid in enumerate(rids):
             exchange = self.begin("abort_request", orjson.dumps({"rid": rid}))
             try:
                 async with asyncio.timeout(self.limits.abort_s):
                     await self.read_all(exchange)
-            except (EngineError, PromptTooLong, TimeoutError) as error:
-                if isinstance(error, TimeoutError):
-                    given_up = rids[place:]
-                else:
-                    given_up = [rid]
-                logger.warning("could not abort %s on the %s: %r", ", ".join(given_up), self, error)
-                if isinstance(error, TimeoutError):
-                    return
+            except (EngineError, PromptTooLong) as error:
+                logger.warning("could not abort %s on the %s: %r", rid, self, error)
+            except TimeoutError as error:
+                left = ", ".join(rids[number:])
+                logger.warning("could not abort %s on the %s: %r", left, self, error)
+                return
             finally:
                 exchange.close()
 
 
 def _without_address(error: Exception) -> str:
-    """What asyncio says of a connection that cannot be made names the address."""
-    if isinstance(error, OSError):
-        number = error.errno
-    else:
-        number = None
-    if number:
-        return os.strerror(number)
+    """Describe the error; asyncio's words for a failed connection would name the address."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
     return str(error).partition(": ")[0] or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Monitor(Generic[E]):
-    """Polls every engine of a dispatcher, each in a task of its own, so that a slow one delays no
-    other's report.
+    """Polls every engine of a dispatcher, each in a task of its own.
 
-    `ask` gives an engine's state within a limit of its own, or raises EngineError. One that fails
-    is asked again after the double time, up to 30 s, and its last report ages meanwhile.
+    A slow engine so delays no other's report. `ask` gets an engine's report within a limit of its
+    own, or raises EngineError. An engine that fails is polled again after twice the pause, up to 30
+    s, and its last report ages meanwhile.
     """
 
     dispatcher: Dispatcher[E]
@@ -329,7 +318,7 @@ class Monitor(Generic[E]):
         return self
 
     def follow(self) -> None:
-        """Ask those engines that the dispatcher has now, and no others."""
+        """Poll the engines that the dispatcher has now, and no others."""
         for gone in self._tasks.keys() - set(self.dispatcher.engines):
             self._tasks.pop(gone).cancel()
         for at in self.dispatcher.tracked:

@@ -16,7 +16,7 @@ import pytest_asyncio
 from shell_router.api import ApiSettings, create_app, listening
 from shell_router.api.keys import Keys
 from shell_router.app.rereads import Reread
-from shell_router.app.serving import renew, served_tls
+from shell_router.app.serving import load_tls, renew_certificate
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import open_folder
 from shell_router.config import ApiKey, BatchesSettings, ListenTls
@@ -275,14 +275,14 @@ async def test_an_encrypted_key_is_refused_and_the_terminal_asked_for_nothing(
     ]
     subprocess.run(encrypt, check=True, capture_output=True)  # noqa: ASYNC221
     with pytest.raises(ConfigError, match=r"listen\.tls: .*locked\.key is encrypted.*openssl pkey"):
-        served_tls(ListenTls(own.certificate, locked))
+        load_tls(ListenTls(own.certificate, locked))
     with pytest.raises(ConfigError, match=r"engine_tls: .*locked\.key is encrypted"):
         TlsClient(None, own.certificate, locked).context("engine_tls")
 
 
 async def test_a_client_that_begins_no_tls_is_given_up(tmp_path: Path, served: Api) -> None:
     own = authority(tmp_path).signed("router")
-    context = served_tls(ListenTls(own.certificate, own.key))
+    context = load_tls(ListenTls(own.certificate, own.key))
     with bound_sockets() as sockets:
         app = create_app(served.services, ApiSettings(body_timeout_s=0.05))
         async with listening(app, sockets, tls=context) as url:
@@ -298,7 +298,7 @@ async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restar
     signing = authority(tmp_path)
     one = signing.signed("router")
     files = ListenTls(one.certificate, one.key)
-    context, app = served_tls(files), create_app(served.services, SETTINGS)
+    context, app = load_tls(files), create_app(served.services, SETTINGS)
     with bound_sockets() as sockets:
         async with listening(app, sockets, tls=context) as url:
 
@@ -325,10 +325,10 @@ async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restar
             new_key = files.key.read_bytes()
             files.key.write_bytes(key)
             with pytest.raises(ConfigError, match=r"listen\.tls"):
-                renew(context, files)  # half of it is here
+                renew_certificate(context, files)  # half of it is here
             assert await serial() == before
             files.key.write_bytes(new_key)
-            renew(context, files)
+            renew_certificate(context, files)
             assert await serial() != before
             with pytest.raises((ssl.SSLError, OSError)):
                 await asyncio.open_connection(

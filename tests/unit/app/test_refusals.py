@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.app.model_files import read_files
-from shell_router.app.serving import taken_address
+from shell_router.app.serving import bind_address
 from shell_router.app.topologies import load_topologies
 from shell_router.batch.pool import Pool, PoolModel, PoolWorker, RaySettings
 from shell_router.config import (
@@ -104,12 +104,12 @@ def test_a_model_folder_that_does_not_exist_is_named_with_its_setting(tmp_path: 
 def test_an_address_that_cannot_be_listened_on_is_refused_with_a_fitting_remedy(
     host: str, remedy: str
 ) -> None:
-    with pytest.raises(ConfigError, match=remedy), taken_address(Listen(host, 0)):
+    with pytest.raises(ConfigError, match=remedy), bind_address(Listen(host, 0)):
         pass
 
 
 def test_a_port_is_taken_before_the_server_listens_on_it() -> None:
-    with taken_address(Listen("localhost", 0)) as sockets:
+    with bind_address(Listen("localhost", 0)) as sockets:
         ports = {one.getsockname()[1] for one in sockets}
         assert len(ports) == 1
         with pytest.raises(ConnectionRefusedError):

@@ -175,7 +175,7 @@ def test_a_batch_may_have_sampling_parameters_for_each_of_its_requests() -> None
     native = read_native(
         b'{"text": ["x", "y"], "sampling_params": [{"top_k": 1}, {"max_new_tokens": 9}]}', "fresh"
     )
-    found = orjson.loads(native.replaced({"sampling_params": {"max_new_tokens": 1}}))
+    found = orjson.loads(native.replace_fields({"sampling_params": {"max_new_tokens": 1}}))
     assert found["sampling_params"] == [{"top_k": 1, "max_new_tokens": 1}, {"max_new_tokens": 1}]
 
 
@@ -184,7 +184,7 @@ def test_replacing_sampling_parameters_keeps_the_clients_others() -> None:
         b'{"sampling_params": {"temperature": 0, "max_new_tokens": 9}, "text": "x"}', "fresh"
     )
     found = orjson.loads(
-        native.replaced({"sampling_params": {"max_new_tokens": 1}, "stream": False})
+        native.replace_fields({"sampling_params": {"max_new_tokens": 1}, "stream": False})
     )
     assert found["sampling_params"] == {"temperature": 0, "max_new_tokens": 1}
     assert (found["text"], found["stream"]) == ("x", False)
