@@ -29,7 +29,7 @@ from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSett
 from shell_router.api.streaming import respond
 from shell_router.errors import InvalidRequest
 from shell_router.http.app import BodyTooLarge, Reply, Request, Response
-from shell_router.moa.planning import AGENT_REQUEST
+from shell_router.moa.expectations import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
 
@@ -227,7 +227,7 @@ async def write_output(request: Request) -> Response:
     asked = AgentRequest(request[TENANT], program, agent, "")
     settings = request.app[SETTINGS]
     programs = request.app[SERVICES].programs
-    wrote = partial(programs.wrote, asked.tenant, program)
+    wrote = partial(programs.count_written, asked.tenant, program)
     with request.app[DRAIN].deadline():
         answer = await programs.write(asked, _texts(request, settings, wrote))
     body = {

@@ -40,7 +40,7 @@ from shell_router.api.streaming import Frames, respond
 from shell_router.api.translation import ItemTranslation, TranslatedFrames
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.http.app import Key, Reply, Request
-from shell_router.moa.planning import AGENT_REQUEST
+from shell_router.moa.expectations import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.topology import AUTO, Graph
 

@@ -5,7 +5,7 @@ import logging
 
 from shell_router.errors import RouterStopping
 from shell_router.http.app import Key
-from shell_router.moa.requests import Deadline
+from shell_router.moa.deadline import Deadline
 
 log = logging.getLogger(__name__)
 

@@ -124,7 +124,7 @@ def _program_read(
     another's markers.
     """
     for agent in reads:
-        found = programs.program_of(tenant, agent)
+        found = programs.find_chat_program(tenant, agent)
         if found is None or (program is not None and found != program):
             what = (
                 f"hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}"
@@ -215,7 +215,7 @@ async def _outputs(
     with request.app[DRAIN].deadline():
         for agent in reads:
             left_s = max(0.0, ends_s - services.clock())
-            text = await services.programs.output(request[TENANT], program, agent, left_s)
+            text = await services.programs.read_output(request[TENANT], program, agent, left_s)
             if text is None:
                 remedy = "Allow more time."
                 raise PrecursorTimeout(
@@ -235,7 +235,7 @@ async def show_output(request: Request) -> Response:
     named = request.match["marker"]
     marker = MARKER.fullmatch(named)
     agent = marker[1] if marker else named
-    program = services.programs.program_of(tenant, agent)
+    program = services.programs.find_chat_program(tenant, agent)
     if program is None:
         raise UnknownProgram(
             "No lazy answer of yours has that marker.", remedy="It may have expired: ask again."
@@ -243,7 +243,7 @@ async def show_output(request: Request) -> Response:
     limit_s = request.app[SETTINGS].request_timeout_s
     wait_s = query_number(request.query, "wait_s", min(OUTPUT_WAIT_S, limit_s), limit_s)
     with request.app[DRAIN].deadline():
-        text = await services.programs.output(tenant, program, agent, wait_s)
+        text = await services.programs.read_output(tenant, program, agent, wait_s)
     state = "running" if text is None else "finished"
     body = {
         "object": "agent.output",

@@ -7,13 +7,13 @@ from typing import Any
 
 from shell_router.core.engine import ServedModel
 from shell_router.core.events import AgentFinished, AgentTokens, AggregationSkipped, Event
-from shell_router.moa.planning import (
+from shell_router.moa.expectations import (
     AGENT_REQUEST,
     KnownPrompt,
-    known_of_agent,
-    known_of_request,
-    stages_of,
-    workflow_of,
+    name_workflow,
+    number_stages,
+    read_agent_prompt,
+    read_request_prompt,
 )
 from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.telemetry import Trace
@@ -59,15 +59,15 @@ class Recording:
                 AGENT_REQUEST,
                 request.agent,
                 request.reads,
-                known_of_request(request),
+                read_request_prompt(request),
             )
             return
         assert graph is not None, "a chat has one"
         for part in graph.parts:
-            workflow = workflow_of(part)
-            stages = stages_of(part)
+            workflow = name_workflow(part)
+            stages = number_stages(part)
             for agent in part.agents.values():
-                known = known_of_agent(agent, request.messages)
+                known = read_agent_prompt(agent, request.messages)
                 reads = graph.waits_for[agent.id]
                 yield from self._line(agent.id, workflow, stages[agent.id], reads, known)
 
@@ -77,7 +77,9 @@ class Recording:
         ran = self._trace.agents.get(agent)
         if ran is None or ran.model not in self._models:
             return
-        system_tokens, user_tokens, known_tokens = known.tokens(self._models[ran.model].tokenizer)
+        system_tokens, user_tokens, known_tokens = known.count_tokens(
+            self._models[ran.model].tokenizer
+        )
         origin_s = self._trace.started_s
         if isinstance(self._request, AgentRequest):
             program = self._request.program

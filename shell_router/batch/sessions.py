@@ -31,7 +31,7 @@ from shell_router.errors import (
     ShellRouterError,
     require,
 )
-from shell_router.moa.prompt import encoded
+from shell_router.moa.prompt import encode_text
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -402,7 +402,7 @@ async def answered(model: ServedModel, prompt: Prompt) -> Output:
     texts: list[str] = []
     confidence = Confidence()
     try:
-        ids = await encoded(model.tokenizer, model.tokenizer.render_chat(prompt.messages))
+        ids = await encode_text(model.tokenizer, model.tokenizer.render_chat(prompt.messages))
         new_tokens = prompt.sampling["max_new_tokens"]
         if len(ids) + new_tokens > model.context_length:
             return prompt.failed(

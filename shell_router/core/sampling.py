@@ -11,7 +11,8 @@ from typing import Any, Literal
 import annotated_types
 import orjson
 
-from shell_router.errors import InvalidField, PromptTooLong
+from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
+from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 
 MAX_SAMPLING_BYTES = 2**18
 """Of the parameters as JSON: the schema of a large tool set fits."""
@@ -289,3 +290,26 @@ _RULES: Mapping[str, Rule] = {
         "Leave it out.",
     ),
 }
+
+
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Sampling parameters that let an engine decode only what a grammar allows."""
+
+OUTPUT_FORMS = (*GRAMMARS, "stop", "stop_token_ids", "stop_regex", "min_new_tokens")
+"""Sampling parameters that constrain what an output looks like."""
+
+
+def limit_sampling(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters with `max_new_tokens`, so that no engine assumes a limit of its own.
+
+    Raises:
+        InvalidRequest: `max_new_tokens` is not a whole number of tokens.
+    """
+    limit = sampling.get("max_new_tokens")
+    if limit is None:
+        return {**sampling, "max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+        raise InvalidRequest(
+            f"max_new_tokens is {limit!r}.", remedy="Make it a whole number of tokens."
+        )
+    return sampling

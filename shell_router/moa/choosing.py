@@ -1,119 +1,50 @@
-"""Chooses models for agents that name several, by measured latencies, load in flight and the
-predictors' scores.
+"""Chooses models for agents that name several: by load in flight, latencies and predicted scores.
+
+Agents of one program with the same candidates share one model (Chimera, Algorithm 1).
 """
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
 
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import Degraded, Emit, ModelChosen
 from shell_router.core.predictors import NO_FORECAST, Forecast, Predictor, Prospect
 from shell_router.errors import UnknownModel
-from shell_router.routing.increments import PrefillLoad
+from shell_router.moa.expectations import (
+    AGENT_REQUEST,
+    PLAIN_REQUEST,
+    KnownPrompt,
+    LatencyEstimates,
+    name_workflow,
+    number_stages,
+    read_agent_prompt,
+    read_request_prompt,
+)
+from shell_router.moa.prompt import run_off_loop
+from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.routing.model_choice import (
     Candidate,
     ModelChoiceSettings,
     choose_model,
     scores_decide,
 )
-from shell_router.topology import Topology
+from shell_router.topology import AUTO, Topology
 
 log = logging.getLogger(__name__)
 
-# of models, and of topologies' agents; those that were measured longest ago are forgotten first
-_KEPT_MEANS = 100_000
-_WEIGHT = 0.2  # of the newest measurement: a change of load shows after about five
+Candidates = tuple[str, ...]
 
 
-def require_models(who: str, named: Iterable[str], models: Mapping[str, ServedModel]) -> None:
-    """Raise UnknownModel where `who` names models that are not configured."""
-    if unknown := sorted(set(named) - models.keys()):
+def require_models(who: str, names: Iterable[str], models: Mapping[str, ServedModel]) -> None:
+    """Raise UnknownModel if `who` names models that are not configured."""
+    if unknown := sorted(set(names) - models.keys()):
         raise UnknownModel(
             f"{who} names models that are not configured: {', '.join(unknown)}.",
             remedy=f"Configure them, or use some of: {', '.join(sorted(models))}.",
         )
-
-
-class LatencyEstimates:
-    """Exponential means per model alias, or what comes near them; absent until first measured."""
-
-    def __init__(self) -> None:
-        self._prefill: dict[str, PrefillLoad] = {}
-        self._means: OrderedDict[tuple[str | None, ...], float] = OrderedDict()
-
-    def _observe(self, newest: float, *key: str | None) -> None:
-        before = self._means.get(key, newest)
-        self._means[key] = before + _WEIGHT * (newest - before)
-        self._means.move_to_end(key)
-        if len(self._means) > _KEPT_MEANS:
-            self._means.popitem(last=False)
-
-    def prefill(self, model: ServedModel) -> PrefillLoad:
-        """The prefill servers of `model`, which it shares with its adapters."""
-        name = model.base or model.alias
-        found = self._prefill.get(name)
-        if found is None:
-            found = self._prefill[name] = PrefillLoad(model.prefill_cost)
-        found.servers = model.prefill_servers
-        return found
-
-    def observe_run(
-        self, model: str, hints: Hints, tokens: int, run_s: float, token_s: float | None
-    ) -> None:
-        """The agent of `hints` wrote `tokens` with `model` to its end, `run_s` after its prompt was
-        complete, and took `token_s` for each token after its first."""
-        named = (
-            ((hints.topology, hints.agent))
-            if (hints.topology)
-            else ((None, hints.agent, hints.user))
-        )
-        self._observe(run_s, "run_s", model)
-        self._observe(tokens, "tokens", model)
-        self._observe(tokens, "tokens", model, *named)
-        if token_s is not None:
-            self._observe(token_s, "token_s", model)
-
-    def token_s(self, model: str) -> float | None:
-        """Mean seconds between a sequence's tokens."""
-        return self._means.get(("token_s", model))
-
-    def output_tokens(
-        self, model: str, topology: str | None, agent: str | None, *user: str | None
-    ) -> float | None:
-        """Mean tokens that this agent of this topology writes with `model`; any agent, where it has
-        not written yet.
-
-        An agent without a topology is its user's: tenants may name theirs alike.
-        """
-        return self._means.get(
-            ("tokens", model, topology, agent, *user), self._means.get(("tokens", model))
-        )
-
-    def observe_fate(self, topology: str, agent: str, *, decoded: bool, read: bool) -> None:
-        """A run ended in which the agent's prompt was decoded or not, and its output read or left
-        out.
-        """
-        self._observe(float(decoded), "decoded", topology, agent)
-        self._observe(float(read), "read", topology, agent)
-
-    def chance(self, topology: str, agent: str, kind: Literal["decoded", "read"]) -> float:
-        """How likely the agent's prompt is decoded, or its output read; 1 before its first run."""
-        return self._means.get((kind, topology, agent), 1.0)
-
-    def expected_finish_s(self, topology: Topology) -> Mapping[str, float]:
-        """Per agent, seconds from the request's start to its expected end; agents of unmeasured
-        models are absent.
-        """
-        finish: dict[str, float] = {}
-        for agent in topology.agents.values():
-            run_s = self._means.get(("run_s", agent.model))
-            if run_s is not None and all(precursor in finish for precursor in agent.precursors):
-                finish[agent.id] = run_s + max((finish[p] for p in agent.precursors), default=0.0)
-        return finish
 
 
 Leave = Callable[[str], None]
@@ -121,26 +52,26 @@ Leave = Callable[[str], None]
 
 
 class Activity:
-    """The predicted tokens of every agent that was given to a model and has not ended, however it
-    will.
-    """
+    """The predicted tokens of every agent that was given to a model and has not ended."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, dict[tuple[int, str], float]] = {}
         self._programs = 0
 
     def in_flight(self, model: str) -> float:
-        """P_m = the sum over the entries of `model` (Algorithm 1, line 10)."""
+        """Return P_m, the sum over the entries of `model` (Algorithm 1, line 10)."""
         return sum(self._tokens.get(model, {}).values())
 
     @contextmanager
     def program(self, expected: Mapping[str, tuple[str, float]]) -> Iterator[Leave]:
-        """Enter the agents of one run, each with its model and tokens, for as long as the context
-        is open.
+        """Enter the agents of one run while the context is open.
 
-        An agent leaves when its end is reported to the function that this gives; the others leave
-        with the context. All stages enter at once: together those of a chain hold what the paper's
-        entry of the running stage does, the tokens of it and of all that follow.
+        An agent leaves when the function that this yields is called, the others with the context.
+        All stages enter at once: those of a chain together hold the tokens that the paper's entry
+        of the running stage does.
+
+        Args:
+            expected: The model and the expected tokens of each agent.
         """
         self._programs += 1
         program = self._programs
@@ -159,8 +90,9 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """A model's Pi (Algorithm 1, line 11). Without `decode_s_per_token` the router measures it as
-    it goes.
+    """The configured Pi of a model (Algorithm 1, line 11).
+
+    Without `decode_s_per_token` the router measures it.
     """
 
     max_batch: int = 32
@@ -169,16 +101,15 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """What `auto` stands for, all models where `models` is empty, and how the choice is made."""
+    """The models that `auto` stands for, all if `models` is empty, and the rules of the choice."""
 
-    models: tuple[str, ...] = ()
+    models: Candidates = ()
     settings: ModelChoiceSettings = field(default_factory=ModelChoiceSettings)
     figures: Mapping[str, ModelFigures] = field(default_factory=dict)
 
 
 class ModelChooser:
-    """Chooses by `auto`. `activity` is what it reads the load from; its users enter what they
-    run."""
+    """Chooses among candidates by the load that `activity` holds and by `estimates`."""
 
     def __init__(
         self,
@@ -196,67 +127,248 @@ class ModelChooser:
         self.activity = Activity()
         self.estimates = LatencyEstimates()
 
-    def anew(self) -> "ModelChooser":
-        """The same policy, which has measured nothing yet."""
+    def copy_unmeasured(self) -> "ModelChooser":
+        """Return a chooser with the same policy, which has measured nothing yet."""
         return ModelChooser(self._models, self._auto, self._predictor, clock=self.clock)
 
-    def candidates(self, named: tuple[str, ...]) -> tuple[str, ...]:
-        """The models that `named` stands for; none of them means `auto`. Raises UnknownModel."""
-        candidates = named or self._auto.models or tuple(self._models)
+    def list_candidates(self, names: Candidates) -> Candidates:
+        """Return the models to choose from: `names`, or those of `auto` if there are none.
+
+        Raises:
+            UnknownModel: One of them is not configured.
+        """
+        candidates = names or self._auto.models or tuple(self._models)
         require_models("The choice", candidates, self._models)
         return candidates
 
-    def scores_decide(self, candidates: Sequence[str]) -> bool:
-        """Whether scores could change the choice among them, by what is in flight now."""
-        return scores_decide(
-            [self._candidate(model, NO_FORECAST) for model in candidates], self._auto.settings
-        )
+    def scores_decide(self, candidates: Candidates) -> bool:
+        """Tell whether scores could change the choice, by what is in flight now."""
+        unscored = [self._describe(model, NO_FORECAST) for model in candidates]
+        return scores_decide(unscored, self._auto.settings)
 
-    async def forecasts(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
-        """What to expect of each; empty ones without a predictor. What the predictor lacks is
-        logged and emitted.
+    async def forecast(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
+        """Return what to expect of each prospect; empty forecasts without a predictor.
+
+        A kind of prediction that the predictor lacks is logged and emitted.
         """
         if self._predictor is None:
             return [NO_FORECAST for _ in prospects]
-        found = await self._predictor.forecast(prospects)
-        for kind, why in found.trouble.items():
+        forecasts = await self._predictor.forecast(prospects)
+        for kind, why in forecasts.trouble.items():
             log.warning("no predicted %s: %s", kind, why)
             emit(Degraded(self.clock(), "", kind, why))
-        return found.each
+        return forecasts.each
 
     def choose(
         self,
         agents: tuple[str, ...],
-        candidates: Sequence[str],
+        candidates: Candidates,
         forecast: Forecast,
         started_s: float,
         emit: Emit,
     ) -> str:
-        """The model of `agents`, chosen now by what is in flight now."""
-        known = [self._candidate(model, forecast) for model in candidates]
+        """Return the model for `agents`, chosen by what is in flight now."""
+        described = [self._describe(model, forecast) for model in candidates]
         settings = self._auto.settings
-        choice = choose_model(known, settings)
-        scores = {one.model: one.score for one in known if one.score is not None}
-        how = settings.policy, choice.why, scores, choice.waits, choice.unmeasured
-        emit(ModelChosen(self.clock(), started_s, agents, choice.model, *how))
+        choice = choose_model(described, settings)
+        scores = {each.model: each.score for each in described if each.score is not None}
+        emit(
+            ModelChosen(
+                self.clock(),
+                started_s,
+                agents,
+                choice.model,
+                settings.policy,
+                choice.why,
+                scores,
+                choice.waits,
+                choice.unmeasured,
+            )
+        )
         return choice.model
 
-    def kept(self, agents: tuple[str, ...], model: str, emit: Emit) -> str:
-        """The model that the program was given before (Algorithm 1, line 26)."""
+    def keep(self, agents: tuple[str, ...], model: str, emit: Emit) -> str:
+        """Return the model that the program was given before (Algorithm 1, line 26)."""
         now_s = self.clock()
-        emit(
-            ModelChosen(now_s, now_s, agents, model, self._auto.settings.policy, "kept", {}, {}, ())
-        )
+        policy = self._auto.settings.policy
+        emit(ModelChosen(now_s, now_s, agents, model, policy, "kept", {}, {}, ()))
         return model
 
-    def _candidate(self, model: str, forecast: Forecast) -> Candidate:
+    def _describe(self, model: str, forecast: Forecast) -> Candidate:
         figures = self._auto.figures.get(model, ModelFigures())
-        cost = figures.decode_s_per_token
+        token_s = figures.decode_s_per_token
+        if token_s is None:
+            token_s = self.estimates.token_s(model)
         return Candidate(
             model,
             forecast.scores.get(model),
             self.activity.in_flight(model),
-            self.estimates.token_s(model) if cost is None else cost,
+            token_s,
             figures.max_batch,
             forecast.own_tokens.get(model),
         )
+
+
+async def choose_models(
+    chooser: ModelChooser,
+    models: Mapping[str, ServedModel],
+    topology: Topology,
+    request: MoaRequest,
+    limits: Mapping[str, int],
+    emit: Emit,
+) -> tuple[Topology, Mapping[str, Forecast]]:
+    """Choose a model for every agent that names several; agents with equal candidates share one.
+
+    Args:
+        chooser: Decides.
+        models: All configured models, by alias.
+        topology: The graph whose agents may name several models.
+        request: The request whose prompts they get.
+        limits: Each agent's `max_new_tokens`.
+        emit: Gets every choice.
+
+    Returns:
+        The topology with one model for every agent, and the forecast of each agent.
+    """
+    started_s = chooser.clock()
+    prompts = {}
+    for agent in topology.agents.values():
+        prompts[agent.id] = read_agent_prompt(agent, request.messages)
+    undecided: dict[str, Candidates] = {}
+    for agent in topology.agents.values():
+        if agent.model == AUTO:
+            candidates = chooser.list_candidates(agent.candidates)
+            limit = limits[agent.id]
+            undecided[agent.id] = await _drop_too_small(
+                candidates, prompts[agent.id], limit, models
+            )
+    forecasts: Mapping[str, Forecast] = {}
+    if chooser.predicts:
+        forecasts = await _forecast(chooser, models, topology, prompts, undecided, emit)
+    chosen: dict[str, str] = {}
+    for candidates in dict.fromkeys(undecided.values()):
+        agents = tuple(agent for agent, named in undecided.items() if named == candidates)
+        forecast = forecasts.get(agents[0], NO_FORECAST)
+        model = chooser.choose(agents, candidates, forecast, started_s, emit)
+        chosen |= dict.fromkeys(agents, model)
+    return topology.with_models(chosen), forecasts
+
+
+async def _forecast(
+    chooser: ModelChooser,
+    models: Mapping[str, ServedModel],
+    topology: Topology,
+    prompts: Mapping[str, KnownPrompt],
+    undecided: Mapping[str, Candidates],
+    emit: Emit,
+) -> Mapping[str, Forecast]:
+    """Ask the predictor about every agent that a model serves.
+
+    Of agents with the same candidates only the first is scored, since they share one choice.
+    """
+    candidates: dict[str, Candidates] = {}
+    for agent in topology.agents.values():
+        if not agent.votes:
+            candidates[agent.id] = undecided.get(agent.id, (agent.model,))
+    to_score = {named for named in undecided.values() if chooser.scores_decide(named)}
+
+    def describe_agents() -> list[Prospect]:
+        stages = number_stages(topology)
+        workflow = name_workflow(topology)
+        prospects = []
+        for agent, named in candidates.items():
+            is_scored = agent in undecided and named in to_score
+            to_score.discard(named)
+            tokenizer = models[named[0]].tokenizer
+            prospects.append(
+                prompts[agent].describe(tokenizer, workflow, stages[agent], named, is_scored)
+            )
+        return prospects
+
+    characters = sum(prompts[agent].characters for agent in candidates)
+    prospects = await run_off_loop(characters, describe_agents)
+    forecasts = await chooser.forecast(prospects, emit)
+    return dict(zip(candidates, forecasts, strict=True))
+
+
+async def _drop_too_small(
+    candidates: Candidates, prompt: KnownPrompt, limit: int, models: Mapping[str, ServedModel]
+) -> Candidates:
+    """Return the candidates whose context takes the known prompt and `limit` tokens of output.
+
+    If none does, return all; the request is then refused by name. A text has hardly more tokens
+    than bytes, so short ones need no tokenizing.
+    """
+    if 4 * prompt.characters + limit <= min(models[name].context_length for name in candidates):
+        return candidates
+    fitting = []
+    for name in candidates:
+        count = partial(prompt.count_tokens, models[name].tokenizer)
+        _, _, tokens = await run_off_loop(prompt.characters, count)
+        if tokens + limit <= models[name].context_length:
+            fitting.append(name)
+    return tuple(fitting) or candidates
+
+
+async def choose_for_agent(
+    chooser: ModelChooser,
+    models: Mapping[str, ServedModel],
+    request: AgentRequest,
+    chosen: MutableMapping[Candidates, str],
+    emit: Emit,
+) -> tuple[str, Hints]:
+    """Choose the model of an external program's agent, and expect its output tokens.
+
+    What follows the agent in its program is not known, unless a predictor has learned it.
+
+    Args:
+        chooser: Decides.
+        models: All configured models, by alias.
+        request: The agent.
+        chosen: Its program's model per candidates; a new choice is added.
+        emit: Gets the choice.
+
+    Raises:
+        UnknownModel: A model is not configured.
+    """
+    is_undecided = request.model == AUTO
+    candidates: Candidates = (request.model,)
+    if is_undecided:
+        candidates = chooser.list_candidates(request.candidates)
+    require_models(f"Agent {request.agent!r}", candidates, models)
+    forecast = NO_FORECAST
+    started_s = chooser.clock()
+    if chooser.predicts:
+        is_scored = is_undecided and candidates not in chosen and chooser.scores_decide(candidates)
+        prospect = await _describe_agent(request, candidates, models, scored=is_scored)
+        (forecast,) = await chooser.forecast([prospect], emit)
+    agents = (request.agent,)
+    if not is_undecided:
+        model = request.model
+    elif candidates in chosen:  # perhaps by another agent, while the predictors were asked
+        model = chooser.keep(agents, chosen[candidates], emit)
+    else:
+        model = chooser.choose(agents, candidates, forecast, started_s, emit)
+        chosen[candidates] = model
+    # the random id of a chat says nothing of the agents to come
+    name = None if request.chat else request.agent
+    own = forecast.own_tokens.get(model)
+    if own is None:
+        own = chooser.estimates.output_tokens(model, None, name, request.tenant)
+    total = forecast.total_tokens.get(model)
+    return model, Hints(request.tenant, request.program, None, name, own, total, request.end_user)
+
+
+async def _describe_agent(
+    request: AgentRequest,
+    candidates: Candidates,
+    models: Mapping[str, ServedModel],
+    *,
+    scored: bool,
+) -> Prospect:
+    """Return the description that predictors get of an external program's agent."""
+    prompt = read_request_prompt(request)
+    stage = PLAIN_REQUEST if request.chat else request.agent
+    tokenizer = models[candidates[0]].tokenizer
+    describe = partial(prompt.describe, tokenizer, AGENT_REQUEST, stage, candidates, scored)
+    return await run_off_loop(prompt.characters, describe)

@@ -1,4 +1,4 @@
-"""Judge one cluster of one run: which agents are cut off, and whether its aggregator is skipped."""
+"""Judges one cluster of one run: cuts off agents, or skips the aggregator."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from shell_router.core.events import Degraded, Emit, ExitScored
 from shell_router.core.predictors import Embedder
 from shell_router.early_exit.algorithm1 import Score, features
 from shell_router.errors import AgentFailed, EngineError
-from shell_router.moa.agent import Output
+from shell_router.moa.agent import AgentOutput
 from shell_router.topology import Cluster
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ GO_ON = Verdict()
 
 
 class ClusterExit:
-    """Feed a cluster's outputs to its gate in the order they come, and report its decisions.
+    """The early exit of a cluster: feeds outputs to its gate in their order, reports its decisions.
 
     A gate that embeds draws once per completion, and scores on a worker thread, one completion at a
     time. Other gates never wait: nothing happens between a score and its exit.
@@ -72,16 +72,16 @@ class ClusterExit:
         self._lock = asyncio.Lock()
 
     @property
-    def reads(self) -> bool:
+    def reads_text(self) -> bool:
         """Whether it reads outputs while they are written."""
         return self._needs.reads_streams
 
-    def wrote(self, agent: str, text: str, confidence: float) -> Verdict:
+    def judge_text(self, agent: str, text: str, confidence: float) -> Verdict:
         """Judge after `agent` has written `text`. Scores without an exit are not reported."""
         self._gate.wrote(agent, text, confidence)
-        return self.dropped()
+        return self.judge_failure()
 
-    def dropped(self) -> Verdict:
+    def judge_failure(self) -> Verdict:
         """Judge after an agent has failed: those that are left may agree.
 
         Raises:
@@ -93,17 +93,17 @@ class ClusterExit:
                 f"No agent of {self._id!r} has answered: each has failed.",
                 remedy="Ask again, or name other models.",
             )
-        if self.reads and self._completed:
+        if self.reads_text and self._completed:
             return self._judge(self._clock(), report=False)
         return GO_ON
 
-    async def completed(self, agent: str, output: Output) -> Verdict:
+    async def judge_output(self, agent: str, output: AgentOutput) -> Verdict:
         """Judge after `agent` has ended.
 
         The agent whose completion decides a quorum waits here while the others have their grace.
         """
         if self._needs.embeds:
-            return await self._complete_embedded(agent, output)
+            return await self._judge_embedding(agent, output)
         self._completed.append(agent)
         self._gate.completed(agent, output.text, output.confidence or 0.0, None)
         verdict = self._judge(self._clock(), report=True)
@@ -112,7 +112,7 @@ class ClusterExit:
             return replace(verdict, cut=self._unfinished())
         return verdict
 
-    async def _complete_embedded(self, agent: str, output: Output) -> Verdict:
+    async def _judge_embedding(self, agent: str, output: AgentOutput) -> Verdict:
         """Embed and judge, if any agent still runs.
 
         If the embedder fails, this completion is left out of the judgement, with a warning and an

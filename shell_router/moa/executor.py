@@ -1,11 +1,13 @@
-"""Runs one request through an agent graph, to a single model, or through steps, each of which is
-one of these.
+"""Runs one request through an agent graph, to a single model, or through steps.
+
+Each step is a graph or a model.
 """
 
 import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -29,13 +31,23 @@ from shell_router.errors import (
     PromptTooLong,
     ShellRouterError,
 )
-from shell_router.moa.agent import AgentRun, AgentTask, Output, Wrote, could_have_written, usage_of
+from shell_router.moa.agent import (
+    AgentOutput,
+    AgentRun,
+    AgentTask,
+    OnText,
+    could_have_written,
+    count_usage,
+)
 from shell_router.moa.choosing import Leave, ModelChooser
 from shell_router.moa.cluster_exit import ClusterExit, Verdict
-from shell_router.moa.incremental import complete_prompt
-from shell_router.moa.planning import Plan, plan_run
-from shell_router.moa.prompt import LONG_TEXT, encoded
-from shell_router.moa.requests import AgentUsage, Answer, CutOff, Deadline, MoaRequest
+from shell_router.moa.comparison import observe_run
+from shell_router.moa.deadline import Deadline
+from shell_router.moa.incremental import CompletePrompt, complete_prompt
+from shell_router.moa.journal import Journal
+from shell_router.moa.planning import Plan, Resources, plan_fallback, plan_run
+from shell_router.moa.prompt import LONG_TEXT, encode_text
+from shell_router.moa.requests import AgentUsage, Answer, CutOff, MoaRequest
 from shell_router.moa.steps import Classes, Walk
 from shell_router.routing.holdout import Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
@@ -45,10 +57,10 @@ log = logging.getLogger(__name__)
 
 
 class Executor:
-    """Answers requests by walking topologies of both kinds. Between requests it keeps how fast each
-    model was, and what updates and drafts save.
+    """Answers requests by walking topologies of both kinds.
 
-    Without `holdouts` no program is held out to show that.
+    Between requests it keeps how fast each model was, and what updates and drafts save. Without
+    `holdouts` no run is held out to show that.
     """
 
     def __init__(
@@ -61,129 +73,184 @@ class Executor:
         chooser: ModelChooser | None = None,
         holdouts: HoldoutSettings | None = None,
     ) -> None:
-        self.models = models
+        self.cache = cache
+        self.clock = clock
         self.holdouts = Holdouts(holdouts or HoldoutSettings(share=0.0))
         self.chooser = chooser or ModelChooser(models, clock=clock)
-        self.cache = cache
-        self.embedder = embedder
-        self.classes = Classes(embedder)
-        self.clock = clock
         self.estimates = self.chooser.estimates
+        self._models = models
+        self._embedder = embedder
+        self._classes = Classes(embedder)
+        self._resources = Resources(models, self.chooser, self.holdouts)
 
     def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
-        """Run `request` to the root's end, or the last step's, reporting to `emit` what happens, as
-        it happens.
+        """Run `request` to the end of the root, or of the last step, and emit what happens.
 
-        Raises UnknownModel and PromptTooLong before anything runs where that can be known,
-        AgentFailed (or the error itself, where there is but one agent), PromptTooLong or
-        DeadlineExceeded later. However it ends, cancellation included, every engine request of it
-        has been aborted, every task has ended, and its cache logs are gone.
+        However it ends, cancellation included, all of its engine requests have been aborted, all of
+        its tasks have ended, and its logs are gone.
+
+        Raises:
+            UnknownModel: A model is not configured; nothing has run.
+            PromptTooLong: A prompt does not fit; if that can be known, nothing has run.
+            AgentFailed: An agent failed. The error itself if there is only one agent.
+            DeadlineExceeded: The run took longer than the request allows.
         """
-        if not isinstance(topology, Topology):
-            return Walk(
-                self.run, self.chooser, self.models, self.classes, topology, request, emit
-            ).answer()
-        journal = request.journal
-        kept = self
-        if journal is not None:
-            topology = journal.pinned(topology)
-            # nothing is learned from outputs that are repeated
-            if journal.repeats:
-                chooser = self.chooser.anew()
-            else:
-                chooser = self.chooser
-            models = journal.models(self.models)
-            kept = Executor(models, self.cache, self.embedder, clock=self.clock, chooser=chooser)
-            if journal.repeats:
-                kept.holdouts = kept.holdouts
-            else:
-                kept.holdouts = self.holdouts
-        return kept._run(topology, request, emit)
+        if isinstance(topology, Topology):
+            return self._run(topology, request, emit)
+        walk = Walk(self.run, self.chooser, self._models, self._classes, topology, request, emit)
+        return walk.answer()
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()
-        plan = await plan_run(self.chooser, self.models, topology, request, self.holdouts)
-        if request.journal is not None:
-            request.journal.pin(plan.choices)
+        resources = self._resources
+        journal = request.journal
+        if journal is not None:
+            topology = journal.pin_models(topology)
+            resources = self._take_resources(journal)
+        plan = await plan_run(resources, topology, request)
+        if journal is not None:
+            journal.record_choices(plan.choices)
         late = partial(
             DeadlineExceeded,
             f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
             remedy="Allow more time, or ask a smaller topology.",
         )
-        with self.chooser.activity.program(plan.expected) as leave:
-            graph = plan.topology
-            is_single = len(plan.tasks) == 1 and not graph.clusters and not graph.root.fallbacks
-            if is_single:
-                run = None
-            else:
-                run = _Run(self, plan, emit, leave)
+        topology = plan.outline.topology
+        is_single = len(plan.tasks) == 1 and not topology.clusters and not topology.root.fallbacks
+        with resources.chooser.activity.program(plan.expected) as leave:
+            run = None
+            if not is_single:
+                run = GraphRun(plan, self.cache, self._embedder, emit, leave, self.clock)
             for choice in plan.choices:
                 emit(choice)
             try:
                 with Deadline(request.timeout_s, late=late):
-                    answer = await (self._single(plan, emit) if run is None else run.answer())
-                now_s = self.clock()
-                plan.compare(self.holdouts, answer, now_s - started_s, now_s)
+                    if run is None:
+                        answer = await self._run_single(plan, emit)
+                    else:
+                        answer = await run.answer()
+                if plan.outline.held_out:
+                    self._observe(resources.holdouts, plan, answer, started_s)
                 return answer
             finally:
                 if run is not None:
                     await self.cache.forget(request.tenant, request.id)
 
-    async def _single(self, plan: Plan, emit: Emit) -> Answer:
-        """One agent, whom no other reads: its prompt is known, and nothing of its output is
-        kept."""
+    def _observe(self, holdouts: Holdouts, plan: Plan, answer: Answer, started_s: float) -> None:
+        """Learn from the run what its optimizations save."""
+        now_s = self.clock()
+        observe_run(
+            holdouts,
+            plan.outline.topology,
+            plan.tasks,
+            plan.outline.held_out,
+            answer,
+            seconds=now_s - started_s,
+            now_s=now_s,
+        )
+
+    def _take_resources(self, journal: Journal) -> Resources:
+        """Return the resources of a journaled run; nothing is learned from repeated outputs."""
+        models = journal.wrap_engines(self._models)
+        if journal.repeats:
+            no_holdouts = Holdouts(HoldoutSettings(share=0.0))
+            return Resources(models, self.chooser.copy_unmeasured(), no_holdouts)
+        return Resources(models, self.chooser, self.holdouts)
+
+    async def _run_single(self, plan: Plan, emit: Emit) -> Answer:
+        """Run a single-agent topology; no log is written, because no agent reads it."""
         (task,) = plan.tasks.values()
-        agent = AgentRun(task, self.estimates, emit, clock=self.clock)
+        agent = AgentRun(task, plan.outline.estimates, emit, clock=self.clock)
         agent.start()
         try:
             (text,) = task.parts or ("",)
-            output = await agent.decode(await encoded(task.model.tokenizer, str(text)))
+            output = await agent.decode(await encode_text(task.model.tokenizer, str(text)))
         except ShellRouterError as error:
             emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
             raise
-        usage = {task.agent: usage_of(task, output)}
         return Answer(
             output.text,
             output.finish.reason,
-            usage,
+            {task.agent: count_usage(task, output)},
             output.confidence,
             output.reasoning,
             output.calls,
         )
 
 
-class _Run:
-    """One request's agents: each a task that goes on as soon as its own precursors let it
-    (localized readiness).
+class _AggregationSkipped(Exception):
+    """The outputs that an agent would read agree, so that it forwards one of them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """The state of one agent of a run; a vote has no task.
+
+    Attributes:
+        work: The asyncio task that runs the agent.
+        filling: Open while the agent's prompt waits for precursors.
+        forwards: The agent whose output is forwarded instead of asking an engine, and the output.
+        output: The output of a finished agent.
+        gone: Why the agent gave no output.
     """
 
-    def __init__(self, executor: Executor, plan: Plan, emit: Emit, leave: Leave) -> None:
-        self._topology = plan.topology
-        self._tasks = dict(plan.tasks)
-        self._instead = plan.instead
-        self._request = plan.request
-        self._executor = executor
-        self._cache = executor.cache
-        self._clock = executor.clock
+    agent: Agent
+    writer: LogWriter
+    task: AgentTask | None
+    run: AgentRun | None
+    work: asyncio.Task[None] | None = None
+    filling: Deadline | None = None
+    forwards: tuple[str, AgentOutput] | None = None
+    output: AgentOutput | None = None
+    gone: CutOff | Literal["failed"] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.output is None and self.gone is None
+
+    def cancel(self) -> None:
+        assert self.work is not None
+        self.work.cancel()
+
+
+class GraphRun:
+    """Runs the agents of one plan, each in a task of its own.
+
+    An agent goes on as soon as its own precursors let it (localized readiness). The root's end ends
+    the run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        cache: AgentPromptCache,
+        embedder: Embedder | None,
+        emit: Emit,
+        leave: Leave,
+        clock: Callable[[], float],
+    ) -> None:
+        """Prepare the run; `leave` is called with every agent that has ended.
+
+        Raises:
+            ConfigError: An early exit needs an embedder, and none is configured.
+        """
+        self._plan = plan
+        self._topology = plan.outline.topology
+        self._estimates = plan.outline.estimates
+        self._cache = cache
+        self._clock = clock
         self._emit = emit
         self._leave = leave
-        self._exits = self._cluster_exits()
-        self._writers: dict[str, LogWriter] = {}
-        self._runs: dict[str, AgentRun] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._filling: set[str] = set()
+        self._exits = self._open_exits(embedder)
+        self._members: dict[str, _Member] = {}
         self._news = asyncio.Event()
-        self._skipped: dict[str, tuple[str, Output]] = {}
-        self._outputs: dict[str, Output] = {}
-        self._gone: dict[str, CutOff | Literal["failed"]] = {}
 
-    def _cluster_exits(self) -> dict[str, ClusterExit]:
-        """The judge of each agent whose cluster has early exit."""
-        found: dict[str, ClusterExit] = {}
+    def _open_exits(self, embedder: Embedder | None) -> dict[str, ClusterExit]:
+        """Return the early exit that judges each agent whose cluster has one."""
+        exits: dict[str, ClusterExit] = {}
         for cluster in self._topology.clusters:
             if cluster.early_exit is None:
                 continue
-            embedder = self._executor.embedder
             if cluster.early_exit.needs.embeds and embedder is None:
                 raise ConfigError(
                     (
@@ -192,190 +259,181 @@ class _Run:
                     ),
                     remedy="Set `embedder` in the configuration, or turn early_exit off.",
                 )
-            draws = random.Random(f"{self._request.seed}/{cluster.id}")
-            unfinished = partial(self._unfinished, cluster)
-            judge = ClusterExit(cluster, embedder, draws, unfinished, self._emit, self._clock)
-            found |= dict.fromkeys(cluster.agents, judge)
-        return found
+            draws = random.Random(f"{self._plan.outline.request.seed}/{cluster.id}")
+            unfinished = partial(self._list_unfinished, cluster)
+            cluster_exit = ClusterExit(
+                cluster, embedder, draws, unfinished, self._emit, self._clock
+            )
+            exits |= dict.fromkeys(cluster.agents, cluster_exit)
+        return exits
 
     async def answer(self) -> Answer:
-        """Run all agents; the root's end ends the run."""
-        tenant = self._request.tenant
-        program = self._request.id
-        keys = (LogKey(tenant, program, agent) for agent in self._topology.agents)
-        writers = await asyncio.gather(*(self._cache.create(key) for key in keys))
-        self._writers.update(zip(self._topology.agents, writers, strict=True))
-        estimates = self._executor.estimates
-        for name, task in self._tasks.items():
-            self._runs[name] = self._run_of(task)
+        """Run all agents and return the root's answer."""
+        await self._open_members()
         try:
             async with asyncio.TaskGroup() as group:
-                for agent in self._topology.agents.values():
-                    self._running[agent.id] = group.create_task(self._agent(agent))
-            root = self._outputs[self._topology.root.id]
-            usage = {agent: self._usage(agent) for agent in self._topology.agents}
-            for name, used in usage.items():
-                decoded = used.state == "finished"
-                read = used.state in ("finished", "skipped")
-                estimates.observe_fate(self._topology.name, name, decoded=decoded, read=read)
-            return Answer(
-                root.text, root.finish.reason, usage, root.confidence, root.reasoning, root.calls
-            )
+                for member in self._members.values():
+                    member.work = group.create_task(self._run_agent(member))
+            return self._conclude()
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
             raise first from first.__cause__
         finally:
-            # all refer back to this object: what they hold would wait for the garbage collector
-            self._runs.clear()
-            self._running.clear()
+            # members and their tasks refer to each other and to this object: what they hold would
+            # wait for the garbage collector
+            for member in self._members.values():
+                member.work = None
+            self._members.clear()
 
-    async def _agent(self, agent: Agent) -> None:
-        try:
-            output = await (self._vote(agent) if agent.votes else self._output(agent.id))
-        except ShellRouterError as error:
-            self._failed(agent, error)
-            return
-        self._leave(agent.id)
-        self._outputs[agent.id] = output
-        self._news.set()
-        self._writers[agent.id].end(End.FINISHED)
-        if agent.votes:
-            self._cut_unneeded()
-        if agent.id == self._topology.root.id:
-            for other in self._outputs.keys() - {agent.id}:  # their judgements come too late
-                self._running[other].cancel()
-        else:
-            await self._judge(agent.id, output)
+    async def _open_members(self) -> None:
+        """Create the log and the run of every agent."""
+        request = self._plan.outline.request
+        agents = self._topology.agents
+        keys = [LogKey(request.tenant, request.id, agent) for agent in agents]
+        writers = await asyncio.gather(*map(self._cache.create, keys))
+        for agent, writer in zip(agents.values(), writers, strict=True):
+            task = self._plan.tasks.get(agent.id)
+            run = None if task is None else self._open_run(task, writer)
+            self._members[agent.id] = _Member(agent, writer, task, run)
 
-    def _run_of(self, task: AgentTask) -> AgentRun:
-        writer = self._writers[task.agent]
-        wrote = self._watched(task.agent)
+    def _open_run(self, task: AgentTask, writer: LogWriter) -> AgentRun:
         return AgentRun(
             task,
-            self._executor.estimates,
+            self._estimates,
             self._emit,
             clock=self._clock,
             writer=writer,
-            wrote=wrote,
+            on_text=self._watch(task.agent),
         )
 
-    async def _output(self, agent: str) -> Output:
-        """The agent's, by its model or, where that fails before it has written anything, by its
-        fallbacks.
-        """
-        for attempt in range(len(self._topology.agents[agent].fallbacks)):
-            try:
-                return await self._attempt(agent)
-            except EngineError as error:
-                if self._runs[agent].decoded:
-                    raise
-                failed = self._tasks[agent].model.alias
-                task = await self._instead(agent, attempt)
-                log.warning(
-                    "agent %s: %s takes the place of %s: %s", agent, task.model.alias, failed, error
-                )
-                now_s = self._clock()
-                why = f"{failed} failed"
-                self._emit(
-                    ModelChosen(
-                        now_s, now_s, (agent,), task.model.alias, "fallback", why, {}, {}, ()
-                    )
-                )
-                self._tasks[agent], self._runs[agent] = task, self._run_of(task)
-        return await self._attempt(agent)
+    def _conclude(self) -> Answer:
+        """Return the answer, and learn what became of every agent."""
+        usage = {name: _count_usage(member) for name, member in self._members.items()}
+        for name, used in usage.items():
+            is_decoded = used.state == "finished"
+            is_read = used.state in ("finished", "skipped")
+            self._estimates.observe_fate(
+                self._topology.name, name, decoded=is_decoded, read=is_read
+            )
+        root = self._members[self._topology.root.id].output
+        assert root is not None
+        return Answer(
+            root.text, root.finish.reason, usage, root.confidence, root.reasoning, root.calls
+        )
 
-    async def _attempt(self, agent: str) -> Output:
-        """Fill the prompt and decode it, unless this agent's aggregation is skipped meanwhile."""
-        run = self._runs[agent]
-        run.start()
-        self._filling.add(agent)
+    # --- one agent
+
+    async def _run_agent(self, member: _Member) -> None:
+        agent = member.agent
         try:
-            if agent not in self._skipped:
-                load = self._executor.estimates.prefill(run.task.model)
-                remainder = partial(self._remainder, agent)
-                prompt = await complete_prompt(
-                    run.task, self._cache, load, remainder, self._emit, self._clock
-                )
-                self._filling.discard(agent)
-                return await run.decode(prompt.ids, prompt.sent)
-        except asyncio.CancelledError:
-            if agent not in self._skipped or _is_cancelled_again():
-                raise
-        finally:
-            self._filling.discard(agent)
-        return await run.forward(*self._skipped[agent])
+            if agent.votes:
+                output = await self._vote(member)
+            else:
+                output = await self._produce(member)
+        except ShellRouterError as error:
+            self._fail(member, error)
+            return
+        self._leave(agent.id)
+        member.output = output
+        self._news.set()
+        member.writer.end(End.FINISHED)
+        if agent.votes:
+            self._cut_unneeded()
+        if agent.id != self._topology.root.id:
+            await self._judge(agent.id, output)
+            return
+        for other in self._members.values():
+            if other.output is not None and other is not member:
+                other.cancel()  # its cluster's judgement comes too late
 
-    async def _vote(self, agent: Agent) -> Output:
-        """The precursor's output that the vote is for, forwarded as soon as no other answer can
-        win.
+    async def _produce(self, member: _Member) -> AgentOutput:
+        """Return the output of the agent's model.
+
+        If the model fails before it has written anything, its fallbacks take its place.
         """
-        self._emit(AgentStarted(self._clock(), agent.id, VOTE))
-        source = await self._elected(agent)
-        output = self._outputs[source]
-        self._writers[agent.id].append(Chunk(output.text, ()))
-        if (wrote := self._watched(agent.id)) and wrote(output.text, output.confidence or 0.0):
-            await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
-        self._emit(
-            AggregationSkipped(self._clock(), agent.id, source, output.text, output.confidence)
-        )
-        return output.forwarded
+        for attempt in range(len(member.agent.fallbacks)):
+            try:
+                return await self._attempt(member)
+            except EngineError as error:
+                if member.run is None or member.run.progress.decoded:
+                    raise
+                await self._fall_back(member, attempt, error)
+        return await self._attempt(member)
 
-    async def _elected(self, agent: Agent) -> str:
-        ballots: dict[str, Ballot] = {}
-        while True:
-            for voter in agent.precursors:
-                if voter in self._outputs and voter not in ballots:
-                    ballots[voter] = await _ballot(voter, self._outputs[voter])
-            waiting = [
-                one for one in agent.precursors if one not in ballots and one not in self._gone
-            ]
-            if found := elected(
-                [ballots[voter] for voter in agent.precursors if voter in ballots], len(waiting)
-            ):
-                return found.agent
-            if not waiting:
-                raise AgentFailed(
-                    (
-                        f"Agent {agent.id!r} has no output to count: each precursor failed or was "
-                        "cut off."
-                    ),
-                    remedy="Ask again, or add precursors.",
+    async def _fall_back(self, member: _Member, attempt: int, error: EngineError) -> None:
+        """Give the agent the task of its next fallback."""
+        agent = member.agent.id
+        assert member.task is not None
+        failed = member.task.model.alias
+        task = await plan_fallback(self._plan.outline, agent, attempt)
+        model = task.model.alias
+        log.warning("agent %s: %s takes the place of %s: %s", agent, model, failed, error)
+        now_s = self._clock()
+        why = f"{failed} failed"
+        self._emit(ModelChosen(now_s, now_s, (agent,), model, "fallback", why, {}, {}, ()))
+        member.task = task
+        member.run = self._open_run(task, member.writer)
+
+    async def _attempt(self, member: _Member) -> AgentOutput:
+        """Fill the prompt and decode it, unless the agent's aggregation is skipped meanwhile."""
+        run = member.run
+        assert run is not None
+        run.start()
+        if member.forwards is None:
+            prompt = await self._complete_prompt(member, run.task)
+            if prompt is not None:
+                return await run.decode(prompt.ids, prompt.sent)
+        assert member.forwards is not None
+        return await run.copy_output(*member.forwards)
+
+    async def _complete_prompt(self, member: _Member, task: AgentTask) -> CompletePrompt | None:
+        """Return the filled prompt; None if the agent's aggregation is skipped meanwhile."""
+        try:
+            with Deadline() as member.filling:
+                return await complete_prompt(
+                    task,
+                    self._cache,
+                    self._estimates.prefill(task.model),
+                    partial(self._expect_remainder, member.agent),
+                    self._emit,
+                    self._clock,
                 )
-            if self._outputs.keys().isdisjoint(
-                waiting
-            ):  # else it ended while another ballot was read
-                self._news.clear()
-                await self._news.wait()
+        except _AggregationSkipped:
+            return None
+        finally:
+            member.filling = None
 
-    def _remainder(self, agent: str, read: Collection[str]) -> Remainder:
-        """What the prompt of `agent` still waits for, with the outputs of `read` in it."""
-        chance = self._executor.estimates.chance
+    def _expect_remainder(self, agent: Agent, read: Collection[str]) -> Remainder:
+        """Return what the agent's prompt still waits for after it has `read` some precursors."""
         name = self._topology.name
-        survives = chance(name, agent, "decoded")
+        survives = self._estimates.chance(name, agent.id, "decoded")
         slowest = 0.0
         token_s = None
         longest_s = 0.0
-        for precursor in self._topology.agents[agent].precursors:
+        for precursor in agent.precursors:
             if precursor not in read:
-                survives *= chance(name, precursor, "read")
-            if self._is_running(precursor) and precursor in self._runs:  # a vote has none
-                tokens, seconds = self._runs[precursor].remaining
+                survives *= self._estimates.chance(name, precursor, "read")
+            other = self._members[precursor]
+            if other.is_running and other.run is not None:
+                tokens, seconds = other.run.progress.remaining
                 if tokens * (seconds or 1.0) > longest_s:
                     slowest = tokens
                     token_s = seconds
                     longest_s = tokens * (seconds or 1.0)
         return Remainder(slowest, token_s, survives)
 
-    def _failed(self, agent: Agent, error: ShellRouterError) -> None:
-        dropped = agent.on_failure == "drop" and agent.id != self._topology.root.id
+    def _fail(self, member: _Member, error: ShellRouterError) -> None:
+        """Note that the agent failed, and raise the run's error unless it can be dropped."""
+        agent = member.agent
+        is_dropped = agent.on_failure == "drop" and agent.id != self._topology.root.id
         self._leave(agent.id)
-        self._gone[agent.id] = "failed"
+        member.gone = "failed"
         self._news.set()
-        self._writers[agent.id].end(End.FAILED, str(error))
-        self._emit(AgentErred(self._clock(), agent.id, str(error), dropped))
-        if dropped:
-            if judge := self._exits.get(agent.id):
-                self._apply(judge.dropped(), judge.cluster)
+        member.writer.end(End.FAILED, str(error))
+        self._emit(AgentErred(self._clock(), agent.id, str(error), is_dropped))
+        if is_dropped:
+            if cluster_exit := self._exits.get(agent.id):
+                self._apply(cluster_exit.judge_failure(), cluster_exit.cluster)
             self._cut_unneeded()
         elif isinstance(error, PromptTooLong | AgentFailed) or len(self._topology.agents) == 1:
             raise error
@@ -385,124 +443,149 @@ class _Run:
                 remedy="Ask again, or set on_failure: drop to go on without this agent.",
             ) from error
 
-    def _watched(self, agent: str) -> Wrote | None:
-        """What is done whenever `agent` has written something: its cluster is judged, if that reads
-        what is written.
-        """
-        if agent not in self._exits or not self._exits[agent].reads:
+    # --- votes
+
+    async def _vote(self, member: _Member) -> AgentOutput:
+        """Forward the elected precursor's output as soon as no other answer can win."""
+        agent = member.agent.id
+        self._emit(AgentStarted(self._clock(), agent, VOTE))
+        source = await self._elect(member.agent)
+        output = self._members[source].output
+        assert output is not None
+        text = output.text
+        member.writer.append(Chunk(text, ()))
+        on_text = self._watch(agent)
+        if on_text is not None and on_text(text, output.confidence or 0.0):
+            await asyncio.sleep(0)  # the cancellation just requested arrives here
+        self._emit(AggregationSkipped(self._clock(), agent, source, text, output.confidence))
+        return output.drop_reasoning()
+
+    async def _elect(self, agent: Agent) -> str:
+        """Return the precursor whose output wins the vote."""
+        ballots: dict[str, Ballot] = {}
+        voters = {voter: self._members[voter] for voter in agent.precursors}
+        while True:
+            for name, voter in voters.items():
+                if voter.output is not None and name not in ballots:
+                    ballots[name] = await _read_ballot(name, voter.output)
+            # one that ended while another ballot was read is still waited for
+            waiting = [name for name in voters if name not in ballots and voters[name].gone is None]
+            cast = [ballots[name] for name in voters if name in ballots]
+            if winner := elected(cast, len(waiting)):
+                return winner.agent
+            if not waiting:
+                raise AgentFailed(
+                    (
+                        f"Agent {agent.id!r} has no output to count: each precursor failed or was "
+                        "cut off."
+                    ),
+                    remedy="Ask again, or add precursors.",
+                )
+            if all(voters[name].output is None for name in waiting):
+                self._news.clear()
+                await self._news.wait()
+
+    # --- early exit
+
+    def _watch(self, agent: str) -> OnText | None:
+        """Return the callback that judges the agent's cluster by each new text, if it reads it."""
+        if agent not in self._exits or not self._exits[agent].reads_text:
             return None
 
-        def wrote(text: str, confidence: float) -> bool:
-            if judge := self._exits.get(agent):
-                self._apply(judge.wrote(agent, text, confidence), judge.cluster)
-            return agent in self._gone
+        def judge_text(text: str, confidence: float) -> bool:
+            if cluster_exit := self._exits.get(agent):
+                verdict = cluster_exit.judge_text(agent, text, confidence)
+                self._apply(verdict, cluster_exit.cluster)
+            return self._members[agent].gone is not None
 
-        return wrote
+        return judge_text
 
-    async def _judge(self, agent: str, output: Output) -> None:
-        if judge := self._exits.get(agent):
-            self._apply(await judge.completed(agent, output), judge.cluster)
-            if not self._unfinished(judge.cluster):
-                for one in judge.cluster.agents:
-                    self._exits.pop(one, None)  # it holds what all of them wrote
+    async def _judge(self, agent: str, output: AgentOutput) -> None:
+        """Judge the agent's cluster by its complete output."""
+        if cluster_exit := self._exits.get(agent):
+            cluster = cluster_exit.cluster
+            self._apply(await cluster_exit.judge_output(agent, output), cluster)
+            if not self._list_unfinished(cluster):
+                for name in cluster.agents:
+                    self._exits.pop(name, None)  # it holds the outputs of all of them
 
-    def _unfinished(self, cluster: Cluster) -> tuple[str, ...]:
-        return tuple(name for name in cluster.agents if self._is_running(name))
+    def _list_unfinished(self, cluster: Cluster) -> tuple[str, ...]:
+        return tuple(name for name in cluster.agents if self._members[name].is_running)
 
     def _apply(self, verdict: Verdict, cluster: Cluster) -> None:
-        for reader in self._topology.readers_of(cluster) if verdict.sources else ():
-            if (
-                reader in self._tasks
-                and self._is_running(reader)
-                and self._tasks[reader].offer is None
-            ):
-                task = self._tasks[reader]
-                prompt = self._topology.agents[reader].prompt
-                outputs = {one: self._outputs[one] for one in verdict.sources}
-                fit = (
-                    one
-                    for one, output in outputs.items()
-                    if could_have_written(output, task.sampling, prompt)
-                )
-                if source := next(fit, None):
-                    self._skip(reader, source, outputs[source])
+        """Skip the cluster's readers and cut its stragglers, as the verdict says."""
+        if verdict.sources:
+            for reader in self._topology.readers_of(cluster):
+                self._skip_aggregation(self._members[reader], verdict.sources)
         for straggler in verdict.cut:
             self._cut(straggler, "early_exit")
         if verdict.cut:
             self._cut_starved()
             self._cut_unneeded()
 
-    def _skip(self, reader: str, source: str, output: Output) -> None:
-        """Let `reader` end with the output of `source`, and drop its prompt, which still waits for
-        precursors.
-        """
-        if reader not in self._skipped:
-            self._skipped[reader] = source, output
-            if reader in self._filling:
-                self._running[reader].cancel()
-
-    def _is_running(self, agent: str) -> bool:
-        return agent not in self._outputs and agent not in self._gone
+    def _skip_aggregation(self, reader: _Member, sources: Collection[str]) -> None:
+        """Let `reader` forward the first output of `sources` that it could have written."""
+        task = reader.task
+        if task is None or task.offer is not None:
+            return
+        if not reader.is_running or reader.forwards is not None:
+            return
+        for source in sources:
+            output = self._members[source].output
+            assert output is not None
+            if could_have_written(output, task.sampling, reader.agent.prompt):
+                reader.forwards = source, output
+                if reader.filling is not None:
+                    reader.filling.end(_AggregationSkipped())
+                return
 
     def _cut_starved(self) -> None:
-        """End the agents that an exit has left nothing to read; some agent that has ended still
-        leads to the root.
+        """Cut the agents that an exit has left nothing to read.
+
+        Some agent that has ended still leads to the root.
         """
-        for name, agent in self._topology.agents.items():
-            read = [self._gone.get(one) for one in agent.precursors]
-            if (
-                "early_exit" in read
-                and None not in read
-                and name != self._topology.root.id
-                and self._is_running(name)
-            ):
+        for name, member in self._members.items():
+            read = [self._members[precursor].gone for precursor in member.agent.precursors]
+            is_starved = "early_exit" in read and None not in read
+            if is_starved and name != self._topology.root.id and member.is_running:
                 self._cut(name, "early_exit")
 
     def _cut_unneeded(self) -> None:
-        needed = self._topology.needed(self._gone.keys() | self._outputs.keys())
-        for agent in self._topology.agents:
-            if agent not in needed and self._is_running(agent):
-                self._cut(agent, "unneeded")
+        """Cut the agents whose outputs no running agent needs any more."""
+        ended = {name for name, member in self._members.items() if not member.is_running}
+        needed = self._topology.needed(ended)
+        for name, member in self._members.items():
+            if name not in needed and member.is_running:
+                self._cut(name, "unneeded")
 
     def _cut(self, agent: str, why: CutOff) -> None:
-        """End the agent's log first, so that its successors go on at once, then its task and engine
-        request.
-        """
+        """Abort the agent; its log ends first, so that its successors go on at once."""
+        member = self._members[agent]
         self._leave(agent)
-        self._gone[agent] = why
+        member.gone = why
         self._news.set()
-        self._writers[agent].end(End.ABORTED, why)
+        member.writer.end(End.ABORTED, why)
         self._emit(AgentStopped(self._clock(), agent, why))
-        self._running[agent].cancel()
-
-    def _usage(self, agent: str) -> AgentUsage:
-        if agent not in self._tasks:
-            return AgentUsage(VOTE, 0, 0, 0, self._gone.get(agent, "skipped"))
-        task = self._tasks[agent]
-        run = self._runs[agent]
-        if agent not in self._outputs:
-            return AgentUsage(
-                task.model.alias, run.prompt_tokens, run.decoded, 0, self._gone[agent]
-            )
-        if agent in self._skipped:
-            return AgentUsage(task.model.alias, 0, 0, 0, "skipped")
-        return usage_of(task, self._outputs[agent])
+        member.cancel()
 
 
-async def _ballot(voter: str, output: Output) -> Ballot:
-    read = partial(
-        ballot,
-        voter,
-        output.text,
-        output.confidence or 0.0,
-        is_cut=output.finish.reason == "length",
-    )
+def _count_usage(member: _Member) -> AgentUsage:
+    """Return the cost of an agent, however it ended."""
+    if member.task is None or member.run is None:
+        return AgentUsage(VOTE, 0, 0, 0, member.gone or "skipped")
+    model = member.task.model.alias
+    if member.output is None:
+        assert member.gone is not None
+        progress = member.run.progress
+        return AgentUsage(model, progress.prompt_tokens, progress.decoded, 0, member.gone)
+    if member.forwards is not None:
+        return AgentUsage(model, 0, 0, 0, "skipped")
+    return count_usage(member.task, member.output)
+
+
+async def _read_ballot(voter: str, output: AgentOutput) -> Ballot:
+    is_cut = output.finish.reason == "length"
+    confidence = output.confidence or 0.0
     if len(output.text) < LONG_TEXT:
-        return read()
-    return await asyncio.to_thread(read)
-
-
-def _is_cancelled_again() -> bool:
-    """Take back one cancellation of the current task; whether there are others."""
-    current = asyncio.current_task()
-    return current is not None and current.uncancel() > 0
+        return ballot(voter, output.text, confidence, is_cut=is_cut)
+    return await asyncio.to_thread(ballot, voter, output.text, confidence, is_cut=is_cut)

@@ -1,12 +1,11 @@
-"""Fills an agent's slots from its precursors' logs and prefills what is there meanwhile
-(Faster-MoA, 4.3).
+"""Fills an agent's slots from its precursors' logs, and prefills what is there meanwhile.
 
-The paper's loop is fetch, append, prefill-only, slot by slot. Here an update goes out only when it
-pays (`routing.increments`), one at a time, and fetching goes on meanwhile: the end of a precursor
-never waits for an update.
+The paper's loop is fetch, append, prefill-only, slot by slot (Faster-MoA, 4.3). Here an update goes
+out only when it pays (`routing.increments`), one at a time, and fetching goes on meanwhile: the end
+of a precursor never waits for an update.
 
 No update goes out before the first precursor's first tokens. The paper sends the prefix at once,
-but where layers share an engine it would then delay the very prompts that are waited for.
+but if layers share an engine it would then delay the very prompts that are waited for.
 """
 
 import asyncio
@@ -24,7 +23,13 @@ from shell_router.core.events import Degraded, Emit, PrefillIncrement
 from shell_router.core.spans import CURRENT, enter_span
 from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, PromptTooLong
 from shell_router.moa.agent import AgentTask, Source
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, GrowingPrompt, Slot, encoded, off_loop
+from shell_router.moa.prompt import (
+    CHARACTERS_PER_TOKEN,
+    GrowingPrompt,
+    Slot,
+    encode_text,
+    run_off_loop,
+)
 from shell_router.routing.increments import PrefillLoad, Remainder, tokens_until_due
 
 log = logging.getLogger(__name__)
@@ -32,8 +37,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def common_prefix(before: list[int], now: list[int]) -> int:
-    """Length of the common prefix; comparing whole slices first keeps the usual cases fast."""
+def count_common_prefix(before: list[int], now: list[int]) -> int:
+    """Return the length of the common prefix."""
+    # comparing whole slices first keeps the usual cases fast
     if now[: len(before)] == before:
         return len(before)
     if before[: len(now)] == now:
@@ -43,86 +49,84 @@ def common_prefix(before: list[int], now: list[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A complete prompt's ids, of which the first `sent` were prefilled while it grew."""
+class CompletePrompt:
+    """The ids of a complete prompt; the first `sent` of them were prefilled while it grew."""
 
     ids: list[int]
     sent: int = 0
+
+
+ExpectRemainder = Callable[[Collection[str]], Remainder]
+"""Returns what a prompt still waits for after it has read the outputs of these agents."""
 
 
 async def complete_prompt(
     task: AgentTask,
     cache: AgentPromptCache,
     load: PrefillLoad,
-    remainder: Callable[[Collection[str]], Remainder],
+    expect_remainder: ExpectRemainder,
     emit: Emit,
     clock: Callable[[], float],
-) -> Prompt:
-    """The task's prompt, once all of its slots are filled; the same with incremental prefill and
-    without.
+) -> CompletePrompt:
+    """Return the task's prompt once its slots are filled; updates never change it.
 
-    `remainder` says what is expected of the prompt after it has read the outputs of the agents
-    given. Raises PrecursorTimeout, and AgentFailed when a precursor that is needed gave nothing.
+    Raises:
+        PrecursorTimeout: Nothing came from a precursor in time.
+        AgentFailed: A precursor that is needed gave nothing.
     """
     if task.sources:
-        return await _SlotFiller(task, cache, load, remainder, emit, clock).fill()
-    return Prompt(
-        await encoded(
-            task.model.tokenizer, "".join(part for part in task.parts if isinstance(part, str))
-        )
-    )
+        return await _SlotFiller(task, cache, load, expect_remainder, emit, clock).fill()
+    text = "".join(part for part in task.parts if isinstance(part, str))
+    return CompletePrompt(await encode_text(task.model.tokenizer, text))
 
 
 class _SlotFiller:
-    """Fills the slots of one task, and has the growing prompt prefilled, one update at a time.
-
-    `_sent` are the ids of the last update that was answered.
-    """
+    """Fills the slots of one task, and prefills the growing prompt, one update at a time."""
 
     def __init__(
         self,
         task: AgentTask,
         cache: AgentPromptCache,
         load: PrefillLoad,
-        remainder: Callable[[Collection[str]], Remainder],
+        expect_remainder: ExpectRemainder,
         emit: Emit,
         clock: Callable[[], float],
     ) -> None:
         self._task = task
         self._cache = cache
         self._load = load
-        self._remainder = remainder
+        self._expect_remainder = expect_remainder
         self._emit = emit
         self._clock = clock
         self._prompt = GrowingPrompt(task.model.tokenizer)
         self._slot: str | None = None
         self._slot_tokens = 0
-        self._read: set[str] = set()
+        self._read_agents: set[str] = set()
         self._filled = 0
         self._unsent = 0
         self._sends = task.prefill.incremental
         self._update: asyncio.Task[None] | None = None
         self._updates = 0
-        self._sent: list[int] = []
+        self._last_sent: list[int] = []
 
-    async def fill(self) -> Prompt:
-        """The complete prompt.
+    async def fill(self) -> CompletePrompt:
+        """Return the complete prompt.
 
-        It does not wait for an update: one that is still under way is aborted, as the real request
-        holds all of it. The engine's part of that happens in the background.
+        An update that is still under way is aborted, not waited for, as the real request holds all
+        of it. The engine ends it in the background.
         """
         try:
             await self._read_parts()
-            ids = await self._encoded(self._prompt.final_ids)
+            ids = await self._encode(self._prompt.final_ids)
         finally:
             if self._update is not None:
                 self._update.cancel()
                 await asyncio.wait([self._update])
                 self._raise_defect(self._update)
-        return Prompt(ids, common_prefix(self._sent, ids))
+        return CompletePrompt(ids, count_common_prefix(self._last_sent, ids))
 
-    async def _encoded(self, work: Callable[[], T]) -> T:
-        return await off_loop(self._prompt.undecided, work)
+    async def _encode(self, work: Callable[[], T]) -> T:
+        return await run_off_loop(self._prompt.undecided, work)
 
     # --- reading
 
@@ -146,7 +150,7 @@ class _SlotFiller:
         self._slot_tokens = 0
         self._prompt.add_text(slot.before)
         end, detail = await self._follow(self._task.sources[slot.agent])
-        self._read.add(slot.agent)
+        self._read_agents.add(slot.agent)
         if end is End.FINISHED:
             self._prompt.add_text(slot.after)
             self._filled += 1
@@ -159,10 +163,10 @@ class _SlotFiller:
                 remedy="Send the precursor again in a new program.",
             )
         else:
-            self._prompt.back_to(before)
+            self._prompt.rewind(before)
 
     async def _follow(self, source: Source) -> tuple[End, str]:
-        """Append all that one precursor writes; its end mark and the mark's detail."""
+        """Append all that one precursor writes; return its end mark and the mark's detail."""
         position = 0
         wait_s = self._task.begin_s
         while True:
@@ -188,8 +192,7 @@ class _SlotFiller:
             wait_s = self._task.silence_s
 
     async def _next(self, key: LogKey, position: int, wait_s: float) -> LogRead:
-        """What comes after `position`. What is there already is taken before an update is
-        judged."""
+        """Return what comes after `position`; text that is there already needs no new update."""
         if not self._sends or self._slot is None or not self._unsent:
             if self._sends or not self._slot_tokens:
                 at_least = 1
@@ -204,12 +207,12 @@ class _SlotFiller:
             wanted = self._tokens_until_due()
             if wanted == 0:
                 self._unsent = 0
-                self._begin_update(await self._encoded(self._prompt.stable_ids))
+                self._begin_update(await self._encode(self._prompt.stable_ids))
         return await self._cache.read(key, position, at_least=max(1, wanted), wait_s=wait_s)
 
     async def _append(self, read: LogRead, *, shares_ids: bool) -> None:
-        if shares_ids:  # a piece may have text alone: what its ids say came with earlier pieces
-            await self._encoded(partial(self._prompt.add_ids, read.ids))
+        if shares_ids:  # a piece may have text alone, whose ids came with earlier pieces
+            await self._encode(partial(self._prompt.add_ids, read.ids))
         else:
             self._prompt.add_text(read.text)
         added = len(read.ids) or max(1, len(read.text) // CHARACTERS_PER_TOKEN)
@@ -220,25 +223,24 @@ class _SlotFiller:
         chunk = self._task.prefill.chunk_tokens
         if chunk != "adaptive":
             return max(0, chunk - self._unsent)
-        return tokens_until_due(
-            self._load, self._clock(), self._unsent, self._remainder(self._read)
-        )
+        remainder = self._expect_remainder(self._read_agents)
+        return tokens_until_due(self._load, self._clock(), self._unsent, remainder)
 
     # --- prefilling
 
     def _begin_update(self, ids: list[int]) -> None:
-        """Have `ids` prefilled, if they hold anything new that the model could take: a complete
-        prompt that is too long will be refused by name."""
-        resident = common_prefix(self._sent, ids)
+        """Have `ids` prefilled, if they hold anything new that the model could take.
+
+        A complete prompt that is too long is refused by name.
+        """
+        resident = count_common_prefix(self._last_sent, ids)
         if self._sends and resident < len(ids) < self._task.model.context_length:
             if self._update is not None:
                 self._raise_defect(self._update)
             self._update = asyncio.create_task(self._prefill(ids, resident, self._slot))
 
     async def _prefill(self, ids: list[int], resident: int, slot: str | None) -> None:
-        """An update that the engine refuses costs only the overlap; a warning and an event say so,
-        and none follows.
-        """
+        """Send one update; if the engine refuses it, warn and send no more."""
         task = self._task
         started_s = self._clock()
         if CURRENT.get() is not None:
@@ -263,7 +265,7 @@ class _SlotFiller:
         prompt = done.prompt_tokens
         cached = done.cached_tokens
         self._emit(PrefillIncrement(now_s, task.agent, started_s, slot, prompt, cached, resident))
-        self._sent = ids
+        self._last_sent = ids
 
     @staticmethod
     def _raise_defect(update: asyncio.Task[None]) -> None:

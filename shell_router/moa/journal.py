@@ -142,25 +142,25 @@ class Journal:
 
     # --- what the run asks
 
-    def models(self, models: Mapping[str, ServedModel]) -> dict[str, ServedModel]:
+    def wrap_engines(self, models: Mapping[str, ServedModel]) -> dict[str, ServedModel]:
         """The same models, whose engines are asked by way of this journal."""
         return {
             alias: replace(model, engine=JournaledEngine(model, self))
             for alias, model in models.items()
         }
 
-    def pinned(self, topology: Topology) -> Topology:
+    def pin_models(self, topology: Topology) -> Topology:
         """The topology with the models that were chosen for its agents before."""
         undecided = {agent.id for agent in topology.agents.values() if agent.model == AUTO}
         return topology.with_models(
             {agent: self._chosen[agent] for agent in undecided & self._chosen.keys()}
         )
 
-    def chosen(self, agent: str) -> str | None:
+    def find_choice(self, agent: str) -> str | None:
         """The model that was chosen for the agent before."""
         return self._chosen.get(agent)
 
-    def pin(self, choices: Sequence[Event]) -> None:
+    def record_choices(self, choices: Sequence[Event]) -> None:
         """Keep the models that were chosen."""
         for choice in choices:
             if isinstance(choice, ModelChosen):

@@ -5,147 +5,52 @@ import random
 import sys
 import uuid
 import zlib
-from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import islice, takewhile
-from operator import itemgetter
 
-from agent_cache import (
-    AgentPromptCache,
-    Chunk,
-    End,
-    LogExists,
-    LogKey,
-    LogRead,
-    LogTimeout,
-    LogWriter,
-)
+from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
 from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Emit, Event, answer_in
-from shell_router.core.sampling import require_possible
-from shell_router.moa.agent import (
-    AgentRun,
-    AgentTask,
-    Source,
-    check_task,
-    ended_in_thinking,
-    limited,
-    usage_of,
+from shell_router.core.sampling import limit_sampling, require_possible
+from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, count_usage
+from shell_router.moa.choosing import ModelChooser, choose_for_agent
+from shell_router.moa.comparison import observe_drafts
+from shell_router.moa.deadline import Deadline
+from shell_router.moa.expectations import AGENT_REQUEST, read_request_prompt
+from shell_router.moa.incremental import CompletePrompt, complete_prompt, count_common_prefix
+from shell_router.moa.planning import can_share_ids, check_thinking_limit
+from shell_router.moa.prompt import Message, Part, Slot, encode_text, render
+from shell_router.moa.registry import (
+    AgentRecord,
+    ProgramRegistry,
+    make_duplicate_error,
 )
-from shell_router.moa.choosing import ModelChooser
-from shell_router.moa.incremental import Prompt, common_prefix, complete_prompt
-from shell_router.moa.planning import (
-    AGENT_REQUEST,
-    compare_drafts,
-    ids_are_text,
-    known_of_request,
-    plan_agent,
-    thinking_limit,
-)
-from shell_router.moa.prompt import Message, Part, Slot, encoded, render
 from shell_router.moa.requests import (
     AgentRequest,
     Answer,
-    Deadline,
     MoaRequest,
     OutputOf,
-    ProgramAgentState,
     ProgramState,
     Segment,
 )
+from shell_router.moa.thinking import make_no_answer_error
 from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import AUTO, Graph
 
+Work = Callable[[LogWriter], Awaitable[Answer]]
+"""Runs an agent, whose output goes to the writer."""
 
-@dataclass(slots=True, eq=False)
-class _Record:
-    """One agent of a program, from the moment it was sent.
-
-    `model` is None if it is a topology, and `asked`, too, if it is written elsewhere. `load` holds
-    what it counts for.
-    """
-
-    asked: AgentRequest | None = None
-    model: ServedModel | None = None
-    precursors: frozenset[str] = frozenset()
-    load: ExitStack = field(default_factory=ExitStack)
-    log: str = ""
-    run: AgentRun | None = None
-    task: asyncio.Task[Answer] | None = None
-    waiting: int = 0
-    ended: ProgramAgentState | None = None
-    answer: Answer | None = None
-    output: str = ""
-
-    @property
-    def state(self) -> ProgramAgentState:
-        if self.ended:
-            return self.ended
-        if self.model is None or (self.run and self.run.prompt_tokens):
-            return "running"
-        return "waiting"
-
-    @property
-    def text(self) -> str:
-        return self.run.text if self.run else self.output
-
-    def begin(self, task: asyncio.Task[Answer]) -> None:
-        """Run `task`; when it ends, keep what can still be asked for."""
-        self.task, self.load = (
-            task,
-            self.load.pop_all(),
-        )  # the load stays when the call that sent it leaves
-        task.add_done_callback(self._end)
-
-    def _end(self, task: asyncio.Task[Answer]) -> None:
-        if task.cancelled():
-            self.ended = "cancelled"
-        elif task.exception():
-            self.ended = "failed"
-        else:
-            self.ended, self.answer = "finished", task.result()
-        self.load.close()
-        self.output = self.text
-        self.run = None
-        self.task = None
-        if self.asked is not None and self.asked.chat:
-            self.asked = None  # it is sent once: its id is the router's
-
-
-@dataclass(slots=True)
-class _Program:
-    used_s: float
-    agents: dict[str, _Record] = field(default_factory=dict)
-    chosen: dict[tuple[str, ...], str] = field(
-        default_factory=dict
-    )  # the program's model among these candidates
-    written: int = 0  # bytes that came from elsewhere
-
-    def is_running(self) -> bool:
-        return any(record.ended is None for record in self.agents.values())
+RunGraph = Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]]
 
 
 class Programs:
-    """Runs agent requests and remembers the programs they belong to.
+    """Runs agent requests; a registry remembers the programs they belong to.
 
-    A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the
-    cache forgets their logs, or when there are more than `max_programs`, first the oldest of the
-    tenant that has most, or when outputs that its tenant has written elsewhere take more than
-    `max_written` bytes. None has more than `max_agents`. Without `holdouts` no program is held out
-    to show what drafts save.
+    Without `holdouts` no program is held out to show what drafts save.
     """
 
     def __init__(
@@ -157,96 +62,105 @@ class Programs:
         ttl_s: float = 3600.0,
         max_programs: int = 10_000,
         max_agents: int = 10_000,
-        max_written: int = 2**27,
+        max_written_bytes: int = 2**27,
         chooser: ModelChooser | None = None,
         holdouts: Holdouts | None = None,
     ) -> None:
         self._models = models
-        self._holdouts = holdouts or Holdouts(HoldoutSettings(share=0.0))
         self._cache = cache
         self._clock = clock
-        self._ttl_s = ttl_s
-        self._max_programs = max_programs
-        self._max_agents = max_agents
-        self._max_written = max_written
         self._chooser = chooser or ModelChooser(models, clock=clock)
-        self._programs: dict[tuple[str, str], _Program] = {}
-        self._written: Counter[str] = Counter()  # by tenant
-        self._chats: dict[tuple[str, str], str] = {}  # the program of a tenant's chat completion
+        self._holdouts = holdouts or Holdouts(HoldoutSettings(share=0.0))
+        self._registry = ProgramRegistry(
+            cache,
+            clock=clock,
+            ttl_s=ttl_s,
+            max_programs=max_programs,
+            max_agents=max_agents,
+            max_written_bytes=max_written_bytes,
+        )
+        self.find_chat_program = self._registry.find_chat_program
+        self.count_written = self._registry.count_written
 
     async def run(self, request: AgentRequest, emit: Emit) -> Answer:
-        """Run one agent to its end, reporting to `emit` what happens.
+        """Run one agent to its end, and emit what happens.
 
-        The same request sent again waits for the first one's answer, of which `emit` learns
-        nothing; if the first one failed or was cancelled, it runs again. An agent is cancelled when
-        the last call that waits for it is.
+        The same request sent again waits for the first one's answer, without events; if the first
+        one failed or was cancelled, the agent runs again. An agent is cancelled when the last call
+        that waits for it is.
 
-        Raises UnknownModel, DuplicateAgent, InvalidRequest (an agent that waits for itself),
-        PrecursorTimeout, AgentFailed (a precursor failed or was cancelled, or the engine failed),
-        PromptTooLong, DeadlineExceeded, and Overloaded when every remembered program is still
-        running, or this one has too many agents.
+        Raises:
+            UnknownModel: The model is not configured.
+            DuplicateAgent: The program has this agent with other content.
+            InvalidRequest: The agent would wait for itself.
+            PrecursorTimeout: Nothing came from a precursor in time.
+            AgentFailed: A precursor failed or was cancelled, or the engine failed.
+            PromptTooLong: The prompt does not fit the model's context.
+            DeadlineExceeded: The agent took longer than the request allows.
+            Overloaded: All remembered programs still run, or this one has too many agents.
         """
-        if record := self._sent_before(request, request):
-            return await self._result(request, record)
-        planned = replace(request, sampling=limited(request.sampling))
-        if request.journal is not None and (chosen := request.journal.chosen(request.agent)):
+        if record := self._registry.find_sent(request, request):
+            return await self._await_answer(request, record)
+        planned = replace(request, sampling=limit_sampling(request.sampling))
+        chosen = request.journal.find_choice(request.agent) if request.journal else None
+        if chosen is not None:
             planned = replace(planned, model=chosen, candidates=())
         longest = max(model.context_length for model in self._models.values())
-        require_possible(known_of_request(request).characters, longest)
+        require_possible(read_request_prompt(request).characters, longest)
         choices: list[Event] = []  # emitted once nothing can be refused any more
-        model, hints = await self._planned(planned, choices.append)
-        expected = hints.output_tokens
-        if expected is None:
+        model, hints = await self._choose_model(planned, choices.append)
+        tokens = hints.output_tokens
+        if tokens is None:
             tokens = float(planned.sampling["max_new_tokens"])
-        else:
-            tokens = expected
         with ExitStack() as load:  # from the choice on, so that no other is made by the same load
             load.enter_context(self._chooser.activity.program({request.agent: (model, tokens)}))
             planned = replace(planned, model=model, candidates=())
-            task = self._task(planned, hints)
+            task = self._build_task(planned, hints)
             await check_task(task)
-            record = _Record(request, task.model, frozenset(task.sources), load)
+            record = AgentRecord(request, task.model, frozenset(task.sources), load)
             work = partial(self._answer, planned, task, record, choices, emit)
-            return await self._once(planned, record, work, emit)
+            return await self._run_once(planned, record, work, emit)
 
     async def run_graph(
-        self,
-        request: AgentRequest,
-        graph: Graph,
-        run: Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]],
-        emit: Emit,
+        self, request: AgentRequest, graph: Graph, run: RunGraph, emit: Emit
     ) -> Answer:
-        """As `run` where a topology is the agent, which is asked once the outputs in its messages
-        have ended.
+        """Run a topology as one agent, once the outputs in its messages have ended.
 
-        Its readers follow its answer as it is written.
+        Its readers follow its answer as it is written. Raises the same errors as `run`.
         """
-        record = _Record(request, precursors=frozenset(request.reads))
-        return await self._once(
-            request, record, partial(self._answer_of_graph, request, record, graph, run, emit), emit
-        )
+        record = AgentRecord(request, precursors=frozenset(request.reads))
+        work = partial(self._answer_by_graph, request, record, graph, run, emit)
+        return await self._run_once(request, record, work, emit)
 
     async def write(self, request: AgentRequest, texts: AsyncIterator[str]) -> Answer:
-        """Make `texts` the output of an agent that the router does not run; readers follow them as
-        they come.
+        """Make `texts` the output of an agent that the router does not run.
 
-        Of `request` only tenant, program and agent count. Raises DuplicateAgent, AgentFailed and
-        Overloaded.
-        """
-        record = _Record()
-        return await self._once(request, record, partial(_copy, record, texts), lambda event: None)
+        Readers follow them as they come. Of `request` only tenant, program and agent count.
 
-    async def output(self, tenant: str, program: str, agent: str, wait_s: float) -> str | None:
-        """All that the agent wrote; None if it still writes after `wait_s`. Raises UnknownProgram
-        and AgentFailed.
+        Raises:
+            DuplicateAgent: The program has this agent already.
+            AgentFailed: The program was cancelled.
+            Overloaded: All remembered programs still run, or this one has too many agents.
         """
-        record = self._program(tenant, program).agents.get(agent)
+        record = AgentRecord()
+        work = partial(_copy_texts, record, texts)
+        return await self._run_once(request, record, work, lambda event: None)
+
+    async def read_output(self, tenant: str, program: str, agent: str, wait_s: float) -> str | None:
+        """Return all that the agent wrote; None if it still writes after `wait_s`.
+
+        Raises:
+            UnknownProgram: The program or the agent is not known.
+            AgentFailed: The agent gave no output.
+        """
+        record = self._registry.require_program(tenant, program).agents.get(agent)
         if record is None:
             raise errors.UnknownProgram(
                 f"Program {program!r} has no agent {agent!r}.", remedy="Send its request first."
             )
+        key = LogKey(tenant, program, record.log)
         try:
-            read = await self._ended(LogKey(tenant, program, record.log), wait_s)
+            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=wait_s)
         except LogTimeout:
             return None
         if read.end in (End.ABORTED, End.FAILED):
@@ -256,18 +170,9 @@ class Programs:
             )
         return read.text if read.end else None
 
-    def program_of(self, tenant: str, agent: str) -> str | None:
-        """The program that a chat completion belongs to; None if this tenant has none of that id,
-        or no more.
-        """
-        program = self._chats.get((tenant, agent))
-        if program is not None and self._find(tenant, program):
-            return program
-        return None
-
     def state(self, tenant: str, program: str) -> ProgramState:
-        """What is known of a program. Raises UnknownProgram."""
-        agents = self._program(tenant, program).agents
+        """Return the states and outputs of a program's agents. Raises UnknownProgram."""
+        agents = self._registry.require_program(tenant, program).agents
         return ProgramState(
             program,
             {agent: record.state for agent, record in agents.items()},
@@ -276,196 +181,91 @@ class Programs:
 
     async def cancel(self, tenant: str, program: str) -> None:
         """End every running agent of the program and forget it. Raises UnknownProgram."""
-        agents = self._program(tenant, program).agents
-        tasks = [
-            record.task for record in agents.values() if record.task and not record.task.done()
-        ]
-        for task in tasks:
-            task.cancel()
+        tasks = []
+        for record in self._registry.require_program(tenant, program).agents.values():
+            if record.task is not None and not record.task.done():
+                record.task.cancel()
+                tasks.append(record.task)
         if tasks:
             await asyncio.wait(tasks)
-        await self._forget(tenant, program)
+        await self._registry.forget(tenant, program)
 
-    # --- before it runs
+    # --- planning
 
-    async def _planned(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
-        """The request's model, the one that its program was given before, and what is expected of
-        it.
-        """
-        known = self._find(request.tenant, request.program)
-        chosen = dict(known.chosen) if known else {}
-        planned = await plan_agent(self._chooser, self._models, request, chosen, emit)
+    async def _choose_model(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
+        """Return the request's model and hints; a program keeps the model it was given before."""
+        program = self._registry.find(request.tenant, request.program)
+        chosen = dict(program.chosen) if program else {}
+        choice = await choose_for_agent(self._chooser, self._models, request, chosen, emit)
         if request.model == AUTO:
-            await self._make_space(request)
-            program = self._programs.setdefault(
-                (request.tenant, request.program), _Program(self._clock())
-            )
-            program.chosen.update(chosen)
-        return planned
+            await self._registry.make_space(request)
+            self._registry.remember_choices(request, chosen)
+        return choice
 
-    def _task(self, request: AgentRequest, hints: Hints) -> AgentTask:
+    def _build_task(self, request: AgentRequest, hints: Hints) -> AgentTask:
         model = self._models[request.model]
         journal = request.journal
-        parts = _parts(request, model)
+        parts = _render_prompt(request, model)
+        run_id = uuid.uuid4().hex
         if journal is not None:
-            model = journal.models({model.alias: model})[model.alias]
+            model = journal.wrap_engines({model.alias: model})[model.alias]
+            run_id = journal.run_id
+        sources = {}
+        for part in parts:
+            if isinstance(part, Slot):
+                sources[part.agent] = self._find_source(request, part.agent, model)
+        drafts = bool(request.reads and model.drafts)
+        if drafts and model.drafts == "auto":
+            # held out as the other agents of its program are
+            draw = random.Random(request.program).random()
+            drafts = not self._holdouts.holds_out(_name_drafts(request), draw, self._clock())
+        check_thinking_limit(request.agent, request.max_thinking_tokens, model)
         return AgentTask(
             request.agent,
-            f"{request.agent}.{uuid.uuid4().hex if journal is None else journal.run_id}",
+            f"{request.agent}.{run_id}",
             model,
             parts,
             request.sampling,
             timeout_s=request.timeout_s,
             hints=hints,
-            sources={
-                part.agent: self._source(request, part.agent, model)
-                for part in parts
-                if isinstance(part, Slot)
-            },
+            sources=sources,
             prefill=request.prefill,
             all_needed=True,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
-            drafts=bool(request.reads and model.drafts)
-            and not self._without_drafts(request, model),
+            drafts=drafts,
             marks=model.reasoning,
-            max_thinking_tokens=thinking_limit(request.agent, request.max_thinking_tokens, model),
+            max_thinking_tokens=request.max_thinking_tokens,
             is_read=request.is_read,
         )
 
-    def _without_drafts(self, request: AgentRequest, model: ServedModel) -> bool:
-        """Whether it is held out, as the other agents of its program are."""
-        draw = random.Random(request.program).random()
-        return model.drafts == "auto" and self._holdouts.holds_out(
-            _drafts_of(request), draw, self._clock()
-        )
-
-    def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
+    def _find_source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
         def shares_ids() -> bool:
             # known once its log has begun here; an agent that another router runs is read as text
             if request.chat:
-                writer = None
-            else:
-                writer = self._known(request, precursor)
-            if writer is None or writer.model is None or writer.asked is None:
                 return False
-            return ids_are_text(writer.model, writer.asked.sampling, reader)
+            writer = self._registry.find_agent(request, precursor)
+            if writer is None or writer.model is None or writer.request is None:
+                return False
+            return can_share_ids(writer.model, writer.request.sampling, reader)
 
-        return Source(self._log_key(request, precursor), shares_ids)
+        return Source(self._registry.find_log(request, precursor), shares_ids)
 
-    def _log_key(self, request: AgentRequest, agent: str) -> LogKey:
-        known = self._known(request, agent)
-        return LogKey(request.tenant, request.program, known.log if known else agent)
+    # --- running
 
-    def _known(self, request: AgentRequest, agent: str) -> _Record | None:
-        program = self._find(request.tenant, request.program)
-        if program:
-            return program.agents.get(agent)
-        return None
-
-    def _sent_before(self, request: AgentRequest, asked: AgentRequest | None) -> _Record | None:
-        """The agent, if `asked` sent it and it has not failed. Raises DuplicateAgent for another
-        one.
-
-        An output that is written elsewhere, without `asked`, may take the place of one that failed.
-        """
-        record = self._known(request, request.agent)
-        if record is None:
-            return None
-        has_failed = record.ended in ("failed", "cancelled")
-        is_same = asked is not None and record.asked == asked
-        if has_failed and (is_same or asked is None):
-            return None
-        if not is_same:
-            raise _duplicate(request)
-        return record
-
-    async def _make_space(self, request: AgentRequest) -> None:
-        limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
-        expired = takewhile(lambda item: item[1].used_s <= limit_s, self._programs.items())
-        await self._forget_ended(list(expired))
-        if (request.tenant, request.program) in self._programs:
-            return
-        while len(self._programs) >= self._max_programs:
-            if not (ended := self._oldest_ended()):
-                raise errors.Overloaded(
-                    f"All {self._max_programs} programs are still running.",
-                    remedy="Try again when some have ended.",
-                )
-            await self._forget_ended(ended)
-
-    async def _forget_ended(self, programs: Iterable[tuple[tuple[str, str], _Program]]) -> None:
-        """Forget those of them that do not run. One may run again, or anew, while this awaits Redis
-        for another.
-        """
-        for key, program in programs:
-            if self._programs.get(key) is program and not program.is_running():
-                await self._forget(*key)
-
-    def _oldest_ended(self) -> list[tuple[tuple[str, str], _Program]]:
-        """A hundredth of the programs of the tenant that has most, so that one cannot push out
-        those of others.
-
-        At least one, if there is any. All programs are looked at, which would be too much for every
-        request.
-        """
-        for tenant, number in Counter(map(itemgetter(0), self._programs)).most_common():
-            ended = (
-                one
-                for one in self._programs.items()
-                if one[0][0] == tenant and not one[1].is_running()
-            )
-            if found := list(islice(ended, max(1, number // 100))):
-                return found
-        return []
-
-    def _register(self, request: AgentRequest, record: _Record) -> None:
-        """Add the agent. One that runs again needs another log; no agent's id holds a #."""
-        before = self._known(request, request.agent)
-        if before is None:
-            record.log = request.agent
-        else:
-            record.log = f"{before.log}#"
-        key = (request.tenant, request.program)
-        program = self._programs.pop(key, None) or _Program(0.0)
-        program.used_s = self._clock()
-        self._programs[key] = program  # the last used is last
-        if len(program.agents) >= self._max_agents:
-            raise errors.Overloaded(
-                (
-                    f"Program {request.program!r} has {len(program.agents)} agents, which is the "
-                    "limit."
-                ),
-                remedy="Begin a new program for every run.",
-            )
-        if circle := _circle(program, request.agent, record.precursors):
-            raise errors.InvalidRequest(
-                f"Agent {request.agent!r} would wait for itself: {' <- '.join(circle)}.",
-                remedy="Break the circle of output_of segments.",
-            )
-        program.agents[request.agent] = record
-        if request.chat:
-            self._chats[request.tenant, request.agent] = request.program
-
-    # --- while it runs
-
-    async def _once(
-        self,
-        request: AgentRequest,
-        record: _Record,
-        work: Callable[[LogWriter], Awaitable[Answer]],
-        emit: Emit,
+    async def _run_once(
+        self, request: AgentRequest, record: AgentRecord, work: Work, emit: Emit
     ) -> Answer:
-        """Begin the agent, unless the same request has; its answer."""
-        await self._make_space(request)
-        if before := self._sent_before(request, record.asked):
-            return await self._result(request, before)
-        self._register(request, record)
-        record.begin(asyncio.create_task(self._run(request, record, work, emit)))
-        return await self._result(request, record)
+        """Begin the agent, unless the same request has, and return its answer."""
+        await self._registry.make_space(request)
+        if before := self._registry.find_sent(request, record.request):
+            return await self._await_answer(request, before)
+        self._registry.register(request, record)
+        record.begin(asyncio.create_task(self._run_work(request, record, work, emit)))
+        return await self._await_answer(request, record)
 
-    async def _result(self, request: AgentRequest, record: _Record) -> Answer:
-        """What the agent answers; cancelled with its last reader."""
+    async def _await_answer(self, request: AgentRequest, record: AgentRecord) -> Answer:
+        """Return the agent's answer; the agent is cancelled with the last call of this."""
         if record.task is None:
             assert record.answer is not None
             return record.answer
@@ -485,23 +285,16 @@ class Programs:
             )
         return task.result()
 
-    async def _run(
-        self,
-        request: AgentRequest,
-        record: _Record,
-        work: Callable[[LogWriter], Awaitable[Answer]],
-        emit: Emit,
+    async def _run_work(
+        self, request: AgentRequest, record: AgentRecord, work: Work, emit: Emit
     ) -> Answer:
-        writer = await self._writer(request, record)
-        if record.asked is None:
-            limit_s = None
-        else:
-            limit_s = request.timeout_s
+        """Do the agent's work within its time limit, and end its log."""
+        writer = await self._create_log(request, record)
+        limit_s = None if record.request is None else request.timeout_s
         late = f"Agent {request.agent!r} did not end within {request.timeout_s:g} s."
+        make_error = partial(errors.DeadlineExceeded, late, remedy="Allow more time.")
         try:
-            with Deadline(
-                limit_s, late=partial(errors.DeadlineExceeded, late, remedy="Allow more time.")
-            ):
+            with Deadline(limit_s, late=make_error):
                 answer = await work(writer)
             writer.end(End.FINISHED)
         except asyncio.CancelledError:
@@ -512,32 +305,30 @@ class Programs:
             emit(AgentErred(self._clock(), request.agent, str(error), dropped=False))
             raise
         finally:
-            writer.end(End.FAILED, "the router failed")  # says nothing where the log has ended
+            writer.end(End.FAILED, "the router failed")  # has no effect if the log has ended
         return answer
 
-    async def _writer(self, request: AgentRequest, record: _Record) -> LogWriter:
+    async def _create_log(self, request: AgentRequest, record: AgentRecord) -> LogWriter:
         try:
             return await self._cache.create(LogKey(request.tenant, request.program, record.log))
         except LogExists as error:
-            if (
-                request.journal is not None and request.journal.repeats
-            ):  # of an earlier attempt, at a router that ended
-                record.log += "#"
-                return await self._writer(request, record)
+            if request.journal is not None and request.journal.repeats:
+                record.log += "#"  # the log is of an earlier attempt, at a router that ended
+                return await self._create_log(request, record)
             # another router's agent: what is known of this one would be wrong of that
-            if program := self._programs.get((request.tenant, request.program)):
-                program.agents.pop(request.agent, None)
-            raise _duplicate(request) from error
+            self._registry.unregister(request)
+            raise make_duplicate_error(request) from error
 
     async def _answer(
         self,
         request: AgentRequest,
         task: AgentTask,
-        record: _Record,
+        record: AgentRecord,
         choices: Iterable[Event],
         emit: Emit,
         writer: LogWriter,
     ) -> Answer:
+        """Run an agent that a model serves."""
         for choice in choices:
             emit(choice)
         chooser = self._chooser
@@ -545,90 +336,91 @@ class Programs:
             request.journal.add("models", "", {request.agent: task.model.alias})
             # nothing is learned from what is repeated
             if request.journal.repeats:
-                chooser = chooser.anew()
-        cache = self._cache
-        estimates = chooser.estimates
+                chooser = chooser.copy_unmeasured()
         clock = self._clock
-        record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
+        run = AgentRun(task, chooser.estimates, emit, clock=clock, writer=writer)
+        record.run = run
         run.start()
-        load = estimates.prefill(task.model)
-        remainder = partial(self._remainder, request)
-        prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
+        load = chooser.estimates.prefill(task.model)
+        expect_remainder = partial(self._expect_remainder, request)
+        prompt = await complete_prompt(task, self._cache, load, expect_remainder, emit, clock)
         if request.chat and request.reads:
-            prompt = await self._exact(request, task, prompt)
+            prompt = await self._render_texts(request, task, prompt)
         output = await run.decode(prompt.ids, prompt.sent)
-        usage = usage_of(task, output)
+        usage = count_usage(task, output)
         if request.reads and task.model.drafts == "auto" and chooser is self._chooser:
-            compare_drafts(
-                self._holdouts,
-                _drafts_of(request),
-                [usage],
-                held_out=not task.drafts,
-                now_s=clock(),
-            )
+            key = _name_drafts(request)
+            held_out = not task.drafts
+            observe_drafts(self._holdouts, key, [usage], held_out=held_out, now_s=clock())
         return Answer(
             output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning
         )
 
-    async def _exact(self, request: AgentRequest, task: AgentTask, prompt: Prompt) -> Prompt:
-        """The prompt with texts where slots were: a template may change the ends of a text, and of
-        a slot it cannot.
-        """
-        texts = {one: (await self._ended(task.sources[one].key, 0)).text for one in request.reads}
-        said = [
-            Message(role, tuple(_texts(segments, texts))) for role, segments in request.messages
-        ]
-        text = "".join(map(str, render(task.model.tokenizer, said, request.chat_template_kwargs)))
-        ids = await encoded(task.model.tokenizer, text)
-        return Prompt(ids, min(prompt.sent, common_prefix(prompt.ids, ids)))
+    async def _render_texts(
+        self, request: AgentRequest, task: AgentTask, prompt: CompletePrompt
+    ) -> CompletePrompt:
+        """Return the prompt with texts in place of slots.
 
-    async def _answer_of_graph(
+        A template may change the ends of a text, which it cannot do to a slot.
+        """
+        outputs = {}
+        for agent in request.reads:
+            key = task.sources[agent].key
+            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=0)
+            outputs[agent] = read.text
+        messages = []
+        for role, segments in request.messages:
+            messages.append(Message(role, tuple(_fill_segments(segments, outputs))))
+        tokenizer = task.model.tokenizer
+        text = "".join(map(str, render(tokenizer, messages, request.chat_template_kwargs)))
+        ids = await encode_text(tokenizer, text)
+        return CompletePrompt(ids, min(prompt.sent, count_common_prefix(prompt.ids, ids)))
+
+    async def _answer_by_graph(
         self,
         request: AgentRequest,
-        record: _Record,
+        record: AgentRecord,
         graph: Graph,
-        run: Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]],
+        run: RunGraph,
         emit: Emit,
         writer: LogWriter,
     ) -> Answer:
-        texts = {agent: await self._whole(request, agent) for agent in request.reads}
-        said = ((role, "".join(_texts(segments, texts))) for role, segments in request.messages)
-        chat = tuple([{"role": role, "content": content} for role, content in said])
+        """Run a topology whose answer is the agent's output."""
+        outputs = {agent: await self._await_output(request, agent) for agent in request.reads}
+        chat = []
+        for role, segments in request.messages:
+            chat.append({"role": role, "content": "".join(_fill_segments(segments, outputs))})
         run_id = uuid.uuid4().hex
+        graph_request = MoaRequest(
+            run_id,
+            request.tenant,
+            tuple(chat),
+            request.sampling,
+            request.sampling.get("sampling_seed", zlib.crc32(run_id.encode())),
+            request.timeout_s,
+            chat_template_kwargs=request.chat_template_kwargs,
+            end_user=request.end_user,
+        )
         written = list[str]()
-        sampling = request.sampling
 
-        def follow(event: Event) -> None:
+        def copy_answer(event: Event) -> None:
             emit(event)
             if text := answer_in(event, graph.answering):
                 writer.append(Chunk(text))
                 written.append(text)
 
-        seed = sampling.get("sampling_seed", zlib.crc32(run_id.encode()))
-        asked = MoaRequest(
-            run_id,
-            request.tenant,
-            chat,
-            sampling,
-            seed,
-            request.timeout_s,
-            end_user=request.end_user,
-        )
         try:
-            answer = await run(
-                graph, replace(asked, chat_template_kwargs=request.chat_template_kwargs), follow
-            )
+            answer = await run(graph, graph_request, copy_answer)
         finally:
             record.output = "".join(written)
         if answer.reasoning and not answer.text:
-            raise ended_in_thinking(
-                request.agent, sum(spent.reasoning_tokens for spent in answer.agents.values())
-            )
+            tokens = sum(usage.reasoning_tokens for usage in answer.agents.values())
+            raise make_no_answer_error(request.agent, tokens)
         return answer
 
-    async def _whole(self, request: AgentRequest, agent: str) -> str:
-        """All that the precursor writes. Raises PrecursorTimeout and AgentFailed."""
-        key = self._log_key(request, agent)
+    async def _await_output(self, request: AgentRequest, agent: str) -> str:
+        """Return all that the precursor writes. Raises PrecursorTimeout and AgentFailed."""
+        key = self._registry.find_log(request, agent)
         try:
             await self._cache.read(key, wait_s=request.wait_s)
         except LogTimeout as error:
@@ -640,7 +432,7 @@ class Programs:
                     ),
                     remedy="Send the precursor first, or allow a longer wait.",
                 ) from error
-        read = await self._ended(key, request.timeout_s)
+        read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
         if read.end is not End.FINISHED:
             raise errors.AgentFailed(
                 (
@@ -651,91 +443,47 @@ class Programs:
             )
         return read.text
 
-    async def _ended(self, log: LogKey, wait_s: float) -> LogRead:
-        """All of a log. Raises LogTimeout."""
-        return await self._cache.read(log, at_least=sys.maxsize, wait_s=wait_s)
-
-    def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
-        """What the agent still waits for; agents that were not sent here yet, or to another router,
-        are not counted.
-        """
+    def _expect_remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
+        """Return what the agent still waits for from precursors that run at this router."""
         slowest = 0.0
         token_s = None
         for precursor in request.reads:
             if precursor in read:
-                record = None
-            else:
-                record = self._known(request, precursor)
-            if record is not None and record.run is not None and record.run.remaining[0] > slowest:
-                slowest, token_s = record.run.remaining
+                continue
+            record = self._registry.find_agent(request, precursor)
+            if record is None or record.run is None:
+                continue
+            remaining = record.run.progress.remaining
+            if remaining[0] > slowest:
+                slowest, token_s = remaining
         return Remainder(slowest, token_s)
 
-    # --- remembering
 
-    def _program(self, tenant: str, program: str) -> _Program:
-        found = self._find(tenant, program)
-        if found is None:
-            raise errors.UnknownProgram(
-                f"No program {program!r} is known.", remedy="Send an agent request first."
-            )
-        return found
-
-    def _find(self, tenant: str, program: str) -> _Program | None:
-        """The program, unless its time is over."""
-        found = self._programs.get((tenant, program))
-        is_kept = found is not None and (
-            found.used_s > self._clock() - self._ttl_s or found.is_running()
-        )
-        return found if is_kept else None
-
-    async def wrote(self, tenant: str, program: str, size: int) -> None:
-        """Bytes came for an output of the program that is written elsewhere. They are kept as long
-        as the program.
-
-        Where the tenant has too many, its oldest ended programs are forgotten. Raises Overloaded if
-        there is none.
-        """
-        if (found := self._programs.get((tenant, program))) is not None:
-            found.written += size
-            self._written[tenant] += size
-        while self._written[tenant] > self._max_written:
-            ours = (
-                item for item in self._programs.items() if item[0][0] == tenant and item[1].written
-            )
-            others = (key for key, one in ours if key[1] != program and not one.is_running())
-            if (oldest := next(others, None)) is None:
-                raise errors.Overloaded(
-                    (
-                        f"Outputs that {tenant!r} has written take more than {self._max_written} "
-                        "bytes."
-                    ),
-                    remedy=(
-                        f"First send DELETE /v1/agent/requests/{program}, or let other "
-                        "programs end."
-                    ),
-                )
-            await self._forget(*oldest)
-
-    async def _forget(self, tenant: str, program: str) -> None:
-        forgotten = self._programs.pop((tenant, program), None)
-        self._written[tenant] -= forgotten.written if forgotten else 0
-        for agent in forgotten.agents if forgotten else ():
-            self._chats.pop((tenant, agent), None)
-        await self._cache.forget(tenant, program)
-
-
-def _drafts_of(request: AgentRequest) -> Compared:
+def _name_drafts(request: AgentRequest) -> Compared:
     return Compared("drafts", AGENT_REQUEST, request.model, "aggregator")
 
 
-def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
+def _render_prompt(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
     if request.prompt:
-        return _with_slots(request.prompt)
-    messages = [Message(role, _with_slots(segments)) for role, segments in request.messages]
+        return _open_slots(request.prompt)
+    messages = [Message(role, _open_slots(segments)) for role, segments in request.messages]
     return render(model.tokenizer, messages, request.chat_template_kwargs)
 
 
-async def _copy(record: _Record, texts: AsyncIterator[str], writer: LogWriter) -> Answer:
+def _open_slots(segments: Iterable[Segment]) -> tuple[Part, ...]:
+    return tuple(
+        Slot(segment.agent) if isinstance(segment, OutputOf) else segment for segment in segments
+    )
+
+
+def _fill_segments(segments: Iterable[Segment], outputs: Mapping[str, str]) -> list[str]:
+    return [
+        outputs[segment.agent] if isinstance(segment, OutputOf) else segment for segment in segments
+    ]
+
+
+async def _copy_texts(record: AgentRecord, texts: AsyncIterator[str], writer: LogWriter) -> Answer:
+    """Write `texts` as the agent's output."""
     written = list[str]()
     try:
         async for text in texts:
@@ -743,37 +491,6 @@ async def _copy(record: _Record, texts: AsyncIterator[str], writer: LogWriter) -
             written.append(text)
         writer.end(End.FINISHED)
     finally:
-        writer.end(End.ABORTED, "its text ended early")  # says nothing where the log has ended
+        writer.end(End.ABORTED, "its text ended early")  # has no effect if the log has ended
         record.output = "".join(written)
     return Answer(record.output, "stop", {})
-
-
-def _texts(segments: Iterable[Segment], outputs: Mapping[str, str]) -> Iterator[str]:
-    return (outputs[one.agent] if isinstance(one, OutputOf) else one for one in segments)
-
-
-def _with_slots(segments: Iterable[Segment]) -> tuple[Part, ...]:
-    return tuple(Slot(part.agent) if isinstance(part, OutputOf) else part for part in segments)
-
-
-def _circle(program: _Program, agent: str, precursors: frozenset[str]) -> tuple[str, ...]:
-    """A way from `agent` over precursors back to it, empty where there is none."""
-    ways: list[tuple[str, ...]] = [(agent, precursor) for precursor in precursors]
-    seen: set[str] = set()
-    while ways:
-        way = ways.pop()
-        if way[-1] == agent:
-            return way
-        if way[-1] not in seen:
-            seen.add(way[-1])
-            known = program.agents.get(way[-1])
-            ways.extend((*way, precursor) for precursor in (known.precursors if known else ()))
-    return ()
-
-
-def _duplicate(request: AgentRequest) -> errors.DuplicateAgent:
-    return errors.DuplicateAgent(
-        f"Program {request.program!r} already has an agent {request.agent!r}.",
-        remedy="Send the same request again, give each agent its own id, or first send DELETE"
-        f" /v1/agent/requests/{request.program}.",
-    )

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from shell_router.core.engine import NO_OPTIONS, ServedModel, Tokenizer, value
-from shell_router.moa.requests import place_of_question
+from shell_router.moa.requests import find_question
 from shell_router.topology import Agent
 from shell_router.topology.prompting import fill_text, slot_parts
 
@@ -19,28 +19,23 @@ LONG_TEXT = 4096
 """Characters; tokenizing more takes milliseconds, so it is done off the event loop."""
 
 CHARACTERS_PER_TOKEN = 4
-"""About, where ids are not known."""
-
+"""An estimate for texts whose ids are not known."""
 
 T = TypeVar("T")
+
+# a pool of its own: long prompts must not starve file I/O in asyncio's default executor
 _POOL = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="tokenize")
-"""Not asyncio's own threads: as many long prompts as a client sends would keep files from being
-read and written.
-"""
 
 
-async def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of `text`."""
-    short = len(text) < LONG_TEXT
-    if short:
+async def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of `text`; long texts are tokenized on a thread."""
+    if len(text) < LONG_TEXT:
         return tokenizer.encode(text)
-    return await off_loop(len(text), partial(tokenizer.encode, text))
+    return await run_off_loop(len(text), partial(tokenizer.encode, text))
 
 
-async def off_loop(characters: int, work: Callable[[], T]) -> T:
-    """The result of `work`, which takes time in proportion to `characters`: of many in one of a few
-    threads.
-    """
+async def run_off_loop(characters: int, work: Callable[[], T]) -> T:
+    """Return the result of `work`, which runs on a thread if it has many `characters` to read."""
     if characters < LONG_TEXT:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_POOL, work)
@@ -48,7 +43,7 @@ async def off_loop(characters: int, work: Callable[[], T]) -> T:
 
 @value
 class Slot:
-    """A place that one agent's output fills, with the text written around it."""
+    """A place in a prompt for one agent's output, with the text written around it."""
 
     agent: str
     before: str = ""
@@ -58,10 +53,10 @@ class Slot:
 Part = str | Slot
 
 Turn = Mapping[str, Any]
-"""A chat message as it is."""
+"""A chat message as the client sends it."""
 
-Mark = tuple[int, str]
-"""A place in a growing prompt: how many ids were decided, and the text after them."""
+PromptMark = tuple[int, str]
+"""A position in a growing prompt: the number of decided ids, and the text after them."""
 
 
 @value
@@ -78,43 +73,55 @@ def render(
     options: Mapping[str, Any] = NO_OPTIONS,
     tools: Sequence[Turn] = (),
 ) -> tuple[Part, ...]:
-    """Put messages through the chat template, with these `options` and `tools`, and find the slots
-    again.
+    """Put messages through the chat template and find their slots again.
 
-    Each slot goes through the template as a mark that occurs in no message, so the template may
-    move content about but the text around a slot is what the template made of it.
+    Each slot goes through the template as a mark that occurs in no message. The template may move
+    content about, but the text around a slot is what the template made of it.
     """
-    written = [message for message in messages if isinstance(message, Message)]
-    slots = [part for message in written for part in message.parts if isinstance(part, Slot)]
-    texts = [
-        "".join(part if isinstance(part, str) else " " for part in message.parts)
-        for message in written
-    ]
-    others = [one for one in (*messages, *tools, options) if one and not isinstance(one, Message)]
-    mark = unused_mark(
-        [*texts, *(json.dumps(one, ensure_ascii=False, default=str) for one in others)]
-    )
-    numbers = iter(range(len(slots)))
-    chat = [
-        message
-        if not isinstance(message, Message)
-        else {
-            "role": message.role,
-            "content": "".join(
-                part if isinstance(part, str) else f"{mark}{next(numbers)}{mark}"
-                for part in message.parts
-            ),
-        }
-        for message in messages
-    ]
+    mark = find_unused_mark(_list_texts(messages, options, tools))
+    slots: list[Slot] = []
+    chat = [_mark_slots(message, mark, slots) for message in messages]
     pieces = tokenizer.render_chat(chat, tools, options).split(mark)
-    found: list[Part] = [slots[int(piece)] if i % 2 else piece for i, piece in enumerate(pieces)]
-    return tuple(part for part in found if part != "")
+    parts: list[Part] = []
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            parts.append(slots[int(piece)])
+        elif piece:
+            parts.append(piece)
+    return tuple(parts)
 
 
-def unused_mark(texts: Sequence[str]) -> str:
-    """A string of private-use characters, to which no template gives a meaning, that no text
-    holds."""
+def _list_texts(
+    messages: Sequence[Message | Turn], options: Mapping[str, Any], tools: Sequence[Turn]
+) -> list[str]:
+    """List all texts that reach the chat template."""
+    texts = []
+    for message in (*messages, *tools, options):
+        if isinstance(message, Message):
+            # a space stands for each slot, so that texts around it do not touch
+            pieces = [part if isinstance(part, str) else " " for part in message.parts]
+            texts.append("".join(pieces))
+        elif message:
+            texts.append(json.dumps(message, ensure_ascii=False, default=str))
+    return texts
+
+
+def _mark_slots(message: Message | Turn, mark: str, slots: list[Slot]) -> Turn:
+    """Return the message with a numbered mark for each slot, which is appended to `slots`."""
+    if not isinstance(message, Message):
+        return message
+    content = ""
+    for part in message.parts:
+        if isinstance(part, Slot):
+            content += f"{mark}{len(slots)}{mark}"
+            slots.append(part)
+        else:
+            content += part
+    return {"role": message.role, "content": content}
+
+
+def find_unused_mark(texts: Sequence[str]) -> str:
+    """Return a string of private-use characters, unknown to templates, that is in no text."""
     used = {number for text in texts for number in _MARK.findall(text)}
     return next(f"\ue000{number}\ue001" for number in count() if str(number) not in used)
 
@@ -125,9 +132,9 @@ _MARK = re.compile("\ue000([0-9]+)\ue001")
 class GrowingPrompt:
     """Token ids of a prompt that is still being written.
 
-    Text is tokenized with all text it touches, so a run of text between two outputs in token mode
-    has the ids it would have on its own; output ids are taken as they are. The final ids therefore
-    depend on what was added, never on how it was cut or when it came.
+    Text is tokenized together with all text it touches, so a run of text between two outputs in
+    token mode has the ids it would have on its own. Output ids are taken as they are. The final ids
+    therefore depend on what was added, never on how it was cut or when it came.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -148,34 +155,34 @@ class GrowingPrompt:
 
     @property
     def undecided(self) -> int:
-        """Characters at its end whose ids are not decided."""
+        """The number of characters at the end whose ids are not decided."""
         return sum(map(len, self._texts))
 
     def stable_ids(self) -> list[int]:
-        """The ids that nothing added later is expected to change."""
-        return self._with(self._tokenizer.encode_stable)
+        """Return the ids that nothing added later is expected to change."""
+        return self._append_ids(self._tokenizer.encode_stable)
 
     def final_ids(self) -> list[int]:
-        """The ids if nothing more is added."""
-        return self._with(self._tokenizer.encode)
+        """Return the ids if nothing more is added."""
+        return self._append_ids(self._tokenizer.encode)
 
-    def _with(self, encode: Callable[[str], list[int]]) -> list[int]:
+    def _append_ids(self, encode: Callable[[str], list[int]]) -> list[int]:
         if self._texts:
             return [*self._ids, *encode("".join(self._texts))]
         return self._ids.copy()
 
-    def mark(self) -> Mark:
-        """How far it has come."""
+    def mark(self) -> PromptMark:
+        """Return the current position."""
         return len(self._ids), "".join(self._texts)
 
-    def back_to(self, mark: Mark) -> None:
-        """Forget all that was added since."""
+    def rewind(self, mark: PromptMark) -> None:
+        """Forget all that was added since `mark`."""
         decided, text = mark
         del self._ids[decided:]
         self._texts = [text]
 
 
-def agent_parts(
+def render_agent_prompt(
     agent: Agent,
     order: Sequence[str],
     model: ServedModel,
@@ -183,96 +190,105 @@ def agent_parts(
     options: Mapping[str, Any] = NO_OPTIONS,
     tools: Sequence[Turn] | None = None,
 ) -> tuple[Part, ...]:
-    """S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) in place of the last user message of the
-    client's chat.
+    """Render S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) in place of the client's question.
 
-    `order` is the agent's precursors as they shall stand in the prompt, behind the outputs that it
-    is given. System messages of the agent and of the client become one, the agent's first; earlier
-    turns stay as they are. `options` and `tools` go to the chat template; without tools, even none,
-    their calls and results are text.
+    System messages of the agent and of the client become one, the agent's first; earlier turns stay
+    as they are.
+
+    Args:
+        agent: The agent whose templates are filled.
+        order: Its precursors in the order of their slots, after the outputs it already has.
+        model: The model whose chat template is used.
+        chat: The client's messages.
+        options: Further variables of the chat template.
+        tools: The tools offered to the model. With None, calls and results become text.
     """
-    if chat[-1]["role"] == "user":
-        place = len(chat) - 1
-    else:
-        place = place_of_question(chat)
-    prompt = agent.prompt
-    question = chat[place]["content"]
-    before_it = chat[:place]
-    later = chat[place + 1 :]
+    at = len(chat) - 1
+    if chat[at]["role"] != "user":
+        at = find_question(chat)
+    question = chat[at]["content"]
+    earlier = chat[:at]
+    later = chat[at + 1 :]
     if tools is None:
-        before_it = without_tools(before_it)
-        later = without_tools(later)
-    if prompt.system:
-        system = [fill_text(prompt.system, question)]
-    else:
-        system = []
-    earlier = []
-    for turn in before_it:
+        earlier = write_out_tools(earlier)
+        later = write_out_tools(later)
+    turns = _merge_system_turns(agent.prompt.system, question, earlier)
+    before, after = _fill_around_slots(agent, question)
+    if not order and not agent.given:
+        turns = [*turns, {"role": "user", "content": before + after}, *later]
+        text = model.tokenizer.render_chat(turns, tools or (), options)
+        return (text,) if text else ()
+    user = Message("user", (before, *_fill_slots(agent, order), after))
+    return render(model.tokenizer, [*turns, user, *later], options, tools or ())
+
+
+def _merge_system_turns(template: str, question: str, turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns behind one system message, which begins with the filled `template`."""
+    system = [fill_text(template, question)] if template else []
+    others = []
+    for turn in turns:
         if turn["role"] == "system":
             system.append(turn["content"])
         else:
-            earlier.append(turn)
+            others.append(turn)
     if system:
-        first = [{"role": "system", "content": "\n\n".join(system)}]
-    else:
-        first = []
+        return [{"role": "system", "content": "\n\n".join(system)}, *others]
+    return others
+
+
+def _fill_around_slots(agent: Agent, question: str) -> tuple[str, str]:
+    """Return the filled prefix and suffix of the agent's prompt."""
+    prompt = agent.prompt
     if prompt.prefix == "{question}" and not prompt.suffix:
-        before = question
-        behind = ""
-    else:
-        before = fill_text(prompt.prefix, question)
-        behind = fill_text(prompt.suffix, question)
-    if not order and not agent.given:
-        turns = [*first, *earlier, {"role": "user", "content": before + behind}, *later]
-        text = model.tokenizer.render_chat(turns, tools or (), options)
-        return (text,) if text else ()
-    names = [*(writer for writer, _ in agent.given), *order]
-    # ids as their own file has them, without the step they run in
-    slots = [
-        Slot(name, *slot_parts(prompt.slot, name.rpartition("/")[2], i))
-        for i, name in enumerate(names, 1)
-    ]
-    given = [
-        f"{slot.before}{output}{slot.after}"
-        for slot, (_, output) in zip(slots, agent.given, strict=False)
-    ]
-    user = Message("user", (before, *given, *slots[len(agent.given) :], behind))
-    return render(model.tokenizer, [*first, *earlier, user, *later], options, tools or ())
+        return question, ""
+    return fill_text(prompt.prefix, question), fill_text(prompt.suffix, question)
 
 
-def without_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
-    """The chat for agents that have no tools, and whose templates may know none: calls and results
-    as text.
+def _fill_slots(agent: Agent, order: Sequence[str]) -> list[Part]:
+    """Return the filled slots of outputs that the agent already has, then the open slots."""
+    parts: list[Part] = []
+    writers = [writer for writer, _ in agent.given]
+    for index, writer in enumerate([*writers, *order]):
+        # the id as its own file has it, without the step it runs in
+        name = writer.rpartition("/")[2]
+        before, after = slot_parts(agent.prompt.slot, name, index + 1)
+        if index < len(agent.given):
+            parts.append(f"{before}{agent.given[index][1]}{after}")
+        else:
+            parts.append(Slot(writer, before, after))
+    return parts
+
+
+def write_out_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
+    """Return the chat with tool calls and results as text, for agents that have no tools.
 
     Results that follow each other become one user message, so that user and assistant still take
     turns.
     """
     if not any(turn["role"] == "tool" or turn.get("tool_calls") for turn in chat):
         return chat
-    turns: list[Turn] = []
+    turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}
+    follows_result = False
     for turn in chat:
-        if turn["role"] == "tool":
-            text = f"{names.get(turn['tool_call_id'], 'The tool')} returned: {turn['content']}"
-            if turns and turns[-1].get("results"):
-                turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n{text}"}
+        content = turn["content"]
+        is_result = turn["role"] == "tool"
+        if is_result:
+            result = f"{names.get(turn['tool_call_id'], 'The tool')} returned: {content}"
+            if follows_result:
+                turns[-1]["content"] += f"\n{result}"
             else:
-                turns.append({"role": "user", "content": text, "results": True})
-        elif calls := turn.get("tool_calls"):
-            names |= {call["id"]: call["function"]["name"] for call in calls}
-            called = [
-                (
-                    f"I call {call['function']['name']} with "
-                    f"{json.dumps(call['function']['arguments'])}"
-                )
-                for call in calls
-            ]
-            turns.append(
-                {
-                    "role": turn["role"],
-                    "content": "\n".join(filter(None, [turn["content"], *called])),
-                }
-            )
+                turns.append({"role": "user", "content": result})
         else:
-            turns.append(turn)
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+            calls = turn.get("tool_calls") or ()
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+            if calls:
+                content = "\n".join(filter(None, [content, *map(_write_out_call, calls)]))
+            turns.append({"role": turn["role"], "content": content})
+        follows_result = is_result
+    return turns
+
+
+def _write_out_call(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return f"I call {function['name']} with {json.dumps(function['arguments'])}"

@@ -1,9 +1,7 @@
 """What the online path is asked and what it answers."""
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal
 
 from shell_router.core.engine import FinishReason, value
@@ -45,12 +43,12 @@ class MoaRequest:
     @property
     def question(self) -> str:
         """The text of the last user message."""
-        text: str = self.messages[place_of_question(self.messages)]["content"]
+        text: str = self.messages[find_question(self.messages)]["content"]
         return text
 
 
-def place_of_question(chat: Sequence[Mapping[str, Any]]) -> int:
-    """Where the last user message is."""
+def find_question(chat: Sequence[Mapping[str, Any]]) -> int:
+    """Return the index of the last user message."""
     return max(at for at, message in enumerate(chat) if message["role"] == "user")
 
 
@@ -156,60 +154,3 @@ class ProgramState:
     program: str
     agents: Mapping[str, ProgramAgentState]
     outputs: Mapping[str, str]
-
-
-class Deadline:
-    """Raises `late` where what is inside takes `limit_s`. It is in `among` meanwhile, for others to
-    `end` it.
-
-    asyncio's own timeout costs three times as much, which small requests feel.
-    """
-
-    __slots__ = ("_among", "_cancelling", "_error", "_late", "_limit_s", "_task", "_timer")
-
-    def __init__(
-        self,
-        limit_s: float | None,
-        among: "set[Deadline] | None" = None,
-        *,
-        late: Callable[[], Exception] = TimeoutError,
-    ) -> None:
-        self._among = among
-        self._limit_s = limit_s
-        self._late = late
-        self._timer: asyncio.TimerHandle | None = None
-        self._error: Exception | None = None
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        if self._limit_s is not None:
-            self._timer = task.get_loop().call_later(self._limit_s, self.end)
-        if self._among is not None:
-            self._among.add(self)
-
-    def end(self, error: Exception | None = None) -> None:
-        """Cancel what is inside, which then raises `error`; the first call counts: it may still
-        leave its engine.
-        """
-        if self._error is None:
-            self._error = error or self._late()
-            self._task.cancel()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._among is not None:
-            self._among.discard(self)
-        if (
-            self._error is not None
-            and self._task.uncancel() <= self._cancelling
-            and kind is asyncio.CancelledError
-        ):
-            raise self._error from None

@@ -18,10 +18,11 @@ from shell_router.core.events import Degraded, Emit, Event, StepChosen
 from shell_router.core.predictors import Embedder, Prospect, TokenStates
 from shell_router.core.sampling import require_possible
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, InvalidField
-from shell_router.moa.agent import ended_in_thinking
 from shell_router.moa.choosing import ModelChooser
-from shell_router.moa.prompt import encoded
-from shell_router.moa.requests import Answer, Deadline, MoaRequest
+from shell_router.moa.deadline import Deadline
+from shell_router.moa.prompt import encode_text
+from shell_router.moa.requests import Answer, MoaRequest
+from shell_router.moa.thinking import make_no_answer_error
 from shell_router.topology import Conditional, Step, Topology
 from shell_router.topology.rules import (
     END,
@@ -115,7 +116,7 @@ class Walk:
                     }
                     return replace(answer, agents=usage)
                 if answer.reasoning and not answer.text:
-                    raise ended_in_thinking(step.root, answer.agents[step.root].reasoning_tokens)
+                    raise make_no_answer_error(step.root, answer.agents[step.root].reasoning_tokens)
                 step = following
 
     async def _next(self, after: str, rules: Sequence[Rule]) -> Step | None:
@@ -212,12 +213,12 @@ class Walk:
             len(question), max(model.context_length for model in self._models.values())
         )
         if question:
-            tokens = len(await encoded(self._models[models[0]].tokenizer, question))
+            tokens = len(await encode_text(self._models[models[0]].tokenizer, question))
         else:
             tokens = 0
         reported: list[Event] = []
         asked = Prospect(name, "rules", question, 0, tokens, tokens, tuple(models), scored=True)
-        (found,) = await chooser.forecasts([asked], reported.append)
+        (found,) = await chooser.forecast([asked], reported.append)
         for event in reported:
             self._hold(event)
         if not reported and (unknown := [model for model in models if model not in found.scores]):

@@ -36,7 +36,7 @@ async def test_a_program_is_known_for_as_long_as_the_cache_keeps_its_outputs(
             await programs.write(AgentRequest("tenant", "p", "a", ""), texts())
             passed_s = known_s
             assert programs.state("tenant", "p").agents == {"a": "finished"}
-            assert await programs.output("tenant", "p", "a", 0.0) == "Written elsewhere."
+            assert await programs.read_output("tenant", "p", "a", 0.0) == "Written elsewhere."
             passed_s = ttl_s
             with pytest.raises(UnknownProgram):
                 programs.state("tenant", "p")

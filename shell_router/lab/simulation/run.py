@@ -25,8 +25,8 @@ from shell_router.engines.server_client import Monitor
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
 from shell_router.lab.simulation.virtual_time import run_virtual
+from shell_router.moa.comparison import find_role
 from shell_router.moa.executor import Executor
-from shell_router.moa.planning import role_of
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
 from shell_router.routing.failures import Breaker
@@ -109,7 +109,8 @@ class Outputs:
         self._workload = workload
         self._seed = seed
         self._drafts = {
-            agent.id: workload.drafts.get(agent.id) or workload.drafts.get(role_of(topology, agent))
+            agent.id: workload.drafts.get(agent.id)
+            or workload.drafts.get(find_role(topology, agent))
             for agent in topology.agents.values()
         }
 

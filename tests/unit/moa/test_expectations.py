@@ -1,8 +1,7 @@
 """What agents are expected to write, and what is still to come after them."""
 
 from shell_router.core.engine import Hints
-from shell_router.moa.choosing import LatencyEstimates
-from shell_router.moa.planning import hints_of
+from shell_router.moa.expectations import LatencyEstimates, expect_outputs
 from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.topology import Agent, Topology
 from tests.fakes.moa import ScriptedMoa
@@ -23,7 +22,7 @@ TREE = Topology(
 
 
 def hints(pace: LatencyEstimates) -> dict[str, Hints]:
-    return dict(hints_of(TREE, pace, MoaRequest("run-1", "alice", ()), {}))
+    return dict(expect_outputs(TREE, pace, MoaRequest("run-1", "alice", ()), {}))
 
 
 def paced(**tokens: int) -> LatencyEstimates:
@@ -46,7 +45,9 @@ def test_totals_count_each_follower_once() -> None:
 
 
 def test_every_agent_asks_for_the_tenant_and_its_user() -> None:
-    found = hints_of(TREE, LatencyEstimates(), MoaRequest("run-1", "alice", (), end_user="ann"), {})
+    found = expect_outputs(
+        TREE, LatencyEstimates(), MoaRequest("run-1", "alice", (), end_user="ann"), {}
+    )
     assert {(one.user, one.end_user) for one in found.values()} == {("alice", "ann")}
 
 

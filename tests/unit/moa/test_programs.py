@@ -341,11 +341,11 @@ async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
 
 async def test_what_a_tenant_writes_elsewhere_is_bounded_in_all_its_programs() -> None:
     moa = ScriptedMoa()
-    programs = Programs(moa.models, moa.cache, clock=monotonic, max_written=10)
+    programs = Programs(moa.models, moa.cache, clock=monotonic, max_written_bytes=10)
 
     async def write(program: str, agent: str, tenant: str = "alice") -> None:
         async def texts() -> AsyncIterator[str]:
-            await programs.wrote(tenant, program, 8)
+            await programs.count_written(tenant, program, 8)
             yield "8 bytes."
 
         await programs.write(AgentRequest(tenant, program, agent, ""), texts())

@@ -12,7 +12,14 @@ from shell_router.core.sampling import MOST_CHARACTERS_PER_TOKEN
 from shell_router.errors import PromptTooLong
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
-from shell_router.moa.prompt import LONG_TEXT, GrowingPrompt, Message, Slot, render, unused_mark
+from shell_router.moa.prompt import (
+    LONG_TEXT,
+    GrowingPrompt,
+    Message,
+    Slot,
+    find_unused_mark,
+    render,
+)
 from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf
 from shell_router.topology import Agent, Topology
 from tests.fakes.moa import ScriptedMoa, WordTokenizer
@@ -69,7 +76,7 @@ def test_going_back_forgets_ids_and_text_added_since() -> None:
     prompt.add_text(" header")
     prompt.add_ids([7, 8])
     prompt.add_text(" more")
-    prompt.back_to(before)
+    prompt.rewind(before)
     prompt.add_text("s asked")
     assert prompt.final_ids() == tokenizer.encode("questions asked")
 
@@ -130,7 +137,7 @@ class Texts(list[str]):
 def test_a_mark_is_found_in_one_look_however_many_texts_hold_one() -> None:
     sly, slot = Searched("".join(f"\ue000{number}\ue001" for number in range(50_000))), Slot("a")
     texts = Texts([sly])
-    assert unused_mark(texts) == "\ue00050000\ue001"
+    assert find_unused_mark(texts) == "\ue00050000\ue001"
     assert (texts.times, sly.searches) == (1, 0), "one search for each mark takes seconds"
     assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (
         f"<user>{sly}",

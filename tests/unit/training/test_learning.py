@@ -19,7 +19,7 @@ from training.sampling import write
 from benchmarks.random_checkpoint import TURN_END
 from shell_router.core.engine import ServedModel
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa.prompt import GrowingPrompt, agent_parts
+from shell_router.moa.prompt import GrowingPrompt, render_agent_prompt
 from shell_router.topology import Agent, Prompt
 from shell_router.topology.prompting import AGGREGATOR
 from tests.fakes.scripted_engine import Script, ScriptedEngine
@@ -57,7 +57,7 @@ def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: Ser
     aggregator = Agent("root", "tiny", ("a", "b"), AGGREGATOR)
     chat = [{"role": "user", "content": PROBLEM.question}]
     prompt, outputs = GrowingPrompt(served.tokenizer), iter(ids)
-    for part in agent_parts(aggregator, ("a", "b"), served, chat):
+    for part in render_agent_prompt(aggregator, ("a", "b"), served, chat):
         if isinstance(part, str):
             prompt.add_text(part)
         else:
@@ -65,7 +65,7 @@ def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: Ser
             prompt.add_ids(next(outputs))
             prompt.add_text(part.after)
     assert LESSONS.drafts(PROBLEM.question, ids) == prompt.final_ids()
-    (asked,) = agent_parts(Agent("a", "tiny", (), Prompt()), (), served, chat)
+    (asked,) = render_agent_prompt(Agent("a", "tiny", (), Prompt()), (), served, chat)
     assert isinstance(asked, str)
     assert LESSONS.question(PROBLEM.question) == served.tokenizer.encode(asked)
 
