@@ -207,10 +207,15 @@ def _default(setting: Field[Any]) -> str | None:
 
 def _metrics(_: str, __: str) -> str:
     from shell_router.engines.metrics import EngineMetrics  # noqa: PLC0415
+    from shell_router.swapping.leases import ModelLeases  # noqa: PLC0415
+    from shell_router.swapping.metrics import TurnMetrics  # noqa: PLC0415
     from shell_router.telemetry import Metrics  # noqa: PLC0415
 
     registry, rows = Metrics().registry, []
     registry.register(EngineMetrics({}))
+    nothing: Any = None
+    leases = ModelLeases(nothing, nothing, nothing, places=1, window_s=1, wait_s=1, order=nothing)
+    registry.register(TurnMetrics(leases))
     for collector in list(registry._collector_to_names):
         labels = getattr(collector, "_labelnames", ())
         for family in collector.collect():

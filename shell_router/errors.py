@@ -169,20 +169,16 @@ class EngineAborted(EngineError):
     """The engine ended the request as aborted, and the router had not asked for it."""
 
 
-class AdapterFailed(EngineError):
-    """The engine could not load the adapter that the request names; requests for others go on."""
-
-
-class ModelFailed(AdapterFailed):
-    """The model that the request names takes turns with others, and could not be loaded; requests
-    for others go on.
-    """
-
-
 class AdapterMissing(EngineError):
-    """The engine lost an adapter, or weights, that were loaded there: it was restarted, or others
-    unloaded them.
-    """
+    """The engine was started without the LoRA adapter that the request names."""
+
+
+class ModelFailed(EngineError):
+    """A model that takes turns with others could not be loaded; requests for others go on."""
+
+
+class WeightsLost(EngineError):
+    """An engine was restarted and lost the weights of a model that takes turns with others."""
 
 
 class EngineRejected(EngineError):

@@ -1,15 +1,11 @@
-"""A scripted server's settings and faults, one request on it (its tokens, the answer it writes),
-and its adapters.
-"""
+"""A scripted server's settings and faults, and one request on it."""
 
 import asyncio
-import json
 import time
 import zlib
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import orjson
@@ -51,9 +47,8 @@ class ScriptedSettings:
     there is no such route. `cut_bytes` above 0 writes in pieces of that size, `crlf` ends lines as
     some proxies do. `log_bodies` keeps the bodies of that many last requests. With `stamped` every
     output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic
-    clock. With `max_loaded_adapters` above 0 it takes LoRA adapters, each of which takes
-    `adapter_load_s` to load. With `memory_saver` it gives its memory back and takes it again; with
-    `cpu_backup` its weights are kept meanwhile.
+    clock. `adapters` names the LoRA adapters that it was started with. With `memory_saver` it gives
+    its memory back and takes it again; with `cpu_backup` its weights are kept meanwhile.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -69,8 +64,7 @@ class ScriptedSettings:
     crlf: bool = False
     log_bodies: int = 0
     stamped: bool = False
-    max_loaded_adapters: int = 0
-    adapter_load_s: float = 0.0
+    adapters: tuple[str, ...] = ()
     device: Literal["cuda", "cpu"] = "cuda"
     memory_saver: bool = False
     cpu_backup: bool = False
@@ -286,139 +280,6 @@ def _packed_prompt(body: dict[str, Any]) -> bytes:
     if not prompt:
         raise BadRequest("The prompt is empty.")
     return prompt
-
-
-MAX_RANK = 64
-
-
-@dataclass(eq=False)
-class LoadedAdapter:
-    """An adapter from one load to its unloading, which owns the KV of its prompts. `running`
-    requests use it.
-    """
-
-    name: str
-    folder: str
-    running: int = 0
-    idle: list[Callable[[], None]] = field(default_factory=list)
-
-    def leave(self) -> None:
-        """A request for it has ended."""
-        self.running -= 1
-        if not self.running:
-            while self.idle:
-                self.idle.pop()()
-
-
-class ScriptedAdapters:
-    """Loads and unloads as SGLang does, one at a time, but never evicts by itself: that would hide
-    a router's mistake.
-
-    `loading` names those under way, `loads` counts them, `unloads` names those that were asked for,
-    `most` is the most that were loaded at a time.
-    """
-
-    def __init__(
-        self, settings: Callable[[], ScriptedSettings], forget: Callable[[LoadedAdapter], None]
-    ) -> None:
-        self._forget = forget
-        self.loaded: dict[str, LoadedAdapter] = {}
-        self.loads = 0
-        self.unloads: list[str] = []
-        self.most = 0
-        self._settings = settings
-        self.loading: set[str] = set()
-
-    def taken(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter of a request, which uses it from now on. Raises BadRequest for one that is
-        not loaded.
-        """
-        if name is None:
-            return None
-        if name not in self.loaded:
-            raise BadRequest(
-                f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: "
-                f"{list(self.loaded)}."
-            )
-        self.loaded[name].running += 1
-        return self.loaded[name]
-
-    def load(self, exchange: Exchange) -> None:
-        """`POST /load_lora_adapter`."""
-        asked = orjson.loads(exchange.body)
-        name, folder = str(asked["lora_name"]), str(asked["lora_path"])
-        wrong = self._wrong(name, folder)
-        if wrong is not None:
-            self._answer(exchange, wrong)
-            return
-        self.loading.add(name)
-        asyncio.get_running_loop().call_later(
-            self._settings().adapter_load_s, self._loaded, exchange, name, folder
-        )
-
-    def _loaded(self, exchange: Exchange, name: str, folder: str) -> None:
-        self.loading.discard(name)
-        self.loaded[name] = LoadedAdapter(name, folder)
-        self.loads += 1
-        self.most = max(self.most, len(self.loaded))
-        self._answer(exchange)
-
-    def _wrong(self, name: str, folder: str) -> str | None:
-        if not self._settings().max_loaded_adapters:
-            return "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
-        if name in self.loaded or name in self.loading:
-            return f"Failed to load LoRA adapter {name} because it is already loaded"
-        if len(self.loaded) + len(self.loading) >= self._settings().max_loaded_adapters:
-            return (
-                f"At most {self._settings().max_loaded_adapters} adapters can be loaded, and "
-                f"{list(self.loaded)} are"
-            )
-        try:
-            rank = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))[
-                "r"
-            ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return f"{folder}: {error}"
-        return None if rank <= MAX_RANK else f"LoRA adapter {name} with rank {rank} is incompatible"
-
-    def unload(self, exchange: Exchange) -> None:
-        """`POST /unload_lora_adapter`: further requests are refused, and it ends with the last one
-        running.
-        """
-        name = str(orjson.loads(exchange.body)["lora_name"])
-        self.unloads.append(name)
-        adapter = self.loaded.pop(name, None)
-        if adapter is None:
-            self._answer(
-                exchange, f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self.loaded)}"
-            )
-        elif adapter.running:
-            adapter.idle.append(lambda: self._unloaded(exchange, adapter))
-        else:
-            self._unloaded(exchange, adapter)
-
-    def _unloaded(self, exchange: Exchange, adapter: LoadedAdapter) -> None:
-        self._forget(adapter)
-        self._answer(exchange)
-
-    def _answer(self, exchange: Exchange, error: str = "") -> None:
-        found = {name: adapter.folder for name, adapter in self.loaded.items()}
-        answer = {"success": not error, "error_message": error, "loaded_adapters": found}
-        exchange.answer_json(answer, 400 if error else 200)
-
-    def listed(self, exchange: Exchange) -> None:
-        """`GET /v1/models`."""
-        base: dict[str, Any] = {
-            "id": "scripted",
-            "object": "model",
-            "root": "scripted",
-            "parent": None,
-        }
-        adapters = [
-            {"id": name, "object": "model", "root": adapter.folder, "parent": "scripted"}
-            for name, adapter in self.loaded.items()
-        ]
-        exchange.answer_json({"object": "list", "data": [base, *adapters]})
 
 
 class ScriptedGpu:

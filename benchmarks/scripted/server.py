@@ -23,8 +23,6 @@ from benchmarks.scripted.run import (
     ID_BYTES,
     BadRequest,
     Fault,
-    LoadedAdapter,
-    ScriptedAdapters,
     ScriptedMemory,
     ScriptedRun,
     ScriptedSettings,
@@ -89,8 +87,6 @@ class ScriptedServer:
         self._runs: dict[str, ScriptedRun] = {}
         self._rooms = rooms
         self._cache = PrefixCache(settings.cache_tokens * ID_BYTES)
-        self.adapters = ScriptedAdapters(lambda: self.settings, self._cache.forget)
-        self._adapters: dict[ScriptedRun, LoadedAdapter] = {}
         self.memory = ScriptedMemory(lambda: self.settings, lambda: bool(self._runs), self._close)
         self._connections: set[HttpProtocol] = set()
         self._server: asyncio.Server | None = None
@@ -104,9 +100,6 @@ class ScriptedServer:
             b"/model_info": self._model_info,
             b"/v1/loads": self._loads,
             b"/metrics": self._metrics,
-            b"/load_lora_adapter": self.adapters.load,
-            b"/unload_lora_adapter": self.adapters.unload,
-            b"/v1/models": self.adapters.listed,
             b"/flush_cache": self.memory.flush,
             b"/release_memory_occupation": self.memory.release,
             b"/resume_memory_occupation": self.memory.resume,
@@ -188,7 +181,6 @@ class ScriptedServer:
         info = {
             "version": "scripted",
             "disaggregation_mode": self.settings.role,
-            "enable_lora": self.settings.max_loaded_adapters > 0,
             "device": self.settings.device,
             "enable_memory_saver": self.settings.memory_saver,
             "enable_weights_cpu_backup": self.settings.cpu_backup,
@@ -314,26 +306,25 @@ class ScriptedServer:
         """False for one whose adapter is not loaded; a stream gets that as an event, as from
         SGLang.
         """
-        try:
-            adapter = self.adapters.taken(run.adapter)
-        except BadRequest as error:
+        known = self.settings.adapters
+        if run.adapter is not None and run.adapter not in known:
+            words = (
+                f"Got LoRA adapter that has never been loaded: {run.adapter}\n"
+                f"All loaded adapters: {list(known)}."
+            )
             if not run.stream:
-                raise
+                raise BadRequest(words)
             refusal = run.framed(
-                {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
+                {"error": {"message": words, "type": "invalid_request_error", "code": 400}}
             )
             run.exchange.write([refusal, run.done_mark()], last=True)
             return False
-        if adapter is not None:
-            self._adapters[run] = adapter
         self._runs[run.rid] = run
         run.exchange.gone = lambda: self._leave(run)
         return True
 
     def _leave(self, run: ScriptedRun) -> None:
         run.ended = True
-        if (adapter := self._adapters.pop(run, None)) is not None:
-            adapter.leave()
         if self._runs.get(run.rid) is run:
             del self._runs[run.rid]
         if self._rooms is not None and run.room is not None and self.settings.role == "decode":
@@ -354,14 +345,14 @@ class ScriptedServer:
             step(run)
 
     def _prefill(self, run: ScriptedRun) -> None:
-        matched = self._cache.match(run.prompt, self._adapters.get(run)) // ID_BYTES
+        matched = self._cache.match(run.prompt, run.adapter) // ID_BYTES
         # as in SGLang, the last token is always computed, and so are tokens to be scored
         run.cached_tokens = min(matched, run.prompt_tokens - 1, run.scored_from)
         run.first_token_only()
         self._after(self._prefill_s(run), run, self._answer_prefill)
 
     def _answer_prefill(self, run: ScriptedRun) -> None:
-        self._cache.add(run.prompt, self._adapters.get(run))
+        self._cache.add(run.prompt, run.adapter)
         if run.fault is None and self._rooms is not None and run.room is not None:
             self._rooms.arrive(run.room, run.cached_tokens)
         self._write(run)

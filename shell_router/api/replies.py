@@ -64,7 +64,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     errors.UnsupportedMediaType: Problem(415, "invalid_request_error", "unsupported_media_type"),
     errors.Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
     errors.EngineError: Problem(502, "server_error", "engine_error"),
-    errors.AdapterFailed: Problem(502, "server_error", "adapter_failed"),
+    errors.AdapterMissing: Problem(502, "server_error", "adapter_missing"),
     errors.ModelFailed: Problem(502, "server_error", "model_load_failed"),
     errors.EngineUnavailable: Problem(503, "server_error", "engine_unavailable"),
     errors.EngineStalled: Problem(504, "server_error", "engine_stalled"),
@@ -117,7 +117,7 @@ def is_retryable(error: BaseException) -> bool:
     """
     if isinstance(error, errors.AgentFailed) and error.__cause__ is not None:
         return is_retryable(error.__cause__)
-    waits = (errors.EngineUnreachable, errors.AdapterMissing, errors.Overloaded)
+    waits = (errors.EngineUnreachable, errors.WeightsLost, errors.Overloaded)
     return isinstance(error, waits) or problem_of(error).code == BUSY_ENGINE.code
 
 

@@ -12,6 +12,7 @@ from shutil import which
 from shell_router.app.models import address_of, pool_of
 from shell_router.app.services import read_named
 from shell_router.app.serving import serve
+from shell_router.app.wings import wing
 from shell_router.config import Config
 from shell_router.errors import ConfigError
 from shell_router.http.server import bound_sockets
@@ -64,8 +65,6 @@ def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engine
 
 async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None:
     """See `launching.supervisor.Sleep`."""
-    from shell_router.engines.weight_swapping import fall_asleep, on_each, require_sleep  # noqa: PLC0415 - few sleep
-
     (alias,) = {str(engine.sleeper) for engine in engines}
     async with aclosing(
         await pool_of(alias, [*map(address_of, config.models[alias].pairs)], config)
@@ -75,8 +74,7 @@ async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None
             for one in pool.servers
             if str(one.server.url / "health") in {at.ready_url for at in engines}
         ]
-        await on_each(map(require_sleep, started))
-        await on_each(fall_asleep(server, config.limits.engine_start_s) for server in started)
+        await wing("sleep")(started, config.limits.engine_start_s)
 
 
 def _require_startable(engines: Sequence[EngineCommand]) -> None:

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from yarl import URL
 
-from shell_router.app.model_files import ModelFiles, adapters_of, named, read_files
+from shell_router.app.model_files import ModelFiles, read_files
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
 from shell_router.config import Config, ModelSettings, PairSettings
-from shell_router.config.models import secret
+from shell_router.config.models import adapted_name, secret
 from shell_router.config.read import read_sent
 from shell_router.core.engine import ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
@@ -103,13 +103,13 @@ def _served(
 def adapted_models(
     base: ServedModel, pool: SglangPair
 ) -> Mapping[str, tuple[ServedModel, AdaptedModel]]:
-    """The adapters of a running model as models by their names, each with what serves it."""
-    found = {}
-    for adapter in pool.adapter_settings.folders:
-        name = named(base.alias, adapter)
+    """Return the adapters of a running model as models by their names, each with its engine."""
+    adapted = {}
+    for adapter in pool.adapters:
+        name = adapted_name(base.alias, adapter)
         engine = AdaptedModel(pool, adapter)
-        found[name] = replace(base, alias=name, engine=engine, base=base.alias), engine
-    return found
+        adapted[name] = replace(base, alias=name, engine=engine, base=base.alias), engine
+    return adapted
 
 
 class Fleet:
@@ -204,11 +204,6 @@ class Fleet:
             alias in self._pools,
             f"No model {alias!r} is served by pairs.",
             "GET /v1/engines lists all.",
-        )
-        require(
-            not self._models[alias].adapters,
-            f"Model {alias!r} has adapters.",
-            "Change its file, and restart.",
         )
         return self._pools[alias]
 
@@ -319,7 +314,7 @@ async def pool_of(
         rules=rules,
         isolates=limits.isolate_tenants,
         scheduling=config.scheduling,
-        adapters=await asyncio.to_thread(adapters_of, alias, model),
+        adapters=tuple(model.adapters),
         key=secret(model.engine_key, key, os.environ),
         tls=model.engine_tls.context(f"models.{alias}.engine_tls") if model.engine_tls else None,
     )

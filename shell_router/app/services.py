@@ -179,10 +179,10 @@ async def running_services(
             ENGINE_CHECK + alias: pair.serves for alias, pair in pairs.items() if alias in models
         }
         restarts = (engine_restarts, *(model.engine.restarts for model in models.values()))
-        swapping = {model.engine.leases for model in models.values() if model.engine.leases}
-        metrics.registry.register(
-            EngineMetrics(pairs, restarts, clock, executor.holdouts.comparisons, swapping)
-        )
+        of_engines = EngineMetrics(pairs, restarts, clock, executor.holdouts.comparisons)
+        of_turns = {model.engine.metrics for model in models.values() if model.engine.metrics}
+        for collector in (of_engines, *of_turns):
+            metrics.registry.register(collector)
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
             executor=executor,

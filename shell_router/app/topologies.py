@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from shell_router.api.live import LiveTopologies
-from shell_router.app.model_files import model_names
 from shell_router.app.rereads import Contents, Reread, contents_of
 from shell_router.config import Config
 from shell_router.errors import ConfigError, TopologyError
@@ -24,7 +23,7 @@ def load_topologies(config: Config) -> Mapping[str, Graph]:
 
 
 def _catalog(config: Config) -> Catalog:
-    catalog = Catalog(model_names(config), partial(_lacks, config), config.live_topologies)
+    catalog = Catalog(config.model_names, partial(_lacks, config), config.live_topologies)
     return catalog.of_files(_files(config))
 
 

@@ -19,7 +19,8 @@ from shell_router.core.engine import Engine
 from shell_router.core.predictors import Predictor
 
 if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import AdapterLeases
+    from prometheus_client.registry import Collector
+
     from shell_router.engines.sglang import SglangPair
 
 ENGINE_KINDS: Mapping[str, str] = {
@@ -32,13 +33,15 @@ DEFAULT_KIND = "embedded"
 WINGS: Mapping[str, str] = {
     "batch": "shell_router.batch.api.routes:attach_batches",
     "prediction": "shell_router.prediction.service:running_predictor",
+    "sleep": "shell_router.swapping.sleep:put_to_sleep",
     "swapping": "shell_router.swapping.kind:Swapping",
 }
 """What attaches each wing, each a function that gives a context manager.
 
 `batch(config)`, where the deployment has a folder for batches, adds the Batch API's routes to an
 application. `prediction(settings)`, where it names a trained predictor, gives a `RunningPredictor`.
-`swapping()`, where models take turns in memory, is the `EngineKind` that serves those.
+`swapping()`, where models take turns in memory, is the `EngineKind` that serves those;
+`sleep(servers, limit_s)` puts servers to sleep that were started for it.
 """
 
 Progress = Callable[[str], None]
@@ -49,17 +52,17 @@ class StartedEngine:
     """The engine of one model, ready to serve.
 
     `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts,
-    by name, how often each of its processes was started again. `leases` has what it takes turns by,
-    `pairs` all SGLang servers that do: those that sleep by model, those whose weights are swapped
-    by number.
+    by name, how often each of its processes was started again. `pairs` has the SGLang servers of
+    models that take turns: those that sleep by model, those whose weights are swapped by number.
+    `metrics` are those of all models that take turns with it.
     """
 
     engine: Engine
     name: str
     batch_size: int
     restarts: Callable[[], Mapping[str, int]] = dict
-    leases: "AdapterLeases | None" = None
     pairs: Mapping[str, "SglangPair"] = field(default_factory=dict)
+    metrics: "Collector | None" = None
 
 
 class EngineKind(Protocol):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from shell_router.app.model_files import CONFIG as ADAPTER_CONFIG
 from shell_router.app.services import running_embedder
 from shell_router.batch.api.storage import on_disk
 from shell_router.batch.journal import Key, Output, open_journal, replace_file
@@ -40,6 +39,8 @@ from shell_router.config.read import read_file
 from shell_router.config.write import plain
 from shell_router.core.statistics import Floats
 from shell_router.errors import ConfigError, require
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 async def recruit(

@@ -3,7 +3,6 @@ themselves.
 """
 
 from shell_router.config.models import (
-    AdaptersSection,
     LaunchSettings,
     ModelSettings,
     PairLaunch,
@@ -27,7 +26,6 @@ from shell_router.config.settings import (
 )
 
 __all__ = [
-    "AdaptersSection",
     "ApiKey",
     "AutoSettings",
     "BatchesSettings",

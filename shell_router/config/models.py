@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from shell_router.config.read import KIND_KEYS, SECRET
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.errors import ConfigError, require
-from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.topology.forms import Either, Form, ListOf, MappingOf, Number, OneOf, Switch, Text
 from shell_router.topology.syntax import TEMPLATE_KWARGS
 
@@ -34,6 +33,7 @@ def _url(about: str) -> Text:
     return Text(about, r"https?://.+", "an http(s) URL")
 
 
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -216,48 +216,6 @@ def _require_flags(section: PairLaunch | LaunchSettings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptersSection:
-    """LoRA adapters that are models of their own, as `<alias>:<adapter>`."""
-
-    folder: Annotated[
-        Path, "Holds a PEFT folder of each adapter, at the same path on the engines' machines."
-    ]
-    max_loaded_adapters: Annotated[
-        int, count("Adapters that a server holds at a time; more need more GPU memory.")
-    ]
-    max_rank: Annotated[
-        int, count("Highest rank of an adapter, for engines that the router starts.")
-    ] = 64
-    window_s: Annotated[
-        float,
-        Number(
-            (
-                "How long requests for loaded adapters go before one that waits; 0 is first come, "
-                "first served."
-            ),
-            at_least=0,
-        ),
-    ] = 10.0
-    wait_s: Annotated[float, seconds("Longest wait for an adapter before the request fails.")] = (
-        60.0
-    )
-    load_s: Annotated[
-        float, seconds("Longest time to load an adapter; raise it for slow disks.")
-    ] = 60.0
-
-    def __post_init__(self) -> None:
-        self.of({})
-
-    def of(self, folders: Mapping[str, Path]) -> AdapterSettings:
-        """The settings of the model's adapters, `folders` by the adapters' names. Raises
-        ConfigError.
-        """
-        return AdapterSettings(
-            folders, self.max_loaded_adapters, self.window_s, self.wait_s, self.load_s
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class PairSettings:
     """An SGLang pair. Any prefill server of a model works with any of its decode servers."""
 
@@ -341,10 +299,14 @@ class SwappingSettings:
         )
 
     @property
-    def settings(self) -> AdapterSettings:
-        """The rules by which models come and go. Loads have the limit of an engine's start."""
-        places = self.max_loaded_models or len(self.pairs)
-        return AdapterSettings({}, places, self.window_s, self.wait_s)
+    def places(self) -> int:
+        """The number of models that are loaded at a time."""
+        return self.max_loaded_models or len(self.pairs)
+
+
+def adapted_name(alias: str, adapter: str) -> str:
+    """Name an adapter as requests do, in SGLang's form."""
+    return f"{alias}:{adapter}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +354,13 @@ class ModelSettings:
         SECRET,
     ] = field(default=None, repr=False)
     engine_tls: Annotated[TlsClient | None, "Certificates, for pairs with https:// URLs."] = None
-    adapters: AdaptersSection | None = None
+    adapters: Annotated[
+        Mapping[str, Path],
+        (
+            "LoRA adapters by name, which become models of their own: `<alias>:<name>`. The "
+            "folders are in PEFT's form, at the same path on the engines' machines."
+        ),
+    ] = field(default_factory=dict)
     drafts: Annotated[
         bool | Literal["auto"],
         Either(
@@ -414,7 +382,7 @@ class ModelSettings:
         )
         for name in ("engine_key", "engine_tls", "adapters"):
             require(
-                bool(self.pairs) or getattr(self, name) is None,
+                bool(self.pairs) or not getattr(self, name),
                 f"{name} is for pairs, and there are none",
             )
         require(
@@ -423,6 +391,12 @@ class ModelSettings:
             "engine_tls is set, and not all of the pairs have https:// URLs",
             remedy="Give them https:// URLs, or leave engine_tls out.",
         )
+        for name in self.adapters:
+            require(
+                ADAPTER_NAME.fullmatch(name) is not None,
+                f"an adapter is named {name!r}",
+                "Take up to 100 letters, digits, '.', '_' or '-'.",
+            )
         bootstraps = {
             (pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs
         }

@@ -17,6 +17,7 @@ from shell_router.config.models import (
     ModelSettings,
     SwappingSettings,
     TlsClient,
+    adapted_name,
     count,
     flags_of,
     seconds,
@@ -494,6 +495,14 @@ class Config:
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     holdout: HoldoutSettings = field(default_factory=HoldoutSettings)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that topologies and requests may give a model, adapters included."""
+        names = list(self.models)
+        for alias, model in self.models.items():
+            names.extend(adapted_name(alias, adapter) for adapter in model.adapters)
+        return tuple(names)
+
     def __post_init__(self) -> None:
         require(bool(self.models), "models is empty", remedy="Name at least one model.")
         require(
@@ -501,11 +510,18 @@ class Config:
             f"a model is named {AUTO!r}, which means any of them",
             "Rename it.",
         )
+        names = self.model_names
+        for alias in self.models:
+            require(
+                names.count(alias) == 1,
+                f"models.{alias} is also the name of an adapter",
+                "Rename one of them.",
+            )
         for name in (*self.auto.models, *self.auto.max_batch):
             require(
-                self._may_name(name),
+                name in names,
                 f"auto names {name!r}, which is not among the models",
-                f"Name some of: {', '.join(self.models)}.",
+                f"Name some of: {', '.join(sorted(names))}.",
             )
         require(
             self.cache.ttl_s > self.limits.request_timeout_s,
@@ -520,7 +536,6 @@ class Config:
             "Name one for each.",
         )
         self._require_swapped_models()
-        self._require_own_servers()
         self._require_asked_keys()
         require(
             bool(self.api_keys) or self.api_keys_file is not None or self.listen.loopback,
@@ -581,9 +596,7 @@ class Config:
 
     def _require_sleeper(self, where: str, model: ModelSettings) -> None:
         remedy = "Leave them out, or name the models that take turns in swapping.models."
-        require(
-            model.adapters is None, f"{where} takes turns with others, and has adapters", remedy
-        )
+        require(not model.adapters, f"{where} takes turns with others, and has adapters", remedy)
         for launch in (pair.launch for pair in model.pairs if pair.launch):
             for flags in (flags_of(role, self.launch, launch) for role in ("prefill", "decode")):
                 require(
@@ -596,18 +609,6 @@ class Config:
                         "Sleeping gives GPU memory back: start it on GPUs, or swap weights of one "
                         "shape by swapping.pairs."
                     ),
-                )
-
-    def _require_own_servers(self) -> None:
-        """Adapters of one server are loaded for one model: two would unload each other's."""
-        taken: dict[str, str] = {}
-        for alias, model in self.models.items():
-            for url in {url for pair in model.pairs for url in pair.urls if model.adapters}:
-                other = taken.setdefault(url, alias)
-                require(
-                    other == alias,
-                    f"models {other!r} and {alias!r} both load adapters on {url}",
-                    remedy="Give the adapters to one of them.",
                 )
 
     def _require_asked_keys(self) -> None:
@@ -632,12 +633,6 @@ class Config:
                     ),
                     remedy="Give them `--api-key` in launch.flags, or leave engine_key out.",
                 )
-
-    def _may_name(self, name: str) -> bool:
-        """Whether it is a model, or may be an adapter of one; the adapters' folder has their
-        names."""
-        base = self.models.get(name.partition(":")[0])
-        return name in self.models or (base is not None and base.adapters is not None)
 
 
 def read_config(

@@ -49,14 +49,13 @@ class Placement:
     the request waited.
 
     `engine` is its role, or `engine` where it has all roles, and its number among those of its
-    model: `prefill-0`. `adapter_s` is how long it waited there for its adapter.
+    model: `prefill-0`.
     """
 
     engine: str
     policy: str
     why: str
     waited_s: float = 0.0
-    adapter_s: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.engine} ({self.policy}: {self.why})"
@@ -97,7 +96,7 @@ class Generation:
     SGLang's `sampling_params`, checked by `core.sampling`, and is sent unchanged. With `logprobs`
     every output token comes with its natural-log probability. Requests of one `affinity` grow one
     prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the
-    one of the model's adapters that answers; it is loaded where it has to be. `hints` are for the
+    one of the model's LoRA adapters that answers. `hints` are for the
     schedulers. `on_placed` is called with the engines it goes to. Only requests of one `cache_key`
     share a prefix cache.
     """

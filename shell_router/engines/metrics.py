@@ -1,9 +1,8 @@
 """Metrics of the engines, read at each scrape from what the router knows of them."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -13,15 +12,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from shell_router.core.durations import Durations
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.dispatcher import TrackedEngine
 from shell_router.routing.holdout import Comparison
 from shell_router.telemetry.metrics import PREFIX
-
-if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import AdapterLeases
 
 ROLE = ("model", "role")
 SERVER = ("model", "role", "url")
@@ -69,21 +64,6 @@ SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float |
     ),
     (COUNT, "engine_reports_missed", "Polls without a report", lambda at, _: at.failed_polls),
 )
-LEASE_FAMILIES: tuple[tuple[Family, str, str, Callable[["AdapterLeases"], float]], ...] = (
-    (GAUGE, "{}s_loaded", "Loaded {}s", lambda of: len(of.loaded)),
-    (GAUGE, "{}_requests_waiting", "Requests that wait for their {}", lambda of: of.waiting),
-    (COUNT, "{}_load_failures", "Failed {} loads", lambda of: of.counts.failures),
-    (
-        COUNT,
-        "{}s_missing",
-        "Loaded {}s that were gone after a restart",
-        lambda of: of.counts.missing,
-    ),
-)
-LEASE_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]], ...] = (
-    ("{}_load_seconds", "Time of one {} load", lambda of: of.counts.loads),
-    ("{}_wait_seconds", "Waits for {}s, of requests that waited", lambda of: of.counts.waits),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,15 +71,13 @@ class EngineMetrics(Collector):
     """The families of `pools`, which are named by their models, or by number where models are
     swapped.
 
-    `restarts` counts them by engine, `comparisons` says what optimizations save. `swapping` has
-    what models take turns by, if any do.
+    `restarts` counts them by engine, `comparisons` says what optimizations save.
     """
 
     pools: Mapping[str, SglangPair]
     restarts: Sequence[Callable[[], Mapping[str, int]]] = ()
     clock: Callable[[], float] = time.monotonic
     comparisons: Callable[[], Iterable[Comparison]] = tuple
-    swapping: Collection["AdapterLeases"] = ()
 
     def collect(self) -> Iterator[Metric]:
         retries = {alias: pool.retried for alias, pool in self.pools.items()}
@@ -107,21 +85,17 @@ class EngineMetrics(Collector):
         yield _counts("engine_restarts", "Restarts of a dead engine", "engine", restarts)
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
         servers = [
-            ((alias, at.engine.server.role, str(at.engine.server.url)), at, pool)
+            ((alias, at.engine.server.role, str(at.engine.server.url)), at)
             for alias, pool in self.pools.items()
             for dispatcher in pool.dispatchers
             for at in dispatcher.tracked
         ]
         for kind, name, meaning, value in SERVER_FAMILIES:
             family = kind(PREFIX + name, meaning, labels=SERVER)
-            for labels, at, _ in servers:
+            for labels, at in servers:
                 if (found := value(at, self.clock())) is not None:
                     family.add_metric(labels, found)
             yield family
-        adapted = [one for one in servers if one[2].adapter_settings.folders]
-        adapters = [(labels, pool.adapters.leases[at.engine]) for labels, at, pool in adapted]
-        yield from _of_leases("adapter", SERVER, adapters)
-        yield from _of_leases("model", (), [((), leases) for leases in self.swapping])
         yield from self._queues()
         yield from self._optimizations()
 
@@ -163,23 +137,6 @@ class EngineMetrics(Collector):
                     if one.benefit is not None:
                         saved.add_metric(values, one.benefit.mean)
             yield from (on, saved)
-
-
-def _of_leases(
-    what: str, labels: Sequence[str], leases: Iterable[tuple[Sequence[str], "AdapterLeases"]]
-) -> Iterator[Metric]:
-    for kind, name, meaning, count in LEASE_FAMILIES:
-        family = kind(PREFIX + name.format(what), meaning.format(what), labels=labels)
-        for values, one in leases:
-            family.add_metric(values, count(one))
-        yield family
-    for name, meaning, durations in LEASE_HISTOGRAMS:
-        histogram = HistogramMetricFamily(
-            PREFIX + name.format(what), meaning.format(what), labels=labels
-        )
-        for values, one in leases:
-            histogram.add_metric(values, durations(one).buckets(), durations(one).sum_s)
-        yield histogram
 
 
 def _counts(name: str, meaning: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:

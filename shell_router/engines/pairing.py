@@ -9,15 +9,13 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from shell_router.core.engine import Finish, Placement, Tokens, error_message
 from shell_router.engines.address import PairAddress
 from shell_router.engines.server_client import HTTP_OK, ServerClient, ServerFailure, Transport
 from shell_router.engines.wire import OutputReader, read_prefilled, rejected, require_not_aborted
 from shell_router.errors import (
-    AdapterMissing,
     EngineError,
     EngineRejected,
     EngineStalled,
@@ -26,13 +24,9 @@ from shell_router.errors import (
     PromptTooLong,
 )
 from shell_router.http.client import Exchange
-from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.failures import RetrySettings
 from shell_router.routing.placement import PlacementRequest
-
-if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import Adapters, Lease
 
 log = logging.getLogger(__name__)
 
@@ -273,10 +267,7 @@ class Legs:
             and not self.decode.began
             and self._prefill_answer is None
         )
-        transfer = (
-            isinstance(error, EngineRejected | AdapterMissing)
-            and _TRANSFER_FAILED in str(error).lower()
-        )
+        transfer = isinstance(error, EngineRejected) and _TRANSFER_FAILED in str(error).lower()
         if silent or transfer:
             return (self.prefill_server, self.decode_server)
         return (server,)
@@ -284,8 +275,7 @@ class Legs:
 
 @dataclass(slots=True)
 class Pair:
-    """The slots of one attempt, its adapter's leases on both servers, and its legs there; `close`
-    it in the end.
+    """The slots of one attempt and its legs on both servers; `close` it in the end.
 
     `bootstrap` has the body's fields by which decode finds prefill.
     """
@@ -293,21 +283,15 @@ class Pair:
     prefill: EngineSlot[ServerClient]
     decode: EngineSlot[ServerClient]
     bootstrap: Mapping[str, Any]
-    leases: "tuple[Lease, Lease] | None" = None
     legs: Legs | None = None
 
     @property
     def placed(self) -> tuple[Placement, Placement]:
         """Where it went, and why."""
-        if self.leases is None:
-            return self.prefill.placement(), self.decode.placement()
-        prefill, decode = self.leases
-        return self.prefill.placement(prefill.waited_s), self.decode.placement(decode.waited_s)
+        return self.prefill.placement(), self.decode.placement()
 
     def prefilled(self) -> None:
         """The prefill server has done its part."""
-        if self.leases is not None:
-            self.leases[0].close()
         self.prefill.close()
         self.decode.prefilled()
 
@@ -315,8 +299,6 @@ class Pair:
         """The attempt is over, however it ended. Calling it again changes nothing."""
         if self.legs is not None:
             self.legs.close()
-        for lease in self.leases or ():
-            lease.close()
         self.prefill.close()
         self.decode.close()
 
@@ -332,7 +314,6 @@ class Pairing:
         transport: Transport,
         room: Callable[[], int],
         scheduling: SchedulingSettings,
-        adapters: AdapterSettings,
         retries: RetrySettings,
         draw: Callable[[], float],
     ) -> None:
@@ -341,16 +322,11 @@ class Pairing:
         self.draw = draw
         self.retried = 0
         self._bootstraps: dict[ServerClient, tuple[str, int]] = {}
-        self.adapter_settings = adapters
         self.room = room
         self._transport = transport
         clock = transport.clock
-
-        def has_adapter(server: ServerClient, adapter: str) -> bool:
-            return self.adapters.leases[server].will_have(adapter)
-
-        self.prefills = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, decodes=False)
-        self.decodes = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, prefills=False)
+        self.prefills = Dispatcher[ServerClient]([], scheduling, clock, decodes=False)
+        self.decodes = Dispatcher[ServerClient]([], scheduling, clock, prefills=False)
         for address in addresses:
             self.add(*self.clients_of(address))
 
@@ -387,24 +363,6 @@ class Pairing:
         for dispatcher, one in ((self.prefills, prefill), (self.decodes, decode)):
             if one not in dispatcher.engines:
                 dispatcher.add(one, f"{one.server.role}-{dispatcher.ever}", one.breaker)
-
-    @cached_property
-    def adapters(self) -> "Adapters":
-        """Those on each server, for requests that name one."""
-        from shell_router.engines.adapter_leases import Adapters  # noqa: PLC0415 - most models have no adapters
-
-        return Adapters(
-            self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock
-        )
-
-
-async def load_again(
-    blamed: Collection[ServerClient], servers: Sequence[ServerClient], leases: "Sequence[Lease]"
-) -> None:
-    """Have the adapter loaded again on those of `servers` that lost it; each has its lease."""
-    for server, lease in zip(servers, leases, strict=False):
-        if server in blamed:
-            await lease.missing()
 
 
 @dataclass(slots=True, eq=False)
@@ -445,58 +403,33 @@ class Attempts:
         self._statuses = None
 
     async def pick(self) -> Pair:
-        """Slots for the next attempt, and its adapter there; an attempt that does not get its
-        adapter is one, too.
+        """Take slots for the next attempt.
 
-        The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one
-        on prefill keeps no decode server from its work, and one that has that waits for nothing
-        more but an adapter (`Adapters.of_pair`). Raises EngineUnavailable, the error of the attempt
-        before, or AdapterFailed.
+        The slot on decode comes first, as in SGLang's disaggregation: a request that waits for a
+        slot on prefill keeps no decode server from its work, and a request that has both waits for
+        nothing more. Raises EngineUnavailable, or the error of the attempt before.
         """
         pairing = self.pairing
-        request = self.request
-        while True:
+        try:
+            pairing.prefills.serving()
+            to_decode = await engine_slot(pairing.decodes, self.request, self._avoid)
             try:
-                pairing.prefills.serving()
-                to_decode = await engine_slot(pairing.decodes, request, self._avoid)
-                try:
-                    to_prefill = await engine_slot(pairing.prefills, request, self._avoid)
-                except BaseException:
-                    to_decode.close()
-                    raise
-            except EngineUnavailable as refusal:
-                raise self._last or refusal from None
-            pair = Pair(to_prefill, to_decode, pairing.bootstrap(to_prefill.engine))
-            pairing.retried += self.made > 0
-            if request.adapter is None:
-                return pair
-            prefill = pair.prefill.engine
-            decode = pair.decode.engine
-            adapters = pairing.adapters
-            try:
-                pair.leases = await adapters.of_pair(prefill, decode, request.adapter)
-                return pair
-            except BaseException as error:
-                pair.close()
-                if not isinstance(error, EngineError):
-                    raise
-                failure = error
-            await self._next_due(
-                failure, [one for one in (prefill, decode) if adapters.leases[one].failing]
-            )
+                to_prefill = await engine_slot(pairing.prefills, self.request, self._avoid)
+            except BaseException:
+                to_decode.close()
+                raise
+        except EngineUnavailable as refusal:
+            raise self._last or refusal from None
+        pairing.retried += self.made > 0
+        return Pair(to_prefill, to_decode, pairing.bootstrap(to_prefill.engine))
 
     async def failed(self, pair: Pair, error: EngineError) -> None:
-        """The attempt on `pair` failed: return when the next is due, or raise `error` if it was the
-        last.
-
-        An adapter that a server of the pair lost is loaded again.
+        """Return when the attempt after the failed one on `pair` is due; raise `error` if it was
+        the last.
         """
-        blamed_servers = (()) if (pair.legs is None) else (pair.legs.blamed_servers)
-        if isinstance(error, AdapterMissing) and pair.leases is not None:
-            await load_again(blamed_servers, (pair.prefill.engine, pair.decode.engine), pair.leases)
-        await self._next_due(error, blamed_servers)
-
-    async def _next_due(self, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
+        blamed_servers: Collection[ServerClient] = ()
+        if pair.legs is not None:
+            blamed_servers = pair.legs.blamed_servers
         self.made += 1
         wait_s = self.pairing.retries.wait_s(error, self.made, self.pairing.draw())
         if wait_s is None:

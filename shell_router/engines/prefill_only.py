@@ -8,21 +8,18 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import orjson
 
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
-from shell_router.engines.pairing import Legs, Pairing, engine_slot, load_again
+from shell_router.engines.pairing import Legs, Pairing, engine_slot
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
-from shell_router.errors import AdapterMissing, EngineError, EngineRejected, PromptTooLong
+from shell_router.errors import EngineError, EngineRejected, PromptTooLong
 from shell_router.http.client import Exchange
 from shell_router.routing.failures import INTERNAL_ERROR
 from shell_router.routing.placement import PlacementRequest
-
-if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +49,7 @@ class PrefillOnly:
         )
         if self.way == "pair":
             return await self._by_pair(request)
-        if request.adapter is None:
-            return await self._by_route(request)
-        async with self.pairing.adapters.leased(self.server, request.adapter):
-            return await self._by_route(request)
+        return await self._by_route(request)
 
     async def _by_route(self, request: Generation) -> Prefilled:
         body = orjson.dumps({**body_fields(request), "stream": False})
@@ -86,26 +80,17 @@ class PrefillOnly:
         # an update is not limited on decode: requests that wait for this prefill server may hold
         # its last slots
         slot = await engine_slot(self.pairing.decodes, PlacementRequest.of(request, update=True))
-        pair = (self.server, slot.engine)
-        leases = tuple["Lease", ...]()
         try:
-            if request.adapter is not None:
-                leases = await self.pairing.adapters.of_pair(*pair, request.adapter)
             bodies = leg_bodies(request, self.pairing.bootstrap(self.server))
-            prefilled = leases[0].close if leases else None
-            legs = Legs(*pair, (request.rid,), bodies, self.pairing.limits.stall_s, prefilled)
+            stall_s = self.pairing.limits.stall_s
+            legs = Legs(self.server, slot.engine, (request.rid,), bodies, stall_s)
             try:
                 while not isinstance(event := await legs.next(logprobs=False), Finish):
                     pass
                 return Prefilled(event.prompt_tokens, event.cached_tokens)
-            except AdapterMissing:
-                await load_again(legs.blamed_servers, pair, leases)
-                raise
             finally:
                 legs.close()
         finally:
-            for lease in leases:
-                lease.close()
             slot.close()
 
     async def probe(self, *, route: bool) -> None:

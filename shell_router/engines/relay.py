@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import orjson
@@ -19,8 +19,8 @@ from shell_router.engines.native_body import (
 from shell_router.engines.pairing import Attempts, Legs, Pair, Pairing, engine_slot
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import EventSplitter, broken_wire, index_of, rejected
-from shell_router.errors import AdapterMissing, EngineError
+from shell_router.engines.wire import EventSplitter, broken_wire, index_of
+from shell_router.errors import EngineError
 from shell_router.http.client import Exchange
 from shell_router.routing.dispatcher import EngineSlot
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
@@ -171,21 +171,9 @@ class PairRelay:
         server = slot.engine
         body = native.with_fields({})
         try:
-            async with AsyncExitStack() as stack:
-                waited_s = 0.0
-                if wanted.adapter is not None:
-                    waited_s = await stack.enter_async_context(
-                        self.pairing.adapters.leased(server, wanted.adapter)
-                    )
-                forwarded = self.prefill_only[server].forward(body, native.rids)
-                response = await stack.enter_async_context(forwarded)
-                if wanted.adapter is not None and response.status != HTTP_OK:
-                    await server.read_all(response)  # raises
+            async with self.prefill_only[server].forward(body, native.rids) as response:
                 yield Relayed(
-                    response.status,
-                    response.content_type,
-                    _body(response),
-                    (slot.placement(waited_s),),
+                    response.status, response.content_type, _body(response), (slot.placement(),)
                 )
         finally:
             slot.close()
@@ -269,14 +257,6 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     first = await decode.read()
     # an error or an abort inside a good answer is no sign that decode serves
     fails = b'"error"' in first or b'"abort"' in first
-    if pair.leases is not None and (fails or not good):
-        message = first.decode("utf-8", "replace")
-        error = rejected(legs.decode_server.name, decode.status, message)
-        if isinstance(
-            error, AdapterMissing
-        ):  # what the engine lost is loaded again, so that it is no answer yet
-            legs.failed(error)
-            raise error
     if good and not fails:
         legs.decode_server.succeeded()
     chunks: AsyncIterator[bytes] = _DecodeBody(legs, first, pair.decode)

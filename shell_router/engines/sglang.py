@@ -7,11 +7,19 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -26,7 +34,6 @@ from shell_router.engines.wire import broken_wire, leg_bodies
 from shell_router.errors import EngineError, EngineRejected
 from shell_router.http.client import HttpClient
 from shell_router.http.tasks import TaskOwner
-from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import SchedulingSettings, TrackedEngine
 from shell_router.routing.failures import (
     DEFAULT_BREAKER,
@@ -36,13 +43,9 @@ from shell_router.routing.failures import (
 )
 from shell_router.routing.placement import PlacementRequest
 
-if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import Adapters
-
 log = logging.getLogger(__name__)
 
 DEFAULT_SCHEDULING = SchedulingSettings()
-NO_ADAPTERS = AdapterSettings()
 HEALTH_LIMIT_S = 10.0
 
 
@@ -67,10 +70,9 @@ class SglangPair:
     `servers` are prefill servers first, `dispatchers` theirs and those of decode.
     `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins
     with another; `draw` is uniform in [0, 1), `clock` monotonic seconds. Relayed bodies are checked
-    by `rules`, but none may name one of its adapters or another's cache. A request that names one
-    of the `adapters` is sent once that is loaded on both its servers. If it `isolates`, each user
-    has a prefix cache of its own there. `key` is sent as a bearer; `tls` is for https.
-    `ready_route` answers well once a server is ready.
+    by `rules`, but none may name one of its `adapters`, with which the servers were started, or
+    another's cache. If it `isolates`, each user has a prefix cache of its own there. `key` is sent
+    as a bearer; `tls` is for https. `ready_route` answers well once a server is ready.
     """
 
     ready_route = "health"
@@ -88,7 +90,7 @@ class SglangPair:
         rules: NativeRules = ANY_MODEL,
         isolates: bool = False,
         scheduling: SchedulingSettings = DEFAULT_SCHEDULING,
-        adapters: AdapterSettings = NO_ADAPTERS,
+        adapters: Collection[str] = (),
         key: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -99,10 +101,10 @@ class SglangPair:
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s, tls=tls)
         transport = Transport(self._http, self._tasks, limits, breaker, clock, key)
-        self._pairing = Pairing(addresses, transport, room, scheduling, adapters, retries, draw)
+        self._pairing = Pairing(addresses, transport, room, scheduling, retries, draw)
         self.servers = self._pairing.servers
         self.dispatchers = self._pairing.prefills, self._pairing.decodes
-        self.adapter_settings = adapters
+        self.adapters = adapters
         self.chat: ChatServing | None = None
         """See `Relay.chat`; known after `probe`."""
         self._rid = rid
@@ -112,17 +114,12 @@ class SglangPair:
         }
         self._monitors: list[Monitor[ServerClient]] = []
         self._isolates = isolates
-        chosen = frozenset([ADAPTER] * bool(adapters.folders) + [CACHE_KEY] * isolates)
+        chosen = frozenset([ADAPTER] * bool(adapters) + [CACHE_KEY] * isolates)
         rules = replace(rules, fields=rules.fields - chosen)
         self.forward = PairRelay(
             self._pairing, self._prefill_only, rid, rules, isolates, chosen
         ).forward
         """See `Relay.forward`, and `PairRelay.forward`."""
-
-    @property
-    def adapters(self) -> "Adapters":
-        """Those on each server."""
-        return self._pairing.adapters
 
     @property
     def retried(self) -> int:
@@ -214,8 +211,6 @@ class SglangPair:
 
     async def _probe(self, servers: Sequence[ServerClient]) -> None:
         routes = await asyncio.gather(*(one.knows_contract() for one in servers))
-        if self.adapter_settings.folders:
-            await self.adapters.begin()
         for server, route in zip(servers, routes, strict=True):
             if server in self._prefill_only:
                 await self._prefill_only[server].probe(route=route)

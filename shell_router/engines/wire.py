@@ -38,8 +38,10 @@ _TOO_LONG = re.compile(
     r"context length|maximum allowed length|longer than the model", re.IGNORECASE
 )
 
-_NO_ADAPTER = re.compile(r"LoRA adapters? (that has never been|are not) loaded", re.IGNORECASE)
-"""SGLang's words for a `lora_path` that it does not have, after a restart or an unloading."""
+_NO_ADAPTER = re.compile(
+    r"LoRA adapters? (that has never been|are not) loaded|LoRA is not enabled", re.IGNORECASE
+)
+"""SGLang's words for a `lora_path` that it was not started with."""
 
 
 def body_fields(request: Generation) -> dict[str, Any]:
@@ -288,7 +290,7 @@ def rejected(where: str, status: int, message: str) -> Refusal:
         said = message.strip().splitlines()[0].removesuffix(".")
         return AdapterMissing(
             f"The {where} does not have the adapter: {said}.",
-            remedy="Ask again: it is loaded anew.",
+            remedy="Start it with --lora-paths NAME=FOLDER for each adapter of the model.",
         )
     if status == 400 and _TOO_LONG.search(message):
         return PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")

@@ -12,7 +12,6 @@ from typing import Literal
 from yarl import URL
 
 from shell_router.config import (
-    AdaptersSection,
     Config,
     LaunchSettings,
     ModelSettings,
@@ -25,7 +24,6 @@ from shell_router.errors import ConfigError
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DRAFT_VARIABLES: Mapping[str, str] = {"SHELL_ROUTER_DRAFTS": "1"}
 DRAFT_OPTIONS = (
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
@@ -214,20 +212,12 @@ def _engine(
     )
 
 
-def _adapter_options(adapters: AdaptersSection) -> tuple[str, ...]:
-    """Room in memory and in a batch; SGLang counts requests without an adapter as one more of a
-    batch.
-    """
-    loaded = str(adapters.max_loaded_adapters + 1)
+def _adapter_options(adapters: Mapping[str, Path]) -> tuple[str, ...]:
+    """Name the adapters; SGLang reads their ranks and modules, and pages them by itself."""
     return (
-        *(
-            "--enable-lora",
-            "--max-lora-rank",
-            str(adapters.max_rank),
-            "--lora-target-modules",
-            *ADAPTED,
-        ),
-        *("--max-loras-per-batch", loaded, "--max-loaded-loras", loaded),
+        "--enable-lora",
+        "--lora-paths",
+        *(f"{name}={folder}" for name, folder in adapters.items()),
     )
 
 

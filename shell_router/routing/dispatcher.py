@@ -14,7 +14,6 @@ from shell_router.routing.engine_selection import (
     POLICIES,
     Scene,
     SelectionSettings,
-    choose,
 )
 from shell_router.routing.failures import Breaker
 from shell_router.routing.placement import (
@@ -122,9 +121,9 @@ class EngineSlot(Generic[E]):
         load.prefill_tokens += self._prefill
         load.output_tokens += self._output
 
-    def placement(self, adapter_s: float = 0.0) -> Placement:
-        """Where the request went and why; it waited `adapter_s` for its adapter there."""
-        return Placement(self.name, self._dispatcher.policy, self.why, self.waited_s, adapter_s)
+    def placement(self) -> Placement:
+        """Where the request went and why."""
+        return Placement(self.name, self._dispatcher.policy, self.why, self.waited_s)
 
     def prefilled(self) -> None:
         """Its prompt is prefilled. Calling it again changes nothing."""
@@ -182,9 +181,8 @@ class Dispatcher(Generic[E]):
     An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds
     their KV; all others go where the policy says, and wait where the settings limit what an engine
     takes at a time (`holds`). `choices` counts them by reason, `waits` those that had to wait.
-    `has_adapter` says whether an engine has an adapter. Engines that do not prefill get KV from
-    others; those that do not decode write nothing. Never waits and does no I/O:
-    `engines.pairing.engine_slot` awaits what `submit` returns.
+    Engines that do not prefill get KV from others; those that do not decode write nothing. Never
+    waits and does no I/O: `engines.pairing.engine_slot` awaits what `submit` returns.
     """
 
     def __init__(
@@ -192,7 +190,6 @@ class Dispatcher(Generic[E]):
         engines: Sequence[tuple[E, str, Breaker]],
         settings: SchedulingSettings,
         clock: Callable[[], float],
-        has_adapter: Callable[[E, str], bool] = lambda engine, adapter: False,
         *,
         prefills: bool = True,
         decodes: bool = True,
@@ -205,7 +202,6 @@ class Dispatcher(Generic[E]):
         self._prefills = prefills
         self._decodes = decodes
         self._clock = clock
-        self._has_adapter = has_adapter
         self._memory = ChoiceMemory(settings.selection.affinity_s)
         self.prompts = PromptIndex()
         self.queue = RequestQueue(settings.queue)
@@ -401,16 +397,15 @@ class Dispatcher(Generic[E]):
             return Choice(among[0].index, "only_one_free")
         now_s = self._clock()
         stale_s = self.settings.stale_s
-        adapter = features.adapter
         for at in among:
             if now_s - at.reported_s < stale_s:
                 at.load.reported = at.reported
             else:
                 at.load.reported = None
-            at.load.has_adapter = adapter is not None and self._has_adapter(at.engine, adapter)
-        return choose(
-            Scene(features, [at.load for at in among], self._memory, self.settings.selection, now_s)
+        scene = Scene(
+            features, [at.load for at in among], self._memory, self.settings.selection, now_s
         )
+        return POLICIES[self.policy].choose(scene)
 
     def _bind(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
         """Choose the engine now if the settings say so, or if one of `among` holds the prompt's

@@ -60,15 +60,9 @@ def affinity(scene: Scene) -> Sequence[float]:
     return [float(engine.index == home) for engine in scene.engines]
 
 
-def adapter(scene: Scene) -> Sequence[float]:
-    """Score 1 for engines that have the request's adapter or load it now."""
-    return [float(engine.has_adapter) for engine in scene.engines]
-
-
 SCORERS: dict[str, Scorer] = {
     "wait": wait,
     "affinity": affinity,
-    "adapter": adapter,
 }
 """Every scorer by its name in settings."""
 
@@ -89,14 +83,11 @@ class Policy:
         reads_reports: It reads engines' reports or earlier choices, so engines are polled often
             and choices remembered.
         reads_prefixes: It reads `RoutingFeatures.overlaps`, so every prompt is hashed.
-        weighs_adapters: It decides itself what a loaded adapter is worth. For other policies the
-            engines are filtered by `with_adapter` first.
     """
 
     choose: Callable[[Scene], Choice]
     reads_reports: bool = False
     reads_prefixes: bool = False
-    weighs_adapters: bool = False
 
 
 def least_running(scene: Scene) -> Choice:
@@ -185,7 +176,7 @@ POLICIES: dict[str, Policy] = {
     "least_running": Policy(least_running),
     "round_robin": Policy(round_robin),
     "gimbal": Policy(gimbal, reads_reports=True),
-    "scored": Policy(scored, reads_reports=True, reads_prefixes=True, weighs_adapters=True),
+    "scored": Policy(scored, reads_reports=True, reads_prefixes=True),
 }
 """Every policy by its name in settings."""
 
@@ -234,7 +225,6 @@ class SelectionSettings:
             at least `gimbal.theta_kv`, unless all of them are.
         output_weight: Prompt tokens that take an engine as long as one output token.
         affinity_s: Seconds after its last request at which a user's or agent's engine is forgotten.
-        adapter_slack: See `with_adapter`.
     """
 
     policy: Annotated[str, f"Which engine takes a request: {list_names(POLICIES)}."] = (
@@ -242,13 +232,12 @@ class SelectionSettings:
     )
     gimbal: GimbalThresholds = GimbalThresholds()
     weights: Annotated[
-        Mapping[str, float], "Of `scored`: how much waiting, prefix reuse and adapters count."
-    ] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2, "adapter": 0.5})
+        Mapping[str, float], "Of `scored`: how much waiting and prefix reuse count."
+    ] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2})
     output_weight: float = field(default=8.0, metadata={"file": False})
     affinity_s: Annotated[
         float, "Seconds for which a user's or an agent's last engine is remembered."
     ] = 300.0
-    adapter_slack: int = field(default=8, metadata={"file": False})
 
     def __post_init__(self) -> None:
         require(
@@ -258,38 +247,7 @@ class SelectionSettings:
             require(name in SCORERS, f"weights: {name!r} is none of: {', '.join(SCORERS)}")
             require(weight >= 0, f"weights.{name} must be at least 0, not {weight:g}")
         require(any(self.weights.values()), "weights are all 0: give one scorer a weight")
-        for name in ("output_weight", "adapter_slack"):
-            setting = getattr(self, name)
-            require(setting >= 0, f"{name} must be at least 0, not {setting:g}")
+        require(
+            self.output_weight >= 0, f"output_weight must be at least 0, not {self.output_weight:g}"
+        )
         require(self.affinity_s > 0, f"affinity_s must be above 0, not {self.affinity_s:g}")
-
-
-def choose(scene: Scene) -> Choice:
-    """Choose an engine by the settings' policy, preferring engines with the request's adapter."""
-    settings = scene.settings
-    policy = POLICIES[settings.policy]
-    if scene.features.adapter is not None and not policy.weighs_adapters:
-        eligible = with_adapter(scene.features, scene.engines, settings.adapter_slack)
-        scene = replace(scene, engines=eligible)
-    if len(scene.engines) == 1:
-        return Choice(scene.engines[0].index, "has_adapter")
-    return policy.choose(scene)
-
-
-def with_adapter(
-    features: RoutingFeatures, engines: Sequence[EngineState], slack: int
-) -> Sequence[EngineState]:
-    """Return the engines that have the request's adapter, or all engines.
-
-    All engines are returned if none has it, or if the least busy engine that has it has over
-    `slack` more requests than the least busy of all: such an adapter is loaded once more.
-    """
-    if features.adapter is None:
-        return engines
-    having = [engine for engine in engines if engine.has_adapter]
-    if not having:
-        return engines
-    least = min(engine.running + engine.waiting for engine in engines)
-    if min(engine.running + engine.waiting for engine in having) - least <= slack:
-        return having
-    return engines

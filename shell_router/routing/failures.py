@@ -4,7 +4,7 @@ Pure.
 
 from dataclasses import dataclass
 
-from shell_router.errors import AdapterMissing, EngineRejected, EngineUnreachable, ShellRouterError
+from shell_router.errors import EngineRejected, EngineUnreachable, ShellRouterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +111,4 @@ DEFAULT_RETRIES = RetrySettings()
 def is_retryable(error: ShellRouterError) -> bool:
     if isinstance(error, EngineRejected):
         return error.status in RETRYABLE_STATUSES
-    return isinstance(error, EngineUnreachable | AdapterMissing)
+    return isinstance(error, EngineUnreachable)

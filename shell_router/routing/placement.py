@@ -38,7 +38,7 @@ class EngineState:
     I[m]), and `held_tokens` of prompts and outputs are there already, as KV. `waiting` requests
     with `waiting_tokens` new ones of prompts are held back for it. `reported` is the engine's own
     report, None without a fresh one. `chosen` numbers the last choice of it: the lower, the longer
-    ago. `has_adapter`: the request's adapter is loaded there, or being loaded.
+    ago.
     """
 
     index: int
@@ -51,7 +51,6 @@ class EngineState:
     waiting_tokens: int = 0
     chosen: int = 0
     reported: EngineReport | None = None
-    has_adapter: bool = False
 
     @property
     def tokens(self) -> int:
@@ -108,7 +107,7 @@ class RoutingFeatures:
     `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens`
     are expected of it. `overlaps` are leading prompt tokens that an engine, by its index, has had
     before; engines that had none are absent. `grows` identifies the growing prompt that it is of.
-    `adapter` is as in `Generation`. `update` marks a prefill-only request; without `prefills` the
+    `update` marks a prefill-only request; without `prefills` the
     engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index. A batch
     is several `requests`.
     """
@@ -121,7 +120,6 @@ class RoutingFeatures:
     overlaps: Mapping[int, int] = field(default_factory=dict)
     update: bool = False
     prefills: bool = True
-    adapter: str | None = None
     blocks: tuple[int, ...] = ()
     requests: int = 1
 
@@ -313,7 +311,6 @@ class PromptIndex:
             else _NO_OVERLAPS,
             request.update,
             prefills,
-            request.adapter,
             blocks,
             request.requests,
         )

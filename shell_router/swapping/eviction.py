@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shell_router.routing.adapter_cache import LoadedAdapter
+from shell_router.swapping.turns import LoadedModel
 from shell_router.topology import Graph
 
 
@@ -61,12 +61,12 @@ class Eviction:
     catalog: Mapping[str, ModelInTurn]
 
     def __call__(
-        self, loaded: Sequence[LoadedAdapter], turns: Mapping[str, int]
-    ) -> Sequence[LoadedAdapter]:
+        self, loaded: Sequence[LoadedModel], turns: Mapping[str, int]
+    ) -> Sequence[LoadedModel]:
         """Sort `loaded`; `turns` has the position of each awaited model in the queue."""
         names = {at.name for at in loaded}
 
-        def rank(at: LoadedAdapter) -> tuple[int, float, int]:
+        def rank(at: LoadedModel) -> tuple[int, float, int]:
             model = self.catalog[at.name]
             turn = turns.get(at.name)
             if turn is not None:

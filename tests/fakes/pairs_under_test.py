@@ -15,14 +15,13 @@ from time import monotonic
 import aiohttp
 import pytest
 
-from benchmarks.adapters.made import make_adapter
+from benchmarks.random_adapter import make_adapter
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.pair import CpuPair, free_ports, until_ready
 from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
-from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes import embedded_as_sglang
 from tests.fakes.scripted_pair import collect
@@ -92,17 +91,11 @@ def of_model(address: PairAddress, model: Path) -> PairUnderTest:
 NAMES = ("algebra", "biology", "chemistry", "drama")
 
 
-def random_adapters(pair: PairUnderTest, folder: Path) -> Mapping[str, Path]:
-    """Four adapters of the pair's model, each of which answers otherwise."""
-    model = pair.needs_model()
+def random_adapters(model: Path, folder: Path) -> Mapping[str, Path]:
+    """Four adapters of the model, each of which answers otherwise."""
     return {
         name: make_adapter(folder / name, model, seed=place) for place, name in enumerate(NAMES)
     }
-
-
-def pool_of(pair: PairUnderTest, folders: Mapping[str, Path], room: int = 2) -> SglangPair:
-    """The router's client, with room for two of the adapters at a time."""
-    return SglangPair(pair.address, adapters=AdapterSettings(folders, max_loaded_adapters=room))
 
 
 async def output(
@@ -133,9 +126,6 @@ async def a_mixed_load_answers_as_each_adapter_alone(
         *(output(pool, adapter, prompts[place]) for adapter, place in asked)
     )
     assert found == [alone[one] for one in asked]
-    assert all(
-        len(leases.loaded) <= 2 and not leases.waiting for leases in pool.adapters.leases.values()
-    )
 
 
 async def an_adapters_updates_warm_its_real_request_alone(

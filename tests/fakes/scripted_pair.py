@@ -15,8 +15,7 @@ from benchmarks.scripted.server import (
 )
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.sglang import NO_ADAPTERS, SglangPair, random_rid
-from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.routing.failures import BreakerSettings, RetrySettings
 
 LIMITS = PairLimits(stall_s=5, answer_s=5, connect_s=2, abort_s=2, settle_s=1)
@@ -143,7 +142,7 @@ async def scripted_pool(
     *,
     retries: RetrySettings = SOON,
     breaker: BreakerSettings = BREAKER,
-    adapters: AdapterSettings = NO_ADAPTERS,
+    adapters: Sequence[str] = (),
 ) -> AsyncIterator[ScriptedPool]:
     """Servers of each role, any of which work together, and a client of them all."""
     rooms = BootstrapRooms()

@@ -16,18 +16,6 @@ from shell_router.lab.simulation.summary import prefilled_tokens
 
 ROOT = Path(__file__).parents[2]
 SHORT = {
-    "adapters": (
-        "--engine",
-        "simulated",
-        "--requests",
-        "20",
-        "--clients",
-        "4",
-        "--adapters",
-        "4",
-        "--room",
-        "2",
-    ),
     "auto": (
         "--questions",
         "8",

@@ -25,8 +25,8 @@ from shell_router.config import (
     SwappingSettings,
 )
 from shell_router.engines.sglang import SglangPair
-from shell_router.engines.weight_swapping import fall_asleep, wake
 from shell_router.errors import EngineRejected
+from shell_router.swapping.sleep import fall_asleep, wake
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 

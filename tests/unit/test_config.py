@@ -358,23 +358,14 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
             "different bootstrap hosts or ports",
         ),
         (
-            f"models:\n  a: {{path: m, {PAIR}, adapters: {{folder: a, max_loaded_adapters: 1}}}}\n"
-            f"  b: {{path: m, {PAIR}, adapters: {{folder: b, max_loaded_adapters: 1}}}}\n",
-            1,
-            "models 'a' and 'b' both load adapters on http://",
+            f"models:\n  a: {{path: m, {PAIR}, adapters: {{'no colon: please': a}}}}\n",
+            2,
+            "an adapter is named 'no colon: please'",
         ),
         (
-            f"models:\n  a: {{path: m, {PAIR}, adapters: {{folder: a, max_loaded_adapters: 0}}}}\n",
+            "models:\n  a: {path: m, adapters: {odd: a}}\n",
             2,
-            "max_loaded_adapters must be",
-        ),
-        (
-            (
-                f"models:\n  a: {{path: m, {PAIR}, adapters: {{folder: a, max_loaded_adapters: 1, "
-                f"evict: never}}}}\n"
-            ),
-            2,
-            "evict",
+            "adapters is for pairs, and there are none",
         ),
         (
             "models: {a: {path: m}}\nswapping: {}\n",
@@ -417,7 +408,7 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
             "http://a is named twice, and serves models that take turns",
         ),
         (
-            f"models: {{a: {{path: m, {PAIR}, adapters: {{folder: a, max_loaded_adapters: 1}}}}}}\n"
+            f"models: {{a: {{path: m, {PAIR}, adapters: {{odd: a}}}}}}\n"
             "swapping: {max_loaded_models: 1}\n",
             1,
             "models.a takes turns with others, and has adapters",

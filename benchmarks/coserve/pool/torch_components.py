@@ -19,8 +19,8 @@ from benchmarks.coserve.pool.executor import Watch
 from benchmarks.coserve.pool.pool import Route, follow_chain, ignore
 from benchmarks.coserve.pool.pool_file import ComponentPoolFile, read_profiled_pool
 from benchmarks.coserve.pool.values import Component, Tier
-from shell_router.engines.weight_swapping import read_header
 from shell_router.errors import ConfigError
+from shell_router.swapping.weights import read_header
 
 MEMORY_EVENT = "[memory]"
 

@@ -9,19 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from shell_router.app.launching import launched_engines
-from shell_router.app.model_files import named
 from shell_router.app.models import RunningModel, adapted_models, running_models
 from shell_router.app.wings import EngineKind
 from shell_router.batch.pool import Pool, PoolWorker
 from shell_router.batch.profile import Load
-from shell_router.config import AdaptersSection, Config, ModelSettings
+from shell_router.config import Config, ModelSettings
 from shell_router.core.engine import ServedModel
-from shell_router.engines.weight_swapping import obstacle_to_swap, swap_weights
 from shell_router.errors import EngineError
 from shell_router.launching.plan import plan
 from shell_router.launching.supervisor import Engines
 from shell_router.standins.embedded.kind import LOOPBACK, Embedded
 from shell_router.standins.embedded.servers import Spawner
+from shell_router.swapping.weights import obstacle_to_swap, swap_weights
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +59,9 @@ class LocalWorker:
         """Open a session; see `Workers`. A model with an adapter answers with that adapter."""
         async with self.open_model(model) as (running, load):
             served = running.served
-            adapter = self._pool.models[model].adapter
-            if adapter is not None:
+            if self._pool.models[model].adapter is not None:
                 assert running.pool is not None
-                adapted, _ = adapted_models(served, running.pool)[named(served.alias, adapter.name)]
+                ((adapted, _),) = adapted_models(served, running.pool).values()
                 served = replace(adapted, alias=served.alias)
             yield served, load
 
@@ -150,7 +148,7 @@ def _build_config(pool: Pool, worker: PoolWorker, model: str) -> Config:
         context_length=pool_model.context_length,
     )
     if pool_model.adapter is not None:
-        adapters = AdaptersSection(pool_model.adapter.parent, max_loaded_adapters=1)
+        adapters = {pool_model.adapter.name: pool_model.adapter.resolve()}
         settings = replace(settings, adapters=adapters)
     # an engine that restarted by itself would have the weights of its first model
     launch = replace(pool.launch, restart_limit=0)

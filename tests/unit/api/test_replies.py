@@ -14,13 +14,13 @@ from shell_router.api.replies import (
     shared_fields,
 )
 from shell_router.errors import (
-    AdapterFailed,
     AdapterMissing,
     AgentFailed,
     EngineRejected,
     EngineStalled,
     InvalidField,
     ShellRouterError,
+    WeightsLost,
 )
 
 KINDS = [
@@ -60,11 +60,9 @@ def test_what_an_engine_refuses_is_the_clients_to_mend_and_its_crashes_are_not()
     assert problem_of(caused(EngineRejected("bad regex", status=422))).status == 400
 
 
-def test_an_adapter_that_is_to_be_loaded_again_is_worth_another_try_and_one_that_does_not_load_is_not() -> (
-    None
-):
-    assert is_retryable(caused(AdapterMissing("lost")))
-    assert not is_retryable(AdapterFailed("corrupt"))
+def test_weights_that_are_loaded_again_are_worth_another_try_and_a_missing_adapter_is_not() -> None:
+    assert is_retryable(caused(WeightsLost("lost")))
+    assert not is_retryable(AdapterMissing("never loaded"))
 
 
 def test_the_envelope_names_field_type_and_remedy() -> None:

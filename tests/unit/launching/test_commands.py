@@ -162,24 +162,13 @@ def test_a_context_length_is_the_engines_too(tmp_path: Path) -> None:
     )
 
 
-def test_engines_of_a_model_with_adapters_have_room_for_them_and_for_requests_without(
-    tmp_path: Path,
-) -> None:
-    adapters = "    adapters: {folder: adapters, max_loaded_adapters: 3, max_rank: 32}\n"
+def test_engines_are_started_with_their_models_adapters_by_name(tmp_path: Path) -> None:
+    adapters = "    adapters: {algebra: lora/algebra, odd: /x=y}\n"
     for engine in planned(tmp_path, MODEL + PAIR % "" + adapters).engines:
-        given = options(engine)
-        assert "--enable-lora" in engine.argv
-        assert (
-            given["--max-loras-per-batch"],
-            given["--max-loaded-loras"],
-            given["--max-lora-rank"],
-        ) == (
-            "4",
-            "4",
-            "32",
-        )
-        at = engine.argv.index("--lora-target-modules")
-        assert engine.argv[at + 1] == "q_proj" and engine.argv[at + 7] == "down_proj"
+        at = engine.argv.index("--lora-paths")
+        assert engine.argv[at - 1] == "--enable-lora"
+        named = (f"algebra={tmp_path / 'lora' / 'algebra'}", "odd=/x=y")
+        assert engine.argv[at + 1 : at + 3] == named
 
 
 def test_a_port_given_twice_is_refused_by_the_engines_names(tmp_path: Path) -> None:

@@ -15,18 +15,13 @@ import pytest
 from benchmarks.scripted.run import ScriptedGpu
 from benchmarks.scripted.server import BootstrapRooms, ScriptedServer, ScriptedSettings
 from shell_router.core.engine import Finish, Generation
-from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.errors import EngineRejected, ModelFailed
 from shell_router.http.tasks import TaskOwner
-from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.swapping.eviction import Eviction, ModelInTurn
-from shell_router.swapping.kind import (
-    Places,
-    SleepingPairs,
-    SleepingServers,
-    SwappedModel,
-)
+from shell_router.swapping.kind import SwappedModel
+from shell_router.swapping.leases import ModelLeases
+from shell_router.swapping.places import Places, SleepingPairs, SleepingServers
 from tests.fakes.scripted_pair import LIMITS, ONCE, until
 
 NAMES = "abcdefgh"
@@ -61,7 +56,7 @@ class Router:
     """What one router has of the models; its clock stands still."""
 
     sleeping: SleepingPairs
-    leases: AdapterLeases
+    leases: ModelLeases
     tasks: TaskOwner
     models: Mapping[str, SwappedModel]
 
@@ -108,9 +103,14 @@ class Machine:
                 stack.push_async_callback(pair.aclose)
             sleeping = SleepingPairs(pairs, LIMIT_S, launched)
             places, tasks = Places(sleeping.opened), TaskOwner()
-            settings, order = AdapterSettings({}, self.places), Eviction(CATALOG)
-            leases = AdapterLeases(
-                "memory", places, settings, tasks, lambda: 0.0, kind="model", order=order
+            leases = ModelLeases(
+                places,
+                tasks,
+                lambda: 0.0,
+                places=self.places,
+                window_s=10.0,
+                wait_s=60.0,
+                order=Eviction(CATALOG),
             )
             models = {name: SwappedModel(name, leases, places, CATALOG) for name in self.models}
             yield Router(sleeping, leases, tasks, models)

@@ -15,8 +15,8 @@ from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.core.engine import Finish, Generation
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair
-from shell_router.errors import AdapterMissing, ModelFailed
-from shell_router.swapping.kind import Places, SwappedPairs, WeightPair
+from shell_router.errors import ModelFailed, WeightsLost
+from shell_router.swapping.places import Places, SwappedPairs, WeightPair
 from tests.fakes.http_engines import SwappingEngine, served
 from tests.fakes.moa import WordTokenizer
 from tests.fakes.scripted_engine import Script, ScriptedEngine
@@ -120,7 +120,7 @@ async def test_a_server_that_was_started_again_answers_nothing_until_it_has_the_
 ) -> None:
     assert await pair.answered("b") == "b"
     pair.decode.restart()
-    with pytest.raises(AdapterMissing):
+    with pytest.raises(WeightsLost):
         await pair.answered("b")
     assert await pair.answered("b") == "b"
 
@@ -130,7 +130,7 @@ async def test_what_other_weights_wrote_does_not_end_as_an_answer(pair: Pair) ->
     async with aclosing(pair.places.engine("b").generate(Generation("r", (1, 2)))) as events:
         await anext(events)
         pair.prefill.restart()
-        with pytest.raises(AdapterMissing):
+        with pytest.raises(WeightsLost):
             async for _ in events:
                 pass
 

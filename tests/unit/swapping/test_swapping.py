@@ -12,16 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from shell_router.core.engine import Engine, Finish, Generation, Hints
-from shell_router.engines.adapter_leases import AdapterLeases
-from shell_router.engines.metrics import EngineMetrics
-from shell_router.errors import AdapterMissing, EngineUnavailable, ModelFailed
+from shell_router.errors import EngineUnavailable, ModelFailed, WeightsLost
 from shell_router.http.tasks import TaskOwner
-from shell_router.routing.adapter_cache import AdapterSettings, LoadedAdapter
 from shell_router.swapping.eviction import Eviction, ModelInTurn, models_in_turn
-from shell_router.swapping.kind import (
-    Places,
-    SwappedModel,
-)
+from shell_router.swapping.kind import SwappedModel
+from shell_router.swapping.leases import ModelLeases
+from shell_router.swapping.metrics import TurnMetrics
+from shell_router.swapping.places import Places
+from shell_router.swapping.turns import LoadedModel
 from shell_router.topology import Graph, load_topology
 from tests.fakes.moa import WordTokenizer
 from tests.fakes.scripted_engine import Hold, Script, ScriptedEngine
@@ -55,7 +53,7 @@ class FakeEngines:
         pace = {"pace": self.hold.pace} if self.hold else {}
 
         def says(_: Generation) -> Script:
-            lost = AdapterMissing("The weights are gone.") if alias in self.lost else None
+            lost = WeightsLost("The weights are gone.") if alias in self.lost else None
             self.lost.discard(alias)
             return Script(f"{alias} says so", error=lost)
 
@@ -71,7 +69,7 @@ class Group:
     """The models, what loads them, and a clock that stands still."""
 
     places: FakeEngines
-    leases: AdapterLeases
+    leases: ModelLeases
     models: Mapping[str, SwappedModel]
 
     async def asked(self, name: str, number: int = 0, topology: str | None = None) -> str:
@@ -82,12 +80,18 @@ class Group:
 
 @asynccontextmanager
 async def group(
-    loaded: int = 3, catalog: Mapping[str, ModelInTurn] = CATALOG, **more: float
+    loaded: int = 3, catalog: Mapping[str, ModelInTurn] = CATALOG, wait_s: float = 60.0
 ) -> AsyncIterator[Group]:
     engines, tasks = FakeEngines(), TaskOwner()
-    places, settings = Places(engines.opened), AdapterSettings({}, loaded, **more)
-    leases = AdapterLeases(
-        "memory", places, settings, tasks, lambda: 0.0, kind="model", order=Eviction(catalog)
+    places = Places(engines.opened)
+    leases = ModelLeases(
+        places,
+        tasks,
+        lambda: 0.0,
+        places=loaded,
+        window_s=10.0,
+        wait_s=wait_s,
+        order=Eviction(catalog),
     )
     yield Group(
         engines, leases, {name: SwappedModel(name, leases, places, catalog) for name in catalog}
@@ -149,7 +153,7 @@ async def test_metrics_count_what_is_loaded_waits_and_fails() -> None:
         waiting = asyncio.create_task(at.asked("e"))
         await until(lambda: "e" in at.places.loads)
         registry = CollectorRegistry()
-        registry.register(EngineMetrics({}, swapping=[at.leases]))
+        registry.register(TurnMetrics(at.leases))
         names = (
             "models_loaded",
             "model_requests_waiting",
@@ -182,7 +186,7 @@ async def test_weights_that_were_lost_are_loaded_again() -> None:
     async with group() as at, asyncio.timeout(30):
         assert await at.asked("a") == "a says so"
         at.places.lost.add("a")
-        with pytest.raises(AdapterMissing):
+        with pytest.raises(WeightsLost):
             await at.asked("a")
         assert await at.asked("a") == "a says so"
         assert at.places.loads == ["a", "a"]
@@ -239,7 +243,7 @@ async def test_a_prompt_is_prefilled_only_where_its_model_is_loaded_and_makes_ot
 
 def leaving(catalog: Mapping[str, ModelInTurn], *loaded: str, **turns: int) -> str:
     """The order in which these leave; they were used last in this order."""
-    at = [LoadedAdapter(name, number, number) for number, name in enumerate(loaded)]
+    at = [LoadedModel(name, number) for number, name in enumerate(loaded)]
     return "".join(one.name for one in Eviction(catalog)(at, turns))
 
 

@@ -163,6 +163,5 @@ def test_a_trace_tells_where_each_agent_went_last_and_why() -> None:
             "policy": "gimbal",
             "why": "turn",
             "waited_s": 0.5,
-            "adapter_s": 0.0,
         }
     ]

@@ -9,7 +9,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from shell_router.errors import ConfigError
-from shell_router.launching.plan import ADAPTED as MODULES
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def make_adapter(

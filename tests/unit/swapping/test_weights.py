@@ -5,8 +5,8 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.random_checkpoint import make_checkpoint
-from shell_router.engines.weight_swapping import obstacle_to_swap, read_tensors
 from shell_router.errors import ConfigError
+from shell_router.swapping.weights import obstacle_to_swap, read_tensors
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""A deployment with adapters, as its users see it: by name in topologies, requests, the list of
-models and metrics.
+"""A deployment with adapters, as its users see it: by name in topologies, requests and the list of
+models.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,21 +13,21 @@ import pytest
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from shell_router.app import running_server
-from shell_router.app.model_files import adapters_of, model_names
 from shell_router.app.topologies import load_topologies
 from shell_router.config import (
-    AdaptersSection,
     Config,
     EmbedderSettings,
     Listen,
     ModelSettings,
     PairSettings,
 )
-from shell_router.errors import ConfigError
-from tests.fakes.adapters import write_adapters
+from shell_router.core.engine import Generation
+from shell_router.engines.sglang import random_rid
+from shell_router.errors import ConfigError, InvalidRequest
+from tests.fakes.scripted_pair import collect, scripted_pool
 
 MODEL = Path(__file__).parents[2] / "models" / "small"
-SERVERS = ScriptedSettings(max_loaded_adapters=2, vocabulary=30)
+NAMES = ("algebra", "biology", "chemistry")
 TREE = """
 name: exam
 agents:
@@ -61,27 +60,27 @@ class Deployment:
             return await answer.json() if "json" in answer.content_type else await answer.text()
 
 
-def settings(folder: Path, servers: ScriptedPair | None = None, room: int = 2) -> Config:
-    urls = (
-        (servers.prefill.url, servers.decode.url)
-        if servers
-        else ("http://127.0.0.1:1", "http://127.0.0.1:2")
-    )
-    model = ModelSettings(
-        MODEL, pairs=(PairSettings(*urls),), adapters=AdaptersSection(folder / "adapters", room)
-    )
+def deployment(names: Sequence[str], servers: ScriptedPair | None = None) -> Config:
+    urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    if servers is not None:
+        urls = (servers.prefill.url, servers.decode.url)
+    adapters = {name: Path("adapters") / name for name in names}
+    model = ModelSettings(MODEL, pairs=(PairSettings(*urls),), adapters=adapters)
     return Config({"large": model}, embedder=EmbedderSettings("none"), listen=Listen(port=0))
 
 
+def request(adapter: str, prompt_tokens: int) -> Generation:
+    sampling = {"max_new_tokens": 8, "temperature": 0}
+    return Generation(random_rid(), list(range(1, prompt_tokens + 1)), sampling, adapter=adapter)
+
+
 @asynccontextmanager
-async def deployed(
-    folder: Path, names: Sequence[str] = ("algebra", "biology", "chemistry")
-) -> AsyncIterator[Deployment]:
-    write_adapters(folder / "adapters", names)
+async def deployed(folder: Path, served: tuple[str, ...] = NAMES) -> AsyncIterator[Deployment]:
     topology = folder / "exam.yaml"
     topology.write_text(TREE, encoding="utf-8")
-    async with ScriptedPair(SERVERS) as servers, aiohttp.ClientSession() as client:
-        config = replace(settings(folder, servers), topologies=(topology,))
+    settings = ScriptedSettings(adapters=served, vocabulary=30)
+    async with ScriptedPair(settings) as servers, aiohttp.ClientSession() as client:
+        config = replace(deployment(NAMES, servers), topologies=(topology,))
         async with running_server(config) as url:
             yield Deployment(url, servers, client)
 
@@ -108,7 +107,6 @@ async def test_an_adapter_is_a_model_in_requests_and_topologies(tmp_path: Path) 
             "biology": "large:biology",
             "judge": "large",
         }
-        assert at.servers.decode.adapters.most == 2
 
 
 async def test_adapters_are_listed_with_their_parent_and_auto_stands_for_base_models_alone(
@@ -138,35 +136,27 @@ async def test_an_adapter_that_does_not_exist_is_an_unknown_model(tmp_path: Path
         assert "large:algebra" in body["error"]["message"]
 
 
-async def test_a_corrupt_adapter_fails_the_requests_that_name_it_and_no_others(
+async def test_an_adapter_that_the_servers_were_not_started_with_is_an_error_with_the_remedy(
     tmp_path: Path,
 ) -> None:
-    async with deployed(tmp_path) as at:
-        (tmp_path / "adapters" / "chemistry" / "adapter_config.json").write_text("{")
-        corrupt, fine = await asyncio.gather(at.chat("large:chemistry"), at.chat("large:algebra"))
-        assert (corrupt[0], corrupt[1]["error"]["code"], fine[0]) == (502, "adapter_failed", 200)
-        assert "chemistry" in corrupt[1]["error"]["message"]
+    async with deployed(tmp_path, served=("algebra",)) as at:
+        status, body = await at.chat("large:biology")
+        assert (status, body["error"]["code"]) == (502, "adapter_missing")
+        assert "biology" in body["error"]["message"]
+        assert "--lora-paths" in body["error"]["message"]
+        status, _ = await at.chat("large:algebra")
+        assert status == 200
 
 
-async def test_loads_waits_and_failures_are_counted_by_server_and_waits_are_in_the_trace(
-    tmp_path: Path,
-) -> None:
-    async with deployed(tmp_path) as at:
-        for adapter in ("algebra", "biology", "chemistry"):
-            await at.chat(f"large:{adapter}")
-        metrics = await at.get("/metrics")
-        labels = f'{{model="large",role="decode",url="{at.servers.decode.url}"}}'
-        assert f"shell_router_adapter_load_seconds_count{labels} 3.0" in metrics
-        assert f"shell_router_adapters_loaded{labels} 2.0" in metrics
-        assert f"shell_router_adapter_wait_seconds_count{labels} 3.0" in metrics
-        assert f"shell_router_adapters_missing_total{labels} 0.0" in metrics
-        async with at.client.post(
-            f"{at.url}/v1/chat/completions",
-            json={"model": "large:algebra", "messages": [{"role": "user", "content": "2"}]},
-        ) as answer:
-            trace = await at.get(f"/v1/traces/{answer.headers['x-trace-id']}")
-        (agent,) = trace["agents"].values()
-        assert all(one["adapter_s"] > 0 for one in agent["engines"])
+async def test_prefill_only_requests_warm_the_adapters_own_prefix() -> None:
+    served = ScriptedSettings(adapters=NAMES)
+    for settings in (served, replace(served, warms=())):
+        async with scripted_pool(settings=settings, adapters=NAMES) as at:
+            await at.pool.probe()
+            await at.pool.prefill(request("algebra", 40))
+            _, of_another = await collect(at.pool, request("biology", 60))
+            _, of_the_same = await collect(at.pool, request("algebra", 60))
+            assert (of_another.cached_tokens, of_the_same.cached_tokens) == (0, 40)
 
 
 async def test_native_requests_name_an_adapter_by_its_model(tmp_path: Path) -> None:
@@ -180,41 +170,33 @@ async def test_native_requests_name_an_adapter_by_its_model(tmp_path: Path) -> N
         assert answers[0][1] == answers[1][1] != answers[2][1]
 
 
+async def test_a_native_body_may_not_name_an_adapter_itself() -> None:
+    async with scripted_pool(adapters=NAMES) as at:
+        with pytest.raises(InvalidRequest, match="lora_path"):
+            async with at.pool.forward("generate", b'{"input_ids": [1], "lora_path": "algebra"}'):
+                pass
+
+
 def test_a_topology_that_names_an_adapter_which_is_not_there_is_refused_by_line(
     tmp_path: Path,
 ) -> None:
-    write_adapters(tmp_path / "adapters", ["algebra"])
     file = tmp_path / "exam.yaml"
     file.write_text(TREE, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"exam\.yaml:5: Unknown model 'large:biology'"):
-        load_topologies(replace(settings(tmp_path), topologies=(file,)))
+        load_topologies(replace(deployment(("algebra",)), topologies=(file,)))
 
 
-def test_folders_that_hold_no_adapters_are_refused_by_setting(tmp_path: Path) -> None:
-    model = settings(tmp_path).models["large"]
-    with pytest.raises(ConfigError, match=r"models\.large\.adapters\.folder: there is no folder"):
-        adapters_of("large", model)
-    (tmp_path / "adapters" / "empty").mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match=r"holds an adapter_config\.json\. Save each adapter there"
-    ):
-        adapters_of("large", model)
-    write_adapters(tmp_path / "adapters", ["no colon: please"])
-    with pytest.raises(ConfigError, match="is named 'no colon: please'"):
-        adapters_of("large", model)
+def test_auto_may_name_adapters_and_only_those_that_exist() -> None:
+    config = deployment(("algebra",))
+    auto = replace(config.auto, models=("large", "large:algebra"))
+    assert replace(config, auto=auto).model_names == ("large", "large:algebra")
+    for name in ("large:zoology", "small:algebra"):
+        with pytest.raises(ConfigError, match=f"auto names '{name}'"):
+            replace(config, auto=replace(config.auto, models=(name,)))
 
 
-def test_auto_may_name_adapters_and_only_those_that_exist(tmp_path: Path) -> None:
-    write_adapters(tmp_path / "adapters", ["algebra"])
-    config = settings(tmp_path)
-    named = replace(config, auto=replace(config.auto, models=("large", "large:algebra")))
-    assert model_names(named) == ("large", "large:algebra")
-    with pytest.raises(ConfigError, match="auto names 'large:zoology'"):
-        model_names(replace(config, auto=replace(config.auto, models=("large:zoology",))))
-    with pytest.raises(ConfigError, match="auto names 'small:algebra'"):
-        replace(config, auto=replace(config.auto, models=("small:algebra",)))
-
-
-def test_hundreds_of_adapters_are_found_in_their_folder(tmp_path: Path) -> None:
-    write_adapters(tmp_path / "adapters", [f"a{number}" for number in range(400)])
-    assert len(model_names(settings(tmp_path))) == 401
+def test_a_model_may_not_be_named_as_an_adapter_of_another() -> None:
+    config = deployment(("algebra",))
+    models = {**config.models, "large:algebra": ModelSettings(MODEL)}
+    with pytest.raises(ConfigError, match="also the name of an adapter"):
+        replace(config, models=models)
