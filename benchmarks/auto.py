@@ -45,7 +45,7 @@ from report import Row, report
 from agent_cache.memory import MemoryAgentPromptCache
 from benchmarks.chimera.baselines import enter_baselines
 from shell_router.app.models import running_models
-from shell_router.batch.questions import grader_of, is_right
+from shell_router.batch.questions import choose_grader, is_right
 from shell_router.config import Config, EmbedderSettings, ModelSettings, PredictionSettings
 from shell_router.core.engine import UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Event, ModelChosen
@@ -294,7 +294,7 @@ async def asked(setting: Setting, number: int, question: Question) -> float:
     began_s = time.monotonic()
     answer = await setting.executor.run(setting.topology, request, setting.hear)
     took_s = time.monotonic() - began_s
-    setting.right[number] = is_right(answer.text, question.answer, grader_of(question.answer))
+    setting.right[number] = is_right(answer.text, question.answer, choose_grader(question.answer))
     setting.chosen.update(usage.model for usage in answer.agents.values())
     return took_s
 

@@ -52,14 +52,14 @@ from time import monotonic
 from report import Row, report
 
 from shell_router.batch.journal import open_journal
-from shell_router.batch.planner import WITHOUT_SOLVER, Plan, Workload, plan
+from shell_router.batch.planner import HEURISTICS, Plan, Workload, plan
 from shell_router.batch.pool import ALWAYS, Pool, PoolModel, load_pool
-from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
+from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
-from shell_router.batch.run import Finished, Follow, run_batch
-from shell_router.batch.sessions import Workers, load_on_all, profiled
+from shell_router.batch.run import BatchReport, Follow, run_batch
+from shell_router.batch.sessions import Workers, load_on_workers, profile_model
 from shell_router.batch.workers import open_workers
 from shell_router.core.statistics import paired_difference, wilson
 
@@ -67,7 +67,7 @@ ROOT = Path(__file__).parents[1]
 PLANNERS: dict[str, tuple[Callable[[Workload], Plan], bool]] = {
     "ilp": (plan, False),
     "ilp, prompts move": (plan, True),
-    "round-robin": (WITHOUT_SOLVER["round-robin"], False),
+    "round-robin": (HEURISTICS["round-robin"], False),
 }
 """And whether prompts may move."""
 KEPT = [name for name, (_, moves) in PLANNERS.items() if not moves]
@@ -102,7 +102,7 @@ async def _measured(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="batch-") as folder:
         pool = replace(load_pool(options.pool), profile=Path(folder) / "costs.yaml")
         sizes = tuple(map(int, options.sizes.split(",")))
-        questions = questions_for(pool, ROOT / "models/data/test.jsonl", options.questions)
+        questions = load_questions(pool, ROOT / "models/data/test.jsonl", options.questions)
         if options.live is not None:
             rows = await _live(copies_of(options.live, pool), sizes, questions, options)
             title = (
@@ -139,9 +139,9 @@ def _in_turns(number: int, names: Iterable[str] = PLANNERS) -> list[str]:
 
 async def _round(
     pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path, number: int
-) -> dict[str, Finished]:
+) -> dict[str, BatchReport]:
     """A profile, then the proposers' stage by every plan; no aggregator."""
-    await profile_pool(pool, questions_for(pool, CALIBRATION), sizes, QUIET)
+    await profile_pool(pool, load_questions(pool, CALIBRATION), sizes, QUIET)
     done = {}
     for name in _in_turns(number):
         planner, moves = PLANNERS[name]
@@ -196,16 +196,16 @@ async def _live(
         pool.profile.with_name("logs"),
         len(pool.workers),
     )
-    every = questions_for(pool, CALIBRATION)
+    every = load_questions(pool, CALIBRATION)
     known = Batch(pool, every, {one.id: POPULAR_FIRST for one in every.asked}).proposer_prompts()
-    swaps, profiles, rounds = Loads(), list[PoolProfile](), list[dict[str, Finished]]()
+    swaps, profiles, rounds = Loads(), list[PoolProfile](), list[dict[str, BatchReport]]()
     async with open_workers(pool, logs) as workers:
-        started_s, _ = await load_on_all(REST, workers, count, monotonic)
+        started_s, _ = await load_on_workers(REST, workers, count, monotonic)
         for number in range(options.rounds):
             costs = {}
             for name in POPULAR_FIRST:
                 its = [one for one in known if one.model == name]
-                costs[name], _, _ = await profiled(
+                costs[name], _, _ = await profile_model(
                     name, its, sizes, workers, count, pool.concurrency, monotonic
                 )
             profiles.append(PoolProfile(costs))
@@ -229,7 +229,7 @@ async def _live(
 
 async def _kept(
     batch: Batch, costs: PoolProfile, number: int, loads: Loads, workers: Workers | None = None
-) -> dict[str, Finished]:
+) -> dict[str, BatchReport]:
     """A round of both plans: on workers that are up, which first load what is asked nothing, or on
     new ones each.
     """
@@ -241,7 +241,7 @@ async def _kept(
                 on = await stack.enter_async_context(open_workers(batch.pool, folder / "logs"))
             else:
                 on = workers
-                await load_on_all(REST, on, len(batch.pool.workers), monotonic)
+                await load_on_workers(REST, on, len(batch.pool.workers), monotonic)
             journal = stack.enter_context(open_journal(folder / "run", {}))
             done[name] = await run_batch(
                 batch, on, costs, journal, PLANNERS[name][0], loads, monotonic
@@ -254,7 +254,7 @@ def _live_rows(
     batch: Batch,
     profiles: Sequence[PoolProfile],
     loads: Loads,
-    rounds: Sequence[dict[str, Finished]],
+    rounds: Sequence[dict[str, BatchReport]],
 ) -> list[Row]:
     prompts = Counter(prompt.model for prompt in batch.proposer_prompts())
     work = [
@@ -271,7 +271,7 @@ def _live_rows(
     return [{"path": path, **_planned_row(name, rounds), **more} for name in KEPT]
 
 
-def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
+def _planned_row(name: str, rounds: Sequence[dict[str, BatchReport]]) -> Row:
     stages = [done[name].stages[0] for done in rounds]
     errors = [stage.measured.makespan_s / stage.plan.makespan_s - 1 for stage in stages]
     measured_s = [stage.measured.makespan_s for stage in stages]
@@ -307,7 +307,7 @@ def _place_of_interval(count: int) -> int:
 async def _gated(pool: Pool, questions: Questions, drafts: Path, rounds: int) -> list[Row]:
     """A row per tau, each on the same drafts."""
     taus = {"always asked": ALWAYS, **{f"tau {tau:.2f}": tau for tau in TAUS}}
-    done: dict[str, list[Finished]] = {name: [] for name in taus}
+    done: dict[str, list[BatchReport]] = {name: [] for name in taus}
     for number in range(rounds):
         for name, tau in list(taus.items())[:: -1 if number % 2 else 1]:
             folder = drafts.with_name(f"tau-{tau:.2f}-{number}")
@@ -317,7 +317,7 @@ async def _gated(pool: Pool, questions: Questions, drafts: Path, rounds: int) ->
     return [_gate_row(name, found, done["always asked"][0]) for name, found in done.items()]
 
 
-def _gate_row(name: str, rounds: Sequence[Finished], always: Finished) -> Row:
+def _gate_row(name: str, rounds: Sequence[BatchReport], always: BatchReport) -> Row:
     stages = [stage for done in rounds for stage in done.stages if stage.role == "aggregator"]
     measured_s = [stage.measured.makespan_s for stage in stages]
     rights, those = ([bool(result.right) for result in one.results] for one in (rounds[0], always))
@@ -336,7 +336,7 @@ def _gate_row(name: str, rounds: Sequence[Finished], always: Finished) -> Row:
     }
 
 
-def _aggregator_tokens(done: Finished) -> int:
+def _aggregator_tokens(done: BatchReport) -> int:
     return sum(
         result.completion_tokens - sum(proposal.tokens for proposal in result.proposals)
         for result in done.results

@@ -54,10 +54,10 @@ from shell_router.batch.planner import (
     ModelWork,
     Plan,
     Workload,
-    longest_first,
     plan,
-    round_robin,
-    wrap_around,
+    plan_longest_first,
+    plan_round_robin,
+    plan_wrap_around,
 )
 
 TITLE = "MOSAIC: plans, with the paper's costs"
@@ -104,7 +104,7 @@ def _stages(name: str, limit_s: float) -> list[Row]:
     """A row per way to run both stages."""
     paper, work = REPORTED[name], paper_workload(name)
     proposers_s = {
-        "round-robin": round_robin(work).makespan_s,
+        "round-robin": plan_round_robin(work).makespan_s,
         "data-parallel": data_parallel(work).makespan_s,
         "ilp": plan(work, limit_s).makespan_s,
     }
@@ -139,7 +139,7 @@ def _stages(name: str, limit_s: float) -> list[Row]:
 
 def _off_plan(name: str, spread: float, rounds: int) -> Row:
     work = with_tails(paper_workload(name))
-    made, baseline = wrap_around(work), round_robin(work)
+    made, baseline = plan_wrap_around(work), plan_round_robin(work)
     found: dict[str, list[float]] = {}
     for seed in range(rounds):
         real = off(work, spread, seed)
@@ -151,7 +151,7 @@ def _off_plan(name: str, spread: float, rounds: int) -> Row:
             "kept": kept_s,
             "taken": taken_s,
             "replanned": replanned_s,
-            "known": wrap_around(real[0]).makespan_s,
+            "known": plan_wrap_around(real[0]).makespan_s,
             "moved": moved.total(),
         }
         for column, value in values.items():
@@ -190,10 +190,10 @@ def _row(workload: Workload, limit_s: float, rounds: int) -> Row:
     return {
         "workers": workload.workers,
         "makespan_s": made.makespan_s,
-        "round_robin": round_robin(workload).makespan_s / made.makespan_s,
+        "round_robin": plan_round_robin(workload).makespan_s / made.makespan_s,
         "data_parallel": data_parallel(workload).makespan_s / made.makespan_s,
-        "longest_first": longest_first(workload).makespan_s / made.makespan_s,
-        "wrap_around": wrap_around(workload).makespan_s / made.makespan_s,
+        "longest_first": plan_longest_first(workload).makespan_s / made.makespan_s,
+        "wrap_around": plan_wrap_around(workload).makespan_s / made.makespan_s,
         "bound_s": made.bound_s,
         "gap": made.gap,
         "optimal": made.optimal,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import ModelWork, Plan, Workload, wrap_around
+from shell_router.batch.planner import ModelWork, Plan, Workload, plan_wrap_around
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
@@ -114,7 +114,7 @@ def with_tails(workload: Workload) -> Workload:
     profile would find it.
     """
     one = Workload((ModelWork("one", 160, 0.0, 1.0),), 1, 1)
-    rounds = [run(one, wrap_around(one), off(one, 0.0, seed), "none")[0] for seed in range(9)]
+    rounds = [run(one, plan_wrap_around(one), off(one, 0.0, seed), "none")[0] for seed in range(9)]
     tail = statistics.median(rounds) - 160
     models = tuple(replace(model, fixed_s=tail * model.per_prompt_s) for model in workload.models)
     return replace(workload, models=models)
@@ -168,7 +168,9 @@ def run(
     async def ignore(_output: Output) -> None: ...
 
     async def ran() -> float:
-        replanning = Replanning(wrap_around, planned.capacity, BOUND if moves == "all" else NEVER)
+        replanning = Replanning(
+            plan_wrap_around, planned.capacity, BOUND if moves == "all" else NEVER
+        )
         sessions = Sessions(
             WorkerQueues(planned.models, prompts, plan, planned.workers),
             TimedWorkers(*real),

@@ -9,8 +9,8 @@ from shell_router.batch.planner import (
     Plan,
     Session,
     Workload,
-    counting_bound_s,
-    round_robin,
+    lower_bound_s,
+    plan_round_robin,
 )
 from shell_router.standins.simulated.costs import Gpu, Roofline, costs_of
 
@@ -112,7 +112,7 @@ def paper_workload(name: str) -> Workload:
     low, high = 0.0, 10.0
     for _ in range(60):  # the makespan grows with the factor
         middle = (low + high) / 2
-        shorter = round_robin(_scaled(name, middle)).makespan_s < REPORTED[name].round_robin_s
+        shorter = plan_round_robin(_scaled(name, middle)).makespan_s < REPORTED[name].round_robin_s
         low, high = (middle, high) if shorter else (low, middle)
     return _scaled(name, high)
 
@@ -169,7 +169,7 @@ def data_parallel(workload: Workload) -> Plan:
     """
     sessions: list[Session] = []
     begin_s = 0.0
-    for model in workload.asked:
+    for model in workload.active_models:
         each, rest = divmod(model.prompts, workload.workers)
         counts = [each + (worker < rest) for worker in range(workload.workers)]
         sessions += [
@@ -179,4 +179,4 @@ def data_parallel(workload: Workload) -> Plan:
         ]
         begin_s = max(session.end_s for session in sessions)
     ordered = sorted(sessions, key=lambda session: (session.worker, session.begin_s))
-    return Plan("data-parallel", tuple(ordered), counting_bound_s(workload))
+    return Plan("data-parallel", tuple(ordered), lower_bound_s(workload))

@@ -4,7 +4,7 @@ function."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shell_router.batch.questions import grader_of, is_right
+from shell_router.batch.questions import choose_grader, is_right
 
 
 def graded(question: Mapping[str, Any], answers: Sequence[str]) -> dict[str, float]:
@@ -12,4 +12,6 @@ def graded(question: Mapping[str, Any], answers: Sequence[str]) -> dict[str, flo
     right answer.
     """
     right = question["answer"]
-    return {"right": float(is_right(answers[0], right, question.get("grader") or grader_of(right)))}
+    return {
+        "right": float(is_right(answers[0], right, question.get("grader") or choose_grader(right)))
+    }

@@ -1,3 +1,1 @@
-"""The batch mode: a workload of many models, planned over few workers (MOSAIC); and files and
-batches over HTTP.
-"""
+"""The batch mode: many models planned over few workers (MOSAIC), and the Batch API."""

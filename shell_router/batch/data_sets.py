@@ -1,16 +1,15 @@
-"""Rows of question files (JSON lines, CSV, Parquet), those of published data sets turned into
-questions.
+"""Rows of question files (JSON lines, CSV, Parquet), also of published data sets.
 
-A set is known by its keys: MATH-500 and AIME by `problem`, MMLU-Pro by `options`, MMLU-ProX by
-`option_0`, MedMCQA by `cop`, GPQA by `Correct Answer`, IFBench by `instruction_id_list`. Other
-rows, GSM8K's among them, stay as they are.
+A data set is recognized by a key of its rows, which become questions: MATH-500 and AIME by
+`problem`, MMLU-Pro by `options`, MMLU-ProX by `option_0`, MedMCQA by `cop`, GPQA by `Correct
+Answer`, IFBench by `instruction_id_list`. Other rows, GSM8K's among them, stay as they are.
 """
 
 import csv
 import random
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -30,11 +29,9 @@ _GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrec
 
 
 def read_rows(file: Path, content: bytes) -> list[tuple[int, Row | str]]:
-    """Per row of the file that holds `content` its number, from 1, and the row, or what is wrong
-    with it.
+    """Return each row of a file with its number from 1; a bad row is its error's text.
 
-    Blank lines are stepped over. Raises DataError for a file that is no table, and where pyarrow is
-    missing.
+    Blank lines are skipped. Raises DataError if the file is no table, or pyarrow is missing.
     """
     suffix = file.suffix.casefold()
     if suffix == ".csv":
@@ -47,7 +44,7 @@ def read_rows(file: Path, content: bytes) -> list[tuple[int, Row | str]]:
     else:
         lines = content.split(b"\n")
     first = partial(
-        _first_option, frozenset(int(cop) for line in lines for cop in _COP.findall(line))
+        _find_first_option, frozenset(int(cop) for line in lines for cop in _COP.findall(line))
     )
     return [(number, _read(line, first)) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -93,81 +90,83 @@ def _read(line: bytes, first_option: Callable[[], int]) -> Row | str:
 
 
 def _as_question(row: Row, first_option: Callable[[], int]) -> Row:
+    """Return the row as a question; keys that a data set adds stay."""
     if "instruction_id_list" in row:
-        asked = {"question": row["prompt"], "answer": "all instructions", "grader": "instructions"}
-        return row | asked | _own_id(row, "key")
+        fields = {
+            "question": row["prompt"],
+            "answer": "all instructions",
+            "grader": "instructions",
+        }
+        return {**row, **fields, **_copy_id(row, "key")}
     if "problem" in row:
         answer = str(row["answer"])
-        asked = {
-            "question": f"{row['problem']}\n\n{_BOXED}",
-            "answer": answer,
-            **_skills(row.get("subject")),
-        }
-        grader = {"grader": "math" if number_of(answer) is None else "numeric"}
-        return grader | row | asked | _own_id(row, "unique_id")
+        fields = {"question": f"{row['problem']}\n\n{_BOXED}", "answer": answer}
+        grader = "math" if number_of(answer) is None else "numeric"
+        skills = _name_skill(row.get("subject"))
+        return {"grader": grader, **row, **fields, **skills, **_copy_id(row, "unique_id")}
     if "cop" in row:
         options = [row[f"op{letter}"] for letter in "abcd"]
         right = int(row["cop"]) - first_option()
-        return row | _choice(row["question"], options, right, row.get("subject_name"))
+        return {**row, **_build_choice(row["question"], options, right, row.get("subject_name"))}
     if "Correct Answer" in row:
-        order = random.Random(row["Question"]).sample(
-            range(len(_GPQA)), len(_GPQA)
-        )  # the same in every run
-        options = [row[_GPQA[at]] for at in order]
-        return (
-            row
-            | _choice(row["Question"], options, order.index(0), row.get("Subdomain"))
-            | _own_id(row, "Record ID")
-        )
+        # seeded by the question, so that the order is the same in every run
+        order = random.Random(row["Question"]).sample(range(len(_GPQA)), len(_GPQA))
+        options = [row[_GPQA[index]] for index in order]
+        fields = _build_choice(row["Question"], options, order.index(0), row.get("Subdomain"))
+        return {**row, **fields, **_copy_id(row, "Record ID")}
     if "option_0" in row or ("options" in row and "answer_index" in row):
-        listed = row.get("options") or [row.get(f"option_{at}") for at in range(10)]
-        if not isinstance(listed, list):
-            raise TypeError("options must be a list: CSV has none, so write JSON lines or Parquet")
-        options = [one for one in listed if one not in (None, "", "N/A")]
-        letter = row.get("answer") or None
-        if letter is not None and letter not in tuple(string.ascii_uppercase):
-            raise ValueError(f"the answer must be a letter, not {letter!r}")
-        if letter is None:
-            right = -1
-        else:
-            right = string.ascii_uppercase.index(letter)
-        return (
-            row
-            | _choice(row["question"], options, right, row.get("category"))
-            | _own_id(row, "question_id")
-        )
+        return _read_mmlu_pro(row)
     return row
 
 
-def _own_id(row: Row, name: str) -> Row:
+def _read_mmlu_pro(row: Row) -> Row:
+    listed = row.get("options") or [row.get(f"option_{index}") for index in range(10)]
+    if not isinstance(listed, list):
+        raise TypeError("options must be a list: CSV has none, so write JSON lines or Parquet")
+    options = [option for option in listed if option not in (None, "", "N/A")]
+    letter = row.get("answer") or None
+    right = -1
+    if letter is not None:
+        if letter not in tuple(string.ascii_uppercase):
+            raise ValueError(f"the answer must be a letter, not {letter!r}")
+        right = string.ascii_uppercase.index(letter)
+    fields = _build_choice(row["question"], options, right, row.get("category"))
+    return {**row, **fields, **_copy_id(row, "question_id")}
+
+
+def _copy_id(row: Row, name: str) -> Row:
     return {"id": row[name]} if name in row else {}
 
 
-def _choice(question: object, options: Sequence[object], right: int, skill: object) -> Row:
-    """A question with lettered options, of which the one at `right` is the answer; it is unknown
-    below 0.
-    """
+def _build_choice(question: object, options: Sequence[object], right: int, skill: object) -> Row:
+    """Build a question with lettered options; a `right` below 0 is an unknown answer."""
     if not isinstance(question, str) or not question.strip():
         raise TypeError(f"the question must be text that is not empty, not {question!r}")
     if right >= len(options):
         raise ValueError(f"the answer is option {right + 1} of {len(options)}")
-    letters = string.ascii_uppercase
-    listed = "\n".join(
-        f"{letter}) {str(one).strip()}" for letter, one in zip(letters, options, strict=False)
-    )
-    asked = {"question": f"{question.strip()}\n\n{listed}\n\n{_CHOOSE}", **_skills(skill)}
-    return asked | {"answer": letters[right] if right >= 0 else None, "grader": "choice"}
+    lines = [
+        f"{letter}) {str(option).strip()}"
+        for letter, option in zip(string.ascii_uppercase, options, strict=False)
+    ]
+    listed = "\n".join(lines)
+    return {
+        "question": f"{question.strip()}\n\n{listed}\n\n{_CHOOSE}",
+        **_name_skill(skill),
+        "answer": string.ascii_uppercase[right] if right >= 0 else None,
+        "grader": "choice",
+    }
 
 
-def _skills(named: object) -> Mapping[str, list[str]]:
-    if isinstance(named, str) and named:
-        return {"skills": [named]}
+def _name_skill(skill: object) -> Row:
+    if isinstance(skill, str) and skill:
+        return {"skills": [skill]}
     return {}
 
 
-def _first_option(cops: frozenset[int]) -> int:
-    """The number of MedMCQA's option A: 1 in its own files, 0 in those of Hugging Face (there -1 is
-    no answer).
+def _find_first_option(cops: frozenset[int]) -> int:
+    """Return MedMCQA's number of option A: 1 in its own files, 0 in those of Hugging Face.
+
+    In the latter -1 is no answer. Raises ValueError if the file's numbers do not show it.
     """
     if cops & {0, -1}:
         return 0

@@ -1,4 +1,4 @@
-"""A pool's batch: its file, its workers and a run's folder brought together."""
+"""The commands `batch run` and `batch profile`: a pool, its workers and a run's folder."""
 
 import asyncio
 import random
@@ -20,20 +20,26 @@ from shell_router.batch.profile import (
     Load,
     ModelProfile,
     PoolProfile,
-    at_their_dearest,
-    with_starts,
+    add_starts,
+    charge_starts,
 )
 from shell_router.batch.prompts import Batch, Prompt, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import (
-    answered_by_all,
-    recruited,
-    skill_scores,
-    skill_similarity,
-    text_similarity,
+    compare_skills,
+    compare_texts,
+    draw_proposers,
+    list_graded,
+    weigh_scores,
 )
-from shell_router.batch.run import Finished, Follow, run_batch
-from shell_router.batch.sessions import Planner, Spanning, load_on_all, profiled
+from shell_router.batch.run import BatchReport, Follow, run_batch
+from shell_router.batch.sessions import (
+    Planner,
+    Spanning,
+    Workers,
+    load_on_workers,
+    profile_model,
+)
 from shell_router.batch.workers import open_workers
 from shell_router.config.read import read_file
 from shell_router.config.write import plain
@@ -42,62 +48,82 @@ from shell_router.errors import ConfigError, require
 
 ADAPTER_CONFIG = "adapter_config.json"
 
+_Timed = tuple[ModelProfile, Load]
+
 
 async def recruit(
     pool: Pool, questions: Sequence[Question], seed: int
 ) -> Mapping[str, tuple[str, ...]]:
-    """Per question the proposers that its line names, or those that are drawn for it. Raises
-    ConfigError.
+    """Choose the proposers of each question: those that its line names, or random ones.
+
+    With `recruit.skills` proposers are drawn by their skill. Raises ConfigError.
     """
+    scores = await _score_proposers(pool, questions)
+    return await asyncio.to_thread(_draw_all, pool, questions, scores, seed)
+
+
+def _draw_all(
+    pool: Pool, questions: Sequence[Question], scores: Mapping[str, Sequence[float]], seed: int
+) -> Mapping[str, tuple[str, ...]]:
     names = pool.proposer_names
-    number = min(pool.recruit.proposers, len(pool.proposer_names))
-    unnamed = await asyncio.to_thread(
-        lambda: [question for question in questions if not question.proposers]
-    )
-    scores = np.ones((len(unnamed), len(names)))
-    if unnamed and number < len(names) and pool.recruit.skills is not None:
-        scores = await _scores(pool, unnamed, pool.recruit.skills)
-
-    def drawn() -> Mapping[str, tuple[str, ...]]:
-        found = {question.id: question.proposers for question in questions}
-        for question, row in zip(unnamed, scores.tolist(), strict=True):
-            rng = random.Random(f"{seed}/{question.id}")
-            found[question.id] = recruited(dict(zip(names, row, strict=True)), number, rng)
-        return found
-
-    return await asyncio.to_thread(drawn)
+    number = min(pool.recruit.proposers, len(names))
+    equal = [1.0] * len(names)
+    drawn = {}
+    for question in questions:
+        weights = dict(zip(names, scores.get(question.id, equal), strict=True))
+        rng = random.Random(f"{seed}/{question.id}")
+        drawn[question.id] = question.proposers or draw_proposers(weights, number, rng)
+    return drawn
 
 
-async def _scores(pool: Pool, asked: Sequence[Question], run: Path) -> Floats:
-    """[asked, proposers], by the skills that all lines name and some of the run do, or else by the
-    questions' texts.
+async def _score_proposers(
+    pool: Pool, questions: Sequence[Question]
+) -> Mapping[str, Sequence[float]]:
+    """Return the proposers' scores per question that names none, if `recruit.skills` is set.
+
+    Scores come from the skills that the questions and the earlier run name, or else from the
+    similarity of texts.
     """
-    known = answered_by_all(await asyncio.to_thread(read_results, run), pool.proposer_names)
-    rights = [
-        {proposal.model: bool(proposal.right) for proposal in result.proposals} for result in known
-    ]
-    scored = np.array([[one[name] for name in pool.proposer_names] for one in rights], dtype=float)
-    if all(question.skills for question in asked) and any(one.skills for one in known):
-        alike = skill_similarity(
-            [one.skills for one in asked], [frozenset(one.skills) for one in known]
-        )
-        return skill_scores(alike, scored)
+    run = pool.recruit.skills
+    if run is None or pool.recruit.proposers >= len(pool.proposer_names):
+        return {}
+    unnamed = [question for question in questions if not question.proposers]
+    if not unnamed:
+        return {}
+    results = await asyncio.to_thread(read_results, run)
+    graded = list_graded(results, pool.proposer_names)
+    rights = []
+    for result in graded:
+        right = {proposal.model: float(bool(proposal.right)) for proposal in result.proposals}
+        rights.append([right[name] for name in pool.proposer_names])
+    if all(question.skills for question in unnamed) and any(result.skills for result in graded):
+        skills = [question.skills for question in unnamed]
+        similarity = compare_skills(skills, [frozenset(result.skills) for result in graded])
+    else:
+        texts = [question.text for question in unnamed]
+        similarity = await _compare_texts(pool, texts, [result.question for result in graded])
+    scores = weigh_scores(similarity, np.array(rights)).tolist()
+    return {question.id: row for question, row in zip(unnamed, scores, strict=True)}
+
+
+async def _compare_texts(pool: Pool, texts: Sequence[str], others: Sequence[str]) -> Floats:
+    """Return the similarity of texts [texts, others] by their embeddings."""
     async with running_embedder(pool.embedder) as (embedder, _):
         if embedder is None:
             raise ConfigError(
                 "embedder.model is none, and not all questions name skills.",
                 remedy="Name an embedding model.",
             )
-        texts = [*(one.text for one in asked), *(one.question for one in known)]
-        vectors = np.array(
-            [(await embedder.embed(text)).mean(axis=0) for text in texts], dtype=float
-        )
-    alike = await asyncio.to_thread(text_similarity, vectors[: len(asked)], vectors[len(asked) :])
-    return skill_scores(alike, scored)
+        vectors = []
+        for text in (*texts, *others):
+            tokens = await embedder.embed(text)
+            vectors.append(tokens.mean(axis=0))
+    stacked = np.array(vectors, dtype=float)
+    return await asyncio.to_thread(compare_texts, stacked[: len(texts)], stacked[len(texts) :])
 
 
-def questions_for(pool: Pool, file: Path, limit: int | None = None) -> Questions:
-    """The file's questions, the first `limit` of them. Raises DataError."""
+def load_questions(pool: Pool, file: Path, limit: int | None = None) -> Questions:
+    """Read the first `limit` questions of the file, or all. Raises DataError."""
     questions = read_questions(file, pool.proposer_names)
     if limit is None:
         return questions
@@ -112,30 +138,27 @@ async def run_pool(
     follow: Follow,
     *,
     seed: int = 0,
-) -> Finished:
-    """Answer the questions, or what is still missing of a run that was begun in `folder`, and write
-    the results there.
+) -> BatchReport:
+    """Answer the questions and write the results to `folder`; continue a run that was begun there.
 
     Raises ConfigError and EngineError.
     """
     _require_models(pool)
     batch = Batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
-    profile = await asyncio.to_thread(_profile, pool)
+    profile = await asyncio.to_thread(_read_profile, pool)
+    inputs = _describe_inputs(pool, questions, seed)
     with ExitStack() as stack:
-        journal = await on_disk(
-            stack.enter_context, open_journal(folder, _depends_on(pool, questions, seed))
-        )
+        journal = await on_disk(stack.enter_context, open_journal(folder, inputs))
         async with open_workers(pool, folder / "logs") as workers:
-            finished = await run_batch(batch, workers, profile, journal, planner, follow, monotonic)
-    await on_disk(lambda: _write(folder / "results.jsonl", as_lines(finished.results)))
-    return finished
+            report = await run_batch(batch, workers, profile, journal, planner, follow, monotonic)
+    await on_disk(lambda: _write(folder / "results.jsonl", as_lines(report.results)))
+    return report
 
 
 async def profile_pool(
     pool: Pool, questions: Questions, sizes: Sequence[int], follow: Follow
 ) -> None:
-    """Time every proposer in turn and then the aggregator, with what they wrote, and write the
-    pool's profile.
+    """Time each proposer and then the aggregator on their outputs, and write the pool's profile.
 
     Raises ConfigError and EngineError.
     """
@@ -145,59 +168,104 @@ async def profile_pool(
             "The pool names no profile.",
             remedy="Name the file to write, as in `profile: costs.yaml`.",
         )
-    every = {question.id: pool.proposer_names for question in questions.asked}
-    batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
-    written: dict[Key, Output] = {}
-    count = len(pool.workers)
-    logs = pool.profile.with_suffix(".logs")
-    names = pool.proposer_names
+    profile = await _Profiling(pool, questions, sizes, follow, pool.profile).run()
+    _write(pool.profile, yaml.safe_dump(plain(asdict(profile)), sort_keys=False).encode())
 
-    async def timed(
-        name: str, prompts: Sequence[Prompt], *, spans: bool = False
-    ) -> tuple[ModelProfile, Load]:
-        on, number, width = (Spanning(workers), 1, count) if spans else (workers, count, 1)
-        found, outputs, load = await profiled(
-            name, prompts, sizes, on, number, width * pool.concurrency, monotonic
-        )
-        written.update({output.key: output for output in outputs})
-        follow.on_progress(
-            f"{name}: {load} in {found.load_s:.1f} s, {found.token_s * 1000:.2f} ms per token"
-        )
-        return found, load
 
-    async with open_workers(pool, logs) as workers:
-        asked = batch.proposer_prompts()
-        found = [await timed(name, [one for one in asked if one.model == name]) for name in names]
-        start_s = found[0][0].load_s
-        one_shape = {load for _, load in found[1:]} == {"weights swapped"}
-        if one_shape:  # the first was loaded by a start: here it takes the place of the last
-            swap_s, _ = await load_on_all(names[0], workers, count, monotonic)
-            found[0] = replace(found[0][0], load_s=swap_s), "weights swapped"
-        if pool.aggregate is not None:
-            prompts = batch.aggregator_prompts(written.get)
-            spans = pool.spanning is not None
-            found.append(await timed(pool.aggregate.model, prompts, spans=spans))
-            if found[-1][1] == "model kept":
-                found[-1] = replace(found[-1][0], load_s=found[0][0].load_s), "weights swapped"
-    if one_shape:
-        profiles = [one for one, _ in found]
-    else:
-        profiles = at_their_dearest(found)
-    profile = PoolProfile(
-        dict(zip(names, profiles, strict=False)), profiles[-1] if pool.aggregate else None
-    )
-    if one_shape:
+class _Profiling:
+    """A run of `batch profile`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        questions: Questions,
+        sizes: Sequence[int],
+        follow: Follow,
+        profile: Path,
+    ) -> None:
+        every = {question.id: pool.proposer_names for question in questions.asked}
+        self._pool = pool
+        self._batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
+        self._sizes = sizes
+        self._follow = follow
+        self._logs = profile.with_suffix(".logs")
+        self._outputs: dict[Key, Output] = {}
+
+    async def run(self) -> PoolProfile:
+        """Return the costs of the pool's models."""
+        pool = self._pool
+        count = len(pool.workers)
+        async with open_workers(pool, self._logs) as workers:
+            timed = await self._time_proposers(workers)
+            start_s = timed[0][0].load_s
+            one_shape = {load for _, load in timed[1:]} == {"weights swapped"}
+            if one_shape:
+                # the first model was loaded by a start: a swap takes the place of its load
+                first = pool.proposer_names[0]
+                swap_s, _ = await load_on_workers(first, workers, count, monotonic)
+                timed[0] = _replace_load(timed[0], swap_s)
+            if pool.aggregate is not None:
+                aggregator = await self._time_aggregator(workers, pool.aggregate.model)
+                if aggregator[1] == "model kept":
+                    aggregator = _replace_load(aggregator, timed[0][0].load_s)
+                timed.append(aggregator)
+        if not one_shape:
+            return self._build_profile(charge_starts(timed))
         alone_s = start_s
         if count > 1:
-            async with open_workers(pool, logs) as workers:
-                alone_s, _ = await load_on_all(names[0], workers, 1, monotonic)
-        profile = with_starts(profile, alone_s, start_s, count)
-        more = (
-            f"{profile.first_s:.1f} s longer, {profile.together_s:.1f} s more for each other "
-            "worker in use"
+            alone_s = await self._time_start()
+        profile = self._build_profile([model for model, _ in timed])
+        profile = add_starts(profile, alone_s, start_s, count)
+        self._follow.on_progress(
+            f"the first load of a worker: {profile.first_s:.1f} s longer, "
+            f"{profile.together_s:.1f} s more for each other worker in use"
         )
-        follow.on_progress(f"the first load of a worker: {more}")
-    _write(pool.profile, yaml.safe_dump(plain(asdict(profile)), sort_keys=False).encode())
+        return profile
+
+    async def _time_proposers(self, workers: Workers) -> list[_Timed]:
+        prompts = self._batch.proposer_prompts()
+        timed = []
+        for name in self._pool.proposer_names:
+            its = [prompt for prompt in prompts if prompt.model == name]
+            count = len(self._pool.workers)
+            timed.append(await self._time(name, its, workers, count, self._pool.concurrency))
+        return timed
+
+    async def _time_aggregator(self, workers: Workers, name: str) -> _Timed:
+        prompts = self._batch.aggregator_prompts(self._outputs.get)
+        count = len(self._pool.workers)
+        concurrency = self._pool.concurrency
+        if self._pool.spanning is None:
+            return await self._time(name, prompts, workers, count, concurrency)
+        return await self._time(name, prompts, Spanning(workers), 1, count * concurrency)
+
+    async def _time(
+        self, name: str, prompts: Sequence[Prompt], workers: Workers, count: int, concurrency: int
+    ) -> _Timed:
+        profile, outputs, load = await profile_model(
+            name, prompts, self._sizes, workers, count, concurrency, monotonic
+        )
+        self._outputs.update({output.key: output for output in outputs})
+        self._follow.on_progress(
+            f"{name}: {load} in {profile.load_s:.1f} s, {profile.token_s * 1000:.2f} ms per token"
+        )
+        return profile, load
+
+    async def _time_start(self) -> float:
+        """Return the seconds in which one worker's engine starts alone."""
+        async with open_workers(self._pool, self._logs) as workers:
+            first = self._pool.proposer_names[0]
+            start_s, _ = await load_on_workers(first, workers, 1, monotonic)
+        return start_s
+
+    def _build_profile(self, models: Sequence[ModelProfile]) -> PoolProfile:
+        names = self._pool.proposer_names
+        aggregator = models[-1] if self._pool.aggregate else None
+        return PoolProfile(dict(zip(names, models, strict=False)), aggregator)
+
+
+def _replace_load(timed: _Timed, swap_s: float) -> _Timed:
+    return replace(timed[0], load_s=swap_s), "weights swapped"
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -209,9 +277,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _require_models(pool: Pool) -> None:
-    """Raise ConfigError for a model or adapter that is not there; folders on a cluster's nodes
-    cannot be seen.
-    """
+    """Raise ConfigError if a model or adapter is missing; a cluster's folders cannot be seen."""
     for name, model in pool.models.items():
         require(
             pool.ray is not None or model.path.is_dir(),
@@ -221,14 +287,12 @@ def _require_models(pool: Pool) -> None:
         require(
             model.adapter is None or (model.adapter / ADAPTER_CONFIG).is_file(),
             f"models.{name}.adapter: {model.adapter} holds no {ADAPTER_CONFIG}.",
-            (
-                "Name the folder of an adapter in PEFT's form; a relative path counts from the "
-                "pool's folder."
-            ),
+            "Name the folder of an adapter in PEFT's form; a relative path counts from the pool's "
+            "folder.",
         )
 
 
-def _profile(pool: Pool) -> PoolProfile:
+def _read_profile(pool: Pool) -> PoolProfile:
     if pool.profile is None or not pool.profile.exists():
         raise ConfigError(
             f"There is no profile {pool.profile or ''}: what the models cost is not known.",
@@ -237,10 +301,8 @@ def _profile(pool: Pool) -> PoolProfile:
     return read_file(pool.profile, PoolProfile, see=SEE)[0]
 
 
-def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
-    """What the outputs of a run depend on; the gate and what reads answers may change between two
-    starts.
-    """
+def _describe_inputs(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
+    """Return the inputs of a run's outputs; the gate and `answers` may change between starts."""
     aggregate = pool.aggregate
     return {
         "questions": questions.fingerprint,

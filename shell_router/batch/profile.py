@@ -1,15 +1,13 @@
-"""What a pool's models cost: measured by `profiling`, written as a file that one can read and edit
-(MOSAIC, 4.1.2).
+"""The measured costs of a pool's models, as `batch profile` writes them (MOSAIC, 4.1.2).
 
-The paper fits a regression T_m(N_m, mean, max) and does not give its form. Ours is what continuous
-batching does: the session starts, the engine writes all tokens at a rate that saturates, and the
-longest output ends alone:
+The paper fits a regression T_m(N_m, mean, max) of unknown form. Ours follows continuous batching:
+the session starts, the engine writes all tokens at a rate that saturates, and the longest output
+ends alone:
 
     T(N, mean, max) = start + max * step + N * mean * token
 
 Throughput grows with N up to 1 / (mean * token) prompts a second, so a small session costs more per
-prompt. What does not grow with N is `fixed_s` of a `planner.ModelWork`, what does is its
-`per_prompt_s`.
+prompt. In a `ModelWork`, `fixed_s` is start + max * step, and `per_prompt_s` is mean * token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +20,14 @@ from shell_router.errors import ConfigError, require
 from shell_router.topology.forms import Number
 
 Load = Literal["engine started", "weights swapped", "model kept"]
-"""How a session got its model: its engine was started with it, took its weights from disk, or had
-it already.
-"""
+"""The kinds of load, the dearest first."""
 
 Figure = Annotated[float, Number("Measured.", at_least=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRun:
-    """A session that was timed without its load: its prompts, and the tokens of their outputs."""
+    """A timed session, without its load: its prompts, and the tokens of their outputs."""
 
     prompts: int
     mean_tokens: float
@@ -40,19 +36,17 @@ class SessionRun:
 
     @property
     def timing(self) -> Timing:
-        """What it says of the costs. Raises ConfigError for seconds that cannot be."""
-        return Timing(
-            self.prompts, (1.0, self.max_tokens, self.prompts * self.mean_tokens), self.seconds
-        )
+        """The coefficients of `start`, `step` and `token`, and the seconds. Raises ConfigError."""
+        coefficients = (1.0, self.max_tokens, self.prompts * self.mean_tokens)
+        return Timing(self.prompts, coefficients, self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """One model: seconds to load and unload it, its outputs' tokens, and the curve of a session's
-    seconds.
+    """The costs of one model: its load, its outputs' tokens, and the curve of a session's seconds.
 
-    `held_out_error` is the curve's mean relative error on numbers of prompts that it was not fitted
-    to.
+    `load_s` includes the unload. `held_out_error` is the curve's mean relative error on numbers of
+    prompts that the fit did not see.
     """
 
     load_s: Figure
@@ -65,24 +59,19 @@ class ModelProfile:
     runs: tuple[SessionRun, ...] = ()
 
     def cost(self, name: str, prompts: int) -> ModelWork:
-        """The model in a workload, with `prompts` prompts."""
+        """Return the model with `prompts` prompts, for a workload."""
+        per_prompt_s = self.mean_tokens * self.token_s
         fixed_s = self.start_s + self.max_tokens * self.step_s
-        return ModelWork(
-            name,
-            prompts,
-            self.load_s,
-            per_prompt_s=self.mean_tokens * self.token_s,
-            fixed_s=fixed_s,
-        )
+        return ModelWork(name, prompts, self.load_s, per_prompt_s, fixed_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolProfile:
-    """A pool's proposers, and its aggregator.
+    """The costs of a pool's proposers and aggregator.
 
-    If the proposers have one shape, `load_s` is their swap of weights, and a worker's first load
-    takes longer by `first_s`, the start of its engine, and by `together_s` for each other worker
-    that starts one. Else both are 0.
+    If the proposers have one shape, their `load_s` is a swap of weights. A worker's first load, its
+    engine's start, then takes `first_s` longer, and `together_s` more for each other worker that
+    starts one. Otherwise both are 0.
     """
 
     models: Mapping[str, ModelProfile] = field(default_factory=dict)
@@ -91,7 +80,7 @@ class PoolProfile:
     together_s: Figure = 0.0
 
     def cost(self, name: str, prompts: int) -> ModelWork:
-        """A proposer's cost. Raises ConfigError where it was not profiled."""
+        """Return a proposer with `prompts` prompts. Raises ConfigError if it was not profiled."""
         if name not in self.models:
             raise ConfigError(
                 f"The profile has no model {name!r}.",
@@ -100,13 +89,10 @@ class PoolProfile:
         return self.models[name].cost(name, prompts)
 
 
-def profile_of(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
-    """The profile that timed sessions give. Raises ConfigError for fewer than two numbers of
-    prompts.
-    """
-    numbers = {run.prompts for run in runs}
+def fit_profile(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
+    """Fit a profile to timed sessions. Raises ConfigError if all have as many prompts."""
     require(
-        len(numbers) > 1,
+        len({run.prompts for run in runs}) > 1,
         "A session's time cannot be fitted to one number of prompts.",
         "Run it with two or more.",
     )
@@ -125,28 +111,28 @@ def profile_of(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
     )
 
 
-def at_their_dearest(timed: Sequence[tuple[ModelProfile, Load]]) -> list[ModelProfile]:
-    """Profiles of models of several shapes, loaded in this order: in a plan's order any of them may
-    start an engine.
+def charge_starts(timed: Sequence[tuple[ModelProfile, Load]]) -> list[ModelProfile]:
+    """Return profiles of models of several shapes whose loads cost an engine's start each.
 
-    One that was swapped in has the shape of the last that was started, and costs as much.
+    In a plan's order any of them may start an engine. A model that was swapped in has the shape of
+    the last one in `timed` that started an engine, and gets the seconds of that start.
     """
-    found = []
+    profiles = []
     start_s = 0.0
     for profile, load in timed:
         if load == "engine started":
             start_s = profile.load_s
-        found.append(replace(profile, load_s=start_s))
-    return found
+        profiles.append(replace(profile, load_s=start_s))
+    return profiles
 
 
-def with_starts(
+def add_starts(
     profile: PoolProfile, alone_s: float, together_s: float, workers: int
 ) -> PoolProfile:
-    """The profile of a pool of one shape.
+    """Return the profile of a pool of one shape with the costs of first loads.
 
-    A load that starts an engine takes `alone_s`, or `together_s` on all `workers` at once; `load_s`
-    are swaps.
+    An engine's start takes `alone_s`, or `together_s` on all `workers` at once. The profile's
+    `load_s` are swaps.
     """
     swap_s = sum(model.load_s for model in profile.models.values()) / len(profile.models)
     more_s = max(0.0, together_s - alone_s) / max(1, workers - 1)

@@ -1,10 +1,9 @@
-"""What the models of a batch are asked, whether they agree so well that no aggregator is, and what
-came of it.
-"""
+"""The prompts of a batch, the gate that lets the aggregator be skipped, and the results."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,20 +11,20 @@ import orjson
 
 from shell_router.batch.journal import Key, Output, Role
 from shell_router.batch.pool import Agreement, Pool, Sampling
-from shell_router.batch.questions import Question, Questions, plurality
+from shell_router.batch.questions import Question, Questions, find_plurality
 from shell_router.errors import DataError
 from shell_router.topology.prompting import AGGREGATOR, fill_text, slot_parts
 
 ROUNDING = 0.005
-"""A tau of 0.67 means two of three."""
+"""Slack of the gate, so that a tau of 0.67 means two of three."""
 
 Outputs = Callable[[Key], Output | None]
-"""What was written so far, as `Journal.get` gives it."""
+"""A look-up of the outputs so far, as `Journal.get`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What one model is asked: chat messages, and SGLang's sampling parameters."""
+    """A model's chat messages for one question, and SGLang's sampling parameters."""
 
     question: str
     role: Role
@@ -35,40 +34,40 @@ class Prompt:
 
     @property
     def key(self) -> Key:
-        """What its output will be an output of."""
+        """The key of the prompt and of its output."""
         return self.question, self.role, self.model
 
-    def failed(self, error: str) -> Output:
-        """The output that says why there is none."""
-        return Output(self.question, self.role, self.model, error=error)
+    def fail(self, error: str) -> Output:
+        """Return the output that says why there is no text."""
+        return Output(*self.key, error=error)
 
 
-def verdict_of(
+def find_winner(
     answers: Sequence[str | None], probabilities: Sequence[float], measure: Agreement = "plurality"
 ) -> tuple[int | None, float]:
-    """The place of an answer that most are for, None where no proposer has one, and how much
-    confidence it deserves.
+    """Return the index of an answer that most proposers give, and its confidence.
 
-    `probabilities` are those that proposers give to their answers. By plurality C = max_a |{i : a_i
-    = a}| / k (MOSAIC, equation 11); a proposer without an answer agrees with none. By probability
-    each weighs as much as its own.
+    By plurality the confidence is C = max_a |{i : a_i = a}| / k (MOSAIC, equation 11). By
+    probability each proposer counts by the probability of its own answer. A proposer without an
+    answer, None, agrees with none. The index is None if all are None.
     """
-    winner = plurality(answers)
-    weights = ([1.0] * len(answers)) if (measure == "plurality") else (probabilities)
-    if winner is None or not sum(weights):
+    winner = find_plurality(answers)
+    weights = probabilities if measure == "probability" else [1.0] * len(answers)
+    total = sum(weights)
+    if winner is None or not total:
         return winner, 0.0
-    agreeing = sum(
-        weight for answer, weight in zip(answers, weights, strict=True) if answer == answers[winner]
-    )
-    return winner, agreeing / sum(weights)
+    agreeing = 0.0
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer == answers[winner]:
+            agreeing += weight
+    return winner, agreeing / total
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A question after its proposers: their outputs, in order, the place of the winner among them,
-    and its confidence.
+class Verdict:
+    """The gate's view of a question: its proposers' outputs and the index of the winner.
 
-    `passes`: the winner stands, and no aggregator is needed.
+    If it `passes`, the winner is the result, and no aggregator is needed.
     """
 
     outputs: Sequence[Output]
@@ -78,14 +77,15 @@ class Judged:
 
     @property
     def drafts(self) -> list[Output]:
-        """The outputs that were written."""
+        """The outputs without an error."""
         return [output for output in self.outputs if not output.error]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Questions for a pool and, by id, the proposers that answer each, in the order that the
-    aggregator reads them.
+    """The questions for a pool and, per question id, its proposers.
+
+    The aggregator reads the proposers' answers in this order.
     """
 
     pool: Pool
@@ -94,70 +94,68 @@ class Batch:
     seed: int = 0
 
     def proposer_prompts(self) -> list[Prompt]:
-        """One per question and proposer."""
+        """Build a prompt per question and proposer."""
         return [
-            self._prompt(question, "proposer", proposer, question.text, self.pool.sampling)
+            self._build_prompt(question, "proposer", proposer, question.text, self.pool.sampling)
             for question in self.questions.asked
             for proposer in self.proposers[question.id]
         ]
 
     def aggregator_prompts(self, outputs: Outputs) -> list[Prompt]:
-        """One per question that does not pass the gate and has drafts, with the default prompt of
-        topologies.
+        """Build a prompt per question that does not pass the gate and has drafts.
+
+        It is the default prompt of topologies.
         """
-        to = self.pool.aggregate
-        assert to is not None
-        return [
-            self._prompt(
-                question, "aggregator", to.model, _with_drafts(question, judged.drafts), to.sampling
-            )
-            for question in self.questions.asked
-            if not (judged := self.judged(question, outputs)).passes and judged.drafts
-        ]
+        aggregate = self.pool.aggregate
+        assert aggregate is not None
+        prompts = []
+        for question in self.questions.asked:
+            verdict = self.judge(question, outputs)
+            if not verdict.passes and verdict.drafts:
+                text = _insert_drafts(question, verdict.drafts)
+                prompts.append(
+                    self._build_prompt(
+                        question, "aggregator", aggregate.model, text, aggregate.sampling
+                    )
+                )
+        return prompts
 
-    def judged(self, question: Question, outputs: Outputs) -> Judged:
-        """What the proposers' outputs come to; without an aggregator every plurality passes."""
-        keys: list[Key] = [
-            (question.id, "proposer", proposer) for proposer in self.proposers[question.id]
-        ]
-        written = [output for key in keys if (output := outputs(key))]
-        answers = [None if one.error else self.pool.answers.read(one.text) for one in written]
+    def judge(self, question: Question, outputs: Outputs) -> Verdict:
+        """Apply the gate to the proposers' outputs; without an aggregator all questions pass it."""
+        written: list[Output] = []
+        answers: list[str | None] = []
+        for proposer in self.proposers[question.id]:
+            output = outputs((question.id, "proposer", proposer))
+            if output is not None:
+                written.append(output)
+                answers.append(None if output.error else self.pool.answers.read(output.text))
         gate = self.pool.aggregate
-        measure = "plurality" if gate is None else gate.confidence
-        winner, confidence = verdict_of(answers, [one.confidence for one in written], measure)
+        measure = gate.confidence if gate else "plurality"
+        winner, confidence = find_winner(
+            answers, [output.confidence for output in written], measure
+        )
         passes = gate is None or (winner is not None and confidence >= gate.tau - ROUNDING)
-        return Judged(written, winner, confidence, passes)
+        return Verdict(written, winner, confidence, passes)
 
-    def _prompt(
+    def _build_prompt(
         self, question: Question, role: Role, model: str, text: str, sampling: Sampling
     ) -> Prompt:
+        messages = [{"role": "user", "content": text}]
         system = self.pool.models[model].system
         if system:
-            messages = [{"role": "system", "content": system}]
-        else:
-            messages = []
-        seed = (
-            zlib.crc32(f"{self.seed}/{question.id}/{role}/{model}".encode()) >> 1
-        )  # 31 bits, SGLang's limit
-        return Prompt(
-            question.id,
-            role,
-            model,
-            [*messages, {"role": "user", "content": text}],
-            sampling.params(seed),
-        )
+            messages.insert(0, {"role": "system", "content": system})
+        # 31 bits, SGLang's limit
+        seed = zlib.crc32(f"{self.seed}/{question.id}/{role}/{model}".encode()) >> 1
+        return Prompt(question.id, role, model, messages, sampling.params(seed))
 
 
-def _with_drafts(question: Question, drafts: Sequence[Output]) -> str:
-    slots = [
-        f"{before}{draft.text}{after}"
-        for index, draft in enumerate(drafts, 1)
-        for before, after in [slot_parts(AGGREGATOR.slot, draft.model, index)]
-    ]
-    prefix, suffix = (
-        fill_text(part, question.text) for part in (AGGREGATOR.prefix, AGGREGATOR.suffix)
-    )
-    return "".join((prefix, *slots, suffix))
+def _insert_drafts(question: Question, drafts: Sequence[Output]) -> str:
+    parts = [fill_text(AGGREGATOR.prefix, question.text)]
+    for index, draft in enumerate(drafts, 1):
+        before, after = slot_parts(AGGREGATOR.slot, draft.model, index)
+        parts += (before, draft.text, after)
+    parts.append(fill_text(AGGREGATOR.suffix, question.text))
+    return "".join(parts)
 
 
 Source = Literal["proposers", "aggregator", "none"]
@@ -165,9 +163,7 @@ Source = Literal["proposers", "aggregator", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one proposer answered, None where nothing can be read from it; `right` is None where
-    that is not known.
-    """
+    """A proposer's answer; None if its text has none. `right` is None if it is not known."""
 
     model: str
     answer: str | None
@@ -179,11 +175,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A line's outcome. `by` says whose `text` it is; tokens are those of all the models that were
-    asked.
+    """The result of a line.
 
-    `confidence` is the gate's, `winner` the index in `proposals` of the plurality's answer. `right`
-    is None where the right answer is not known; `error` is what kept models from answering.
+    `by` says whose `text` it is. `winner` is the index in `proposals` of the plurality's answer;
+    `confidence` is the gate's. `right` is None if the right answer is not known. `error` says why
+    models did not answer. The tokens are those of all models that were asked.
     """
 
     line: int
@@ -202,23 +198,23 @@ class Result:
     completion_tokens: int = 0
 
 
-def results_of(batch: Batch, outputs: Outputs) -> list[Result]:
-    """One per line that is not blank, in the file's order."""
-    found = [_result(batch, question, outputs) for question in batch.questions.asked]
-    found += [Result(one.line, one.id, error=one.error) for one in batch.questions.refused]
-    return sorted(found, key=lambda result: result.line)
+def build_results(batch: Batch, outputs: Outputs) -> list[Result]:
+    """Build a result per line that is not blank, in the file's order."""
+    results = [_build_result(batch, question, outputs) for question in batch.questions.asked]
+    results += [Result(line.line, line.id, error=line.error) for line in batch.questions.refused]
+    return sorted(results, key=attrgetter("line"))
 
 
 def as_lines(results: Sequence[Result]) -> bytes:
-    """The results as JSONL."""
+    """Return the results as JSONL."""
     return b"".join(orjson.dumps(result) + b"\n" for result in results)
 
 
 def read_results(folder: Path) -> list[Result]:
-    """The results of a run that has ended. Raises DataError."""
+    """Read the results of a run that has ended. Raises DataError."""
     file = folder / "results.jsonl"
     try:
-        return [_read(line) for line in file.read_bytes().splitlines()]
+        return [_read_result(line) for line in file.read_bytes().splitlines()]
     except OSError as error:
         raise DataError(
             f"{file}: {error.strerror}.", remedy="Name the folder of a run that has ended."
@@ -229,60 +225,57 @@ def read_results(folder: Path) -> list[Result]:
         ) from error
 
 
-def _read(line: bytes) -> Result:
-    found = orjson.loads(line)
-    proposals = tuple(Proposal(**one) for one in found.pop("proposals"))
-    return Result(**found, proposals=proposals)
+def _read_result(line: bytes) -> Result:
+    fields = orjson.loads(line)
+    proposals = tuple(Proposal(**proposal) for proposal in fields.pop("proposals"))
+    return Result(**fields, proposals=proposals)
 
 
-def _result(batch: Batch, question: Question, outputs: Outputs) -> Result:
-    judged = batch.judged(question, outputs)
-    chosen, by, error = _chosen(batch, question, judged, outputs)
-    text = chosen.text if chosen else ""
-    written = [*judged.outputs, *([chosen] if chosen and by == "aggregator" else [])]
+def _build_result(batch: Batch, question: Question, outputs: Outputs) -> Result:
+    verdict = batch.judge(question, outputs)
+    errors = [f"{output.model}: {output.error}" for output in verdict.outputs if output.error]
+    counted = list(verdict.outputs)
+    by: Source = "none"
+    text = ""
+    aggregated = None
+    if not verdict.passes and verdict.drafts and batch.pool.aggregate is not None:
+        aggregated = outputs((question.id, "aggregator", batch.pool.aggregate.model))
+        if aggregated is None or aggregated.error:
+            reason = aggregated.error if aggregated else "it was not asked."
+            errors.append(f"The aggregator did not answer: {reason}")
+            aggregated = None
+    if aggregated is not None:
+        by = "aggregator"
+        text = aggregated.text
+        counted.append(aggregated)
+    elif verdict.drafts:
+        by = "proposers"
+        winner = verdict.drafts[-1] if verdict.winner is None else verdict.outputs[verdict.winner]
+        text = winner.text
     return Result(
-        question.line,
-        question.id,
-        question.text,
-        sorted(question.skills),
-        by,
-        text,
-        batch.pool.answers.read(text),
-        judged.confidence,
-        question.grade(text),
-        judged.winner,
-        tuple(_proposal(batch, question, output) for output in judged.outputs),
-        " ".join([*(f"{one.model}: {one.error}" for one in judged.outputs if one.error), *error]),
-        sum(output.prompt_tokens for output in written),
-        sum(output.completion_tokens for output in written),
+        line=question.line,
+        id=question.id,
+        question=question.text,
+        skills=sorted(question.skills),
+        by=by,
+        text=text,
+        answer=batch.pool.answers.read(text),
+        confidence=verdict.confidence,
+        right=question.grade(text),
+        winner=verdict.winner,
+        proposals=tuple(_build_proposal(batch, question, output) for output in verdict.outputs),
+        error=" ".join(errors),
+        prompt_tokens=sum(output.prompt_tokens for output in counted),
+        completion_tokens=sum(output.completion_tokens for output in counted),
     )
 
 
-def _chosen(
-    batch: Batch, question: Question, judged: Judged, outputs: Outputs
-) -> tuple[Output | None, Source, Sequence[str]]:
-    """The output that counts, whose it is, and the error of an aggregator that failed."""
-    error = []
-    if not judged.passes and judged.drafts and batch.pool.aggregate is not None:
-        output = outputs((question.id, "aggregator", batch.pool.aggregate.model))
-        if output is not None and not output.error:
-            return output, "aggregator", ()
-        error = [
-            f"The aggregator did not answer: {output.error if output else 'it was not asked.'}"
-        ]
-    if judged.winner is not None:
-        return judged.outputs[judged.winner], "proposers", error
-    if judged.drafts:
-        return (judged.drafts[-1], "proposers", error)
-    return (None, "none", error)
-
-
-def _proposal(batch: Batch, question: Question, output: Output) -> Proposal:
-    if output.error:
-        right = None
-    else:
-        right = question.grade(output.text)
-    answer = batch.pool.answers.read(output.text)
+def _build_proposal(batch: Batch, question: Question, output: Output) -> Proposal:
     return Proposal(
-        output.model, answer, output.confidence, output.completion_tokens, right, output.error
+        model=output.model,
+        answer=batch.pool.answers.read(output.text),
+        confidence=output.confidence,
+        tokens=output.completion_tokens,
+        right=None if output.error else question.grade(output.text),
+        error=output.error,
     )

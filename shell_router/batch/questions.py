@@ -1,9 +1,9 @@
-"""The questions of a batch, one JSON object per line, and how answers are compared with the right
-ones.
+"""The questions of a batch, and the graders that compare answers with the right ones.
 
-exact     the stated answer to the end of its line, or else the whole text, without case and extra
-white space numeric   the number stated, or that the whole text is; a unit may follow
-choice    the letter
+    exact     the stated answer to the end of its line, or else the whole text, without case and
+              extra white space
+    numeric   the stated number, or the whole text as a number; a unit may follow
+    choice    the letter
 
 Right answers and models' answers are read in the same way. A bad line is reported and does not stop
 the others.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from shell_router.batch.data_sets import Row, read_rows
 from shell_router.early_exit.answers import (
@@ -37,14 +37,12 @@ _MARKED_LETTER = re.compile(
 )
 _LONE_LETTER = re.compile(r"\(?([A-Z])(?:\)?[.:]?|[).:]\s.*)", re.DOTALL)
 _KEY_LETTER = re.compile(r"\(?[A-Z]\)?[.:]?|\(?[A-Z]\)\s.*", re.DOTALL)
-"""A right answer that asks for a letter: nothing else, or in an option's bracket; `J. K. Rowling`
-does not.
-"""
+"""A right answer that is a letter, alone or in an option's bracket; `J. K. Rowling` is none."""
 _UNIT = re.compile(r"[^\s\d]+(?:\s?[^\s\d]+)?")
 
 
-def grader_of(answer: str) -> Grader:
-    """The grader that the right answer's own form asks for."""
+def choose_grader(answer: str) -> Grader:
+    """Return the grader that fits the form of the right answer."""
     line = stated_line(answer) or without_marks(answer)
     if number_of(stated_answer(answer) or line) is not None:
         return "numeric"
@@ -54,53 +52,51 @@ def grader_of(answer: str) -> Grader:
 
 
 def read_answer(text: str, grader: Grader) -> Value | None:
-    """What `text` answers; None where it answers nothing of the grader's kind."""
+    """Return the answer in `text`; None if it has none of the grader's kind."""
     return READERS[grader](text)
 
 
 def is_right(text: str, answer: str, grader: Grader) -> bool:
-    """Whether `text` answers what the right `answer` does."""
+    """Return whether `text` has the right `answer`."""
     value = read_answer(text, grader)
     return value is not None and value == read_answer(answer, grader)
 
 
 def read_exact(text: str) -> str | None:
-    """The answer folded: lower case, single blanks, no full stop."""
+    """Return the answer in lower case, with single blanks and no full stop."""
     return " ".join((stated_line(text) or without_marks(text)).casefold().split()) or None
 
 
 def read_numeric(text: str) -> Fraction | None:
-    """The number stated, whatever unit follows it, or the number that the whole text is, with a
-    word or two of unit.
-    """
-    if (stated := stated_answer(text)) is not None:
+    """Return the stated number, or the whole text as a number with a word or two of unit."""
+    stated = stated_answer(text)
+    if stated is not None:
         return number_of(stated)
     whole = without_marks(text)
-    if number_of(whole) is not None:
-        return number_of(whole)
-    return _with_unit(whole)
+    number = number_of(whole)
+    if number is not None:
+        return number
+    return _read_with_unit(whole)
 
 
-def _with_unit(text: str) -> Fraction | None:
-    """42 of `42 apples`; None of `24 and 13 is 37`."""
+def _read_with_unit(text: str) -> Fraction | None:
+    """Return 42 for `42 apples`, and None for `24 and 13 is 37`."""
     single = single_at_start(f"{text}\n")
     if single:
         unit = text.rpartition(single)[2].strip()
-    else:
-        unit = ""
-    if single and _UNIT.fullmatch(unit):
-        return number_of(single)
+        if _UNIT.fullmatch(unit):
+            return number_of(single)
     return None
 
 
 def read_choice(text: str) -> str | None:
-    """The letter stated, or the one that the whole text is or begins with, as in `B) 24`."""
+    """Return the stated letter, or the letter that the text is or begins with, as in `B) 24`."""
     stated = stated_answer(text)
     if stated is None:
-        found = _LONE_LETTER.fullmatch(without_marks(text))
+        match = _LONE_LETTER.fullmatch(without_marks(text))
     else:
-        found = _MARKED_LETTER.fullmatch(stated)
-    return found[1].upper() if found else None
+        match = _MARKED_LETTER.fullmatch(stated)
+    return match[1].upper() if match else None
 
 
 READERS: Mapping[Grader, Callable[[str], Value | None]] = {
@@ -108,28 +104,28 @@ READERS: Mapping[Grader, Callable[[str], Value | None]] = {
     "numeric": read_numeric,
     "choice": read_choice,
 }
-"""Per grader how it reads an answer."""
+"""The reader of answers of each grader."""
 
 
 Vote = TypeVar("Vote", bound=Hashable)
 
 
-def plurality(votes: Sequence[Vote | None]) -> int | None:
-    """The place of the last vote for the winner; None where no vote has an answer.
+def find_plurality(votes: Sequence[Vote | None]) -> int | None:
+    """Return the index of the last vote for the value with most votes; None without any vote.
 
-    The winner is what most votes are for; of several such the one whose last vote stands last. None
-    is no vote.
+    Of several values with as many votes the one with the last vote wins. None is no vote.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     most = max(counts.values(), default=0)
-    return max(
-        (place for place, vote in enumerate(votes) if vote is not None and counts[vote] == most),
-        default=None,
-    )
+    for index in reversed(range(len(votes))):
+        vote = votes[index]
+        if vote is not None and counts[vote] == most:
+            return index
+    return None
 
 
 UNGRADED = ("math", "instructions")
-"""Graders of `eval` alone: what answers they take is not known here."""
+"""Graders of `eval` alone; a batch does not grade their questions."""
 
 FORM = (
     'Write one object per line: {"question": "…"}, with id, answer, proposers and skills '
@@ -139,9 +135,7 @@ FORM = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question. `proposers` answer it, if any are named; `answer` is the right one, if it is
-    known.
-    """
+    """A question. `proposers` are the models that its line names, `answer` is the right one."""
 
     id: str
     text: str
@@ -151,15 +145,15 @@ class Question:
     line: int = 0
 
     def grade(self, text: str) -> bool | None:
-        """Whether `text` answers what the right answer does; None where that is not known."""
+        """Return whether `text` has the right answer; None if that is not known."""
         if self.answer is None:
             return None
-        return is_right(text, self.answer, grader_of(self.answer))
+        return is_right(text, self.answer, choose_grader(self.answer))
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A line that is no question, and why."""
+    """A line that is no question, with its error."""
 
     line: int
     id: str | None
@@ -168,24 +162,25 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What a file holds. `fingerprint` is of its bytes."""
+    """The questions and bad lines of a file. `fingerprint` is the hash of its bytes."""
 
     asked: tuple[Question, ...]
     refused: tuple[Refused, ...]
     fingerprint: str
 
     def first(self, number: int) -> "Questions":
-        """The first `number` questions, and the bad lines before the next one."""
+        """Return the first `number` questions, and the bad lines before the next one."""
         if number >= len(self.asked):
             return self
-        refused = tuple(one for one in self.refused if one.line < self.asked[number].line)
+        end = self.asked[number].line
+        refused = tuple(line for line in self.refused if line.line < end)
         return Questions(self.asked[:number], refused, f"{self.fingerprint}, the first {number}")
 
 
 def read_questions(file: Path, proposers: Collection[str]) -> Questions:
-    """The questions of a file (see `data_sets`), whose rows may name any of `proposers`.
+    """Read the questions of a file (see `data_sets`), whose rows may name any of `proposers`.
 
-    Raises DataError for a file that cannot be read or holds no question.
+    Raises DataError if the file cannot be read or holds no question.
     """
     try:
         content = file.read_bytes()
@@ -196,74 +191,75 @@ def read_questions(file: Path, proposers: Collection[str]) -> Questions:
     asked: dict[str, Question] = {}
     refused: list[Refused] = []
     for number, row in read_rows(file, content):
-        found = _read(row, number, proposers, asked)
-        if isinstance(found, Question):
-            asked[found.id] = found
+        line = _read_question(row, number, proposers, asked)
+        if isinstance(line, Question):
+            asked[line.id] = line
         else:
-            refused.append(found)
+            refused.append(line)
     if not asked:
+        reason = f"{file} is empty."
         if refused:
             reason = f"{file}:{refused[0].line}: {refused[0].error}"
-        else:
-            reason = f"{file} is empty."
         raise DataError(reason, remedy=FORM)
     return Questions(tuple(asked.values()), tuple(refused), sha256(content).hexdigest())
 
 
-def _read(
-    found: Row | str, number: int, proposers: Collection[str], asked: Mapping[str, Question]
+def _read_question(
+    row: Row | str, number: int, proposers: Collection[str], asked: Mapping[str, Question]
 ) -> Question | Refused:
-    if isinstance(found, str):
-        return Refused(number, None, f"{found}.")
+    if isinstance(row, str):
+        return Refused(number, None, f"{row}.")
     id = None
     try:
-        id = _id(found, number, asked)
-        named = _names(found, "proposers", proposers)
-        skills = frozenset(_names(found, "skills"))
-        graded = found.get("grader") not in UNGRADED
-        return Question(
-            id, _text(found, "question"), named, skills, _answer(found) if graded else None, number
-        )
+        id = _read_id(row, number, asked)
+        named = _read_texts(row, "proposers")
+        for name in named:
+            if name not in proposers:
+                raise TypeError(f"there is no proposer {name!r}; there are {', '.join(proposers)}.")
+        skills = frozenset(_read_texts(row, "skills"))
+        text = _read_text(row, "question")
+        answer = None
+        if row.get("grader") not in UNGRADED:
+            answer = _read_right_answer(row)
+        return Question(id, text, named, skills, answer, number)
     except TypeError as error:
         return Refused(number, id, str(error))
 
 
-def _id(found: Mapping[str, Any], number: int, asked: Mapping[str, Question]) -> str:
-    """The line's own id, or its number."""
-    given = number if found.get("id") is None else found["id"]
-    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
-        raise TypeError(f"id must be text or a whole number, not {given!r}.")
-    if str(given) in asked:
-        raise TypeError(f"line {asked[str(given)].line} has the id {str(given)!r} already.")
-    return str(given)
+def _read_id(row: Row, number: int, asked: Mapping[str, Question]) -> str:
+    """Return the line's own id, or its number."""
+    value = row.get("id")
+    if value is None:
+        value = number
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise TypeError(f"id must be text or a whole number, not {value!r}.")
+    id = str(value)
+    if id in asked:
+        raise TypeError(f"line {asked[id].line} has the id {id!r} already.")
+    return id
 
 
-def _text(found: Mapping[str, Any], name: str) -> str:
-    value = found.get(name)
+def _read_text(row: Row, name: str) -> str:
+    value = row.get(name)
     if isinstance(value, str) and value.strip():
         return value
     raise TypeError(f"{name} must be text that is not empty, not {value!r}.")
 
 
-def _names(
-    found: Mapping[str, Any], name: str, known: Collection[str] | None = None
-) -> tuple[str, ...]:
-    """A list of texts, without repetitions."""
-    value = found.get(name)
+def _read_texts(row: Row, name: str) -> tuple[str, ...]:
+    """Return a list of texts, without repetitions."""
+    value = row.get(name)
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise TypeError(f"{name} must be a list of texts, not {value!r}.")
-    for one in value:
-        if known is not None and one not in known:
-            raise TypeError(f"there is no proposer {one!r}; there are {', '.join(known)}.")
     return tuple(dict.fromkeys(value))
 
 
-def _answer(found: Mapping[str, Any]) -> str | None:
-    if found.get("answer") is None:
+def _read_right_answer(row: Row) -> str | None:
+    if row.get("answer") is None:
         return None
-    answer = _text(found, "answer")
-    if read_answer(answer, grader_of(answer)) is None:
+    answer = _read_text(row, "answer")
+    if read_answer(answer, choose_grader(answer)) is None:
         raise TypeError(f"the answer {answer!r} cannot be compared with another.")
     return answer

@@ -1,135 +1,138 @@
-"""What each worker has yet to do, and which workers take what one of them failed to do."""
+"""The queue of each worker, and how prompts move between workers."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shell_router.batch.planner import ModelWork, Plan, Shares, Workload, shared_out
+from shell_router.batch.planner import Allocation, ModelWork, Plan, Workload, split_prompts
 from shell_router.batch.prompts import Prompt
 
 TRIES = 3
-"""A model that does not load on this many workers, or answers nothing in this many sessions, is
-given up.
-"""
-ENOUGH = 16
-"""Answers that show how fast a session is."""
+"""Workers on which a model may fail to load, and sessions in which it may answer nothing."""
+STEADY_ANSWERS = 16
+"""Answers after which a running session shows its speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Prompts of one model, meant for one worker.
+    """Prompts of one model for one worker.
 
-    `barren` is how many sessions in a row answered none of them, although the model was loaded.
+    `failed_sessions` counts the sessions in a row that loaded the model and answered none of them.
     """
 
     model: str
     prompts: Sequence[Prompt]
-    barren: int = 0
+    failed_sessions: int = 0
 
 
 @dataclass(slots=True)
 class WorkerQueue:
-    """One worker: what it has yet to do, and what it does now."""
+    """The shares that one worker has yet to run, and the one that runs."""
 
     shares: deque[Share] = field(default_factory=deque)
     running: Share | None = None
     waiting: deque[Prompt] = field(default_factory=deque)
-    """Prompts of the running share that its engine does not have yet: another worker may take them.
+    """The running share's prompts that its engine does not have yet; other workers may take them.
     """
     left: int = 0
-    """Prompts of the running share that have no output yet."""
+    """The running share's prompts without an output."""
     answered: int = 0
     since_s: float | None = None
-    """When the engine was given the first of them."""
+    """The time at which the engine got the first prompts of the running share."""
     loads: int = 0
 
+    @property
+    def in_flight(self) -> int:
+        """The running share's prompts that its engine has, without an output."""
+        return self.left - len(self.waiting)
+
     def add(self, share: Share) -> None:
-        """Queue it; with another of the same model it becomes one, so that the model is loaded
-        once.
-        """
-        if share.barren:
-            other = None
-        else:
-            other = self._queued(share.model)
-        if other is None:
+        """Queue a share. It joins a queued one of its model, so that the model loads once."""
+        queued = None if share.failed_sessions else self._find_queued(share.model)
+        if queued is None:
             self.shares.append(share)
         else:
-            self.shares[self.shares.index(other)] = replace(
-                other, prompts=[*other.prompts, *share.prompts]
-            )
+            prompts = [*queued.prompts, *share.prompts]
+            self.shares[self.shares.index(queued)] = replace(queued, prompts=prompts)
 
     def holds(self, model: str) -> bool:
-        """Whether its session has the model loaded, or loads it."""
+        """Return whether the running session has the model loaded, or loads it."""
         return self.running is not None and self.running.model == model
 
-    def with_engine(self, model: str) -> int:
-        """Prompts of the model that it has begun, without an output yet."""
+    def count_movable(self, model: str) -> int:
+        """Return how many prompts of the model other workers may take."""
+        queued = self._find_queued(model)
+        movable = len(queued.prompts) if queued else 0
         if self.holds(model):
-            return self.left - len(self.waiting)
-        return 0
+            movable += len(self.waiting)
+        return movable
 
-    def movable(self, model: str) -> int:
-        """Prompts of the model that another worker may answer instead: those that this one's engine
-        does not have.
-        """
-        queued = self._queued(model)
-        return len(queued.prompts if queued else ()) + (
-            len(self.waiting) if self.holds(model) else 0
-        )
-
-    def give(self, model: str, number: int) -> list[Prompt]:
-        """Take out at most `number` of the movable prompts, first those for which it would have to
-        load the model.
-        """
-        given: list[Prompt] = []
-        if number and (queued := self._queued(model)):
-            kept = max(0, len(queued.prompts) - number)
-            given += queued.prompts[kept:]
-            place = self.shares.index(queued)
+    def release_prompts(self, model: str, most: int) -> list[Prompt]:
+        """Remove and return up to `most` movable prompts, first those that still need a load."""
+        released: list[Prompt] = []
+        queued = self._find_queued(model)
+        if most and queued:
+            kept = max(0, len(queued.prompts) - most)
+            released += queued.prompts[kept:]
+            index = self.shares.index(queued)
             if kept:
-                self.shares[place] = replace(queued, prompts=queued.prompts[:kept])
+                self.shares[index] = replace(queued, prompts=queued.prompts[:kept])
             else:
-                del self.shares[place]
-        while self.holds(model) and self.waiting and len(given) < number:
-            given.append(self.waiting.pop())
+                del self.shares[index]
+        while self.holds(model) and self.waiting and len(released) < most:
+            released.append(self.waiting.pop())
             self.left -= 1
-        return given
+        return released
 
-    def begin(self, model: str | None = None) -> Share | None:
-        """Take the first share of the queue, or that of the `model`, if there is one."""
+    def begin_next(self, model: str | None = None) -> Share | None:
+        """Begin and return the first queued share, or that of `model`; None if there is none."""
         if model:
-            share = self._queued(model)
+            share = self._find_queued(model)
         else:
-            share = next(iter(self.shares), None)
+            share = self.shares[0] if self.shares else None
         if share is None:
             return None
         self.shares.remove(share)
-        return self.run(share)
+        return self.begin(share)
 
-    def run(self, share: Share) -> Share:
-        """The share is what the worker does now."""
-        self.running, self.left, self.answered, self.since_s = share, len(share.prompts), 0, None
-        self.waiting = deque(() if share.barren else share.prompts)
+    def begin(self, share: Share) -> Share:
+        """Begin a share that is not queued, and return it."""
+        self.running = share
+        self.left = len(share.prompts)
+        self.answered = 0
+        self.since_s = None
+        self.waiting = deque(() if share.failed_sessions else share.prompts)
         return share
 
-    def output(self) -> None:
-        """A prompt of the running share has its output."""
+    def count_output(self) -> None:
+        """Count an output of the running share."""
         self.answered += 1
         self.left -= 1
 
     def end(self) -> list[Prompt]:
-        """Nothing runs; the prompts that the session's engine never had."""
-        waiting, self.running, self.waiting, self.left = list(self.waiting), None, deque(), 0
+        """End the running share; return its prompts that the engine never had."""
+        waiting = list(self.waiting)
+        self.running = None
+        self.waiting = deque()
+        self.left = 0
         return waiting
 
-    def _queued(self, model: str) -> Share | None:
-        return next(
-            (share for share in self.shares if share.model == model and not share.barren), None
-        )
+    def _find_queued(self, model: str) -> Share | None:
+        for share in self.shares:
+            if share.model == model and not share.failed_sessions:
+                return share
+        return None
 
 
 class WorkerQueues:
-    """The workers of a plan. `models` have their costs, `prompts` what each of them is asked."""
+    """The queues of all workers, filled by a plan.
+
+    Args:
+        models: The models with their profiled costs.
+        prompts: The prompts of each model.
+        plan: The sessions, which take the prompts in order.
+        workers: The number of workers.
+    """
 
     def __init__(
         self,
@@ -140,20 +143,22 @@ class WorkerQueues:
     ) -> None:
         self._profiled = {model.name: model for model in models}
         self._models = dict(self._profiled)
-        """At the costs measured so far."""
-        self._ran = {model.name: [0.0, 0.0] for model in models}
-        """Seconds of all its sessions without loads, as measured and as profiled."""
+        """The models at the costs measured so far."""
+        self._run_s = {model.name: [0.0, 0.0] for model in models}
+        """Seconds of a model's sessions without loads, as measured and as profiled."""
         self._queues = [WorkerQueue() for _ in range(workers)]
         self._failed_on: dict[str, set[int]] = {name: set() for name in self._models}
-        self._barren: Counter[str] = Counter()
-        self._worked: set[str] = set()
-        taken = dict.fromkeys(prompts, 0)
+        """The workers on which a model failed to load."""
+        self._failed_sessions: Counter[str] = Counter()
+        self._answering: set[str] = set()
+        """The models that have answered something."""
+        assigned = dict.fromkeys(prompts, 0)
         for session in plan.sessions:
-            begin = taken[session.model]
-            taken[session.model] = end = begin + session.prompts
-            self._queues[session.worker].add(
-                Share(session.model, prompts[session.model][begin:end])
-            )
+            name = session.model
+            begin = assigned[name]
+            assigned[name] += session.prompts
+            share = Share(name, prompts[name][begin : assigned[name]])
+            self._queues[session.worker].add(share)
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -168,210 +173,229 @@ class WorkerQueues:
 
     @property
     def left_s(self) -> float:
-        """How long the rest will take, by the models' costs."""
+        """The seconds that the rest takes, by the models' costs."""
         return max((self._busy_s(queue) for queue in self._queues), default=0.0)
 
-    def measured(self, worker: int, load_s: float | None, run_s: float, bound: float) -> bool:
-        """The worker's session has answered its share in `run_s`: whether that is off the costs by
-        more than `bound`.
+    def record_session(self, worker: int, load_s: float | None, run_s: float, bound: float) -> bool:
+        """Compare a worker's session, which has ended, with the costs.
 
-        Then its model costs from now on what its sessions took so far. `load_s` is None where no
-        load is compared.
+        If it is off by more than the share `bound`, its model costs from now on what its sessions
+        took so far. With `load_s` None the load is not compared. Returns whether it was off.
         """
         queue = self._queues[worker]
         assert queue.running is not None
         name = queue.running.model
-        prompts = queue.answered
-        work = self._models[name]
-        ran = self._ran[name]
-        ran[0] += run_s
-        ran[1] += self._profiled[name].run_s(prompts)
-        planned_load_s = 0.0 if load_s is None else work.load_s
-        planned_s = planned_load_s + work.run_s(prompts)
-        if abs((load_s or 0.0) + run_s - planned_s) <= bound * planned_s:
+        model = self._models[name]
+        total_s = self._run_s[name]
+        total_s[0] += run_s
+        total_s[1] += self._profiled[name].run_s(queue.answered)
+        session_s = run_s
+        planned_s = model.run_s(queue.answered)
+        if load_s is None:
+            load_s = model.load_s
+        else:
+            session_s = load_s + run_s
+            planned_s = model.load_s + planned_s
+        if abs(session_s - planned_s) <= bound * planned_s:
             return False
-        self._cost(name, ran[0], ran[1], work.load_s if load_s is None else load_s)
+        self._scale_cost(name, total_s[0], total_s[1], load_s)
         return True
 
-    def off(self, now_s: float, bound: float) -> bool:
-        """Whether a session that runs is off the costs by more than `bound`; its model's change as
-        in `measured`.
+    def compare_running(self, now_s: float, bound: float) -> bool:
+        """Compare the running sessions with the costs, as `record_session` does.
 
-        Prompts that its engine has begun count as half done once more are answered than that, and
-        `ENOUGH` at least. Before, a session can only be late.
+        A session can only be late until it has answered `STEADY_ANSWERS` and more than are in
+        flight. From then on prompts in flight count as half done. Returns whether one was off.
         """
-        found = False
+        any_off = False
         for queue in self._queues:
-            if queue.running is not None and queue.since_s is not None:
-                name = queue.running.model
-                took_s = now_s - queue.since_s
-                begun = queue.with_engine(name)
-                steady = queue.answered >= max(ENOUGH, begun)
-                known = queue.answered + (begun / 2 if steady else begun)
-                planned_s = self._models[name].run_s(known)
-                if took_s > (1 + bound) * planned_s or (
-                    steady and took_s < (1 - bound) * planned_s
-                ):
-                    self._cost(
-                        name, took_s, self._profiled[name].run_s(known), self._models[name].load_s
-                    )
-                    found = True
-        return found
+            if queue.running is None or queue.since_s is None:
+                continue
+            name = queue.running.model
+            run_s = now_s - queue.since_s
+            is_steady = queue.answered >= max(STEADY_ANSWERS, queue.in_flight)
+            in_flight = queue.in_flight / 2 if is_steady else queue.in_flight
+            done = queue.answered + in_flight
+            planned_s = self._models[name].run_s(done)
+            is_late = run_s > (1 + bound) * planned_s
+            is_early = is_steady and run_s < (1 - bound) * planned_s
+            if is_late or is_early:
+                profiled_s = self._profiled[name].run_s(done)
+                self._scale_cost(name, run_s, profiled_s, self._models[name].load_s)
+                any_off = True
+        return any_off
 
-    def _cost(self, model: str, took_s: float, profiled_s: float, load_s: float) -> None:
-        """What was profiled as `profiled_s` took `took_s`: the model's costs change by that
-        ratio."""
-        first = self._profiled[model]
-        rate = took_s / profiled_s if profiled_s else 1.0
-        fixed_s = rate * first.fixed_s
-        per_prompt_s = rate * first.per_prompt_s
+    def _scale_cost(self, model: str, run_s: float, profiled_s: float, load_s: float) -> None:
+        """Scale the model's profiled cost: sessions profiled as `profiled_s` took `run_s`."""
+        profiled = self._profiled[model]
+        ratio = run_s / profiled_s if profiled_s else 1.0
         self._models[model] = replace(
-            first, fixed_s=fixed_s, per_prompt_s=per_prompt_s, load_s=load_s
+            profiled,
+            fixed_s=ratio * profiled.fixed_s,
+            per_prompt_s=ratio * profiled.per_prompt_s,
+            load_s=load_s,
         )
 
-    def rest(self, capacity: int, first_s: float) -> tuple[Workload, Shares]:
-        """What can still be planned, at the costs measured so far, and where it is now.
+    def build_rest(self, capacity: int, first_s: float) -> tuple[Workload, Allocation]:
+        """Return the workload that is left to plan, at the measured costs, and where it is now.
 
-        A worker is free when its engine has answered what it has begun, and holds the model of its
-        session. One that has had none yet starts an engine, which takes `first_s`.
+        A worker is free when its engine has answered what it has in flight, and holds the model of
+        its session. A worker without a load so far is free after `first_s`, its engine's start.
         """
-        shares = [{name: queue.movable(name) for name in self._models} for queue in self._queues]
+        allocation = [
+            {name: queue.count_movable(name) for name in self._models} for queue in self._queues
+        ]
         models = []
-        for work in self._models.values():
-            left = replace(work, prompts=sum(share[work.name] for share in shares))
-            held = sum(queue.holds(work.name) for queue in self._queues)
-            models.append(replace(left, most_workers=max(left.replicas(len(self)), held)))
-        ready_s = tuple(self._begun_s(queue) if queue.loads else first_s for queue in self._queues)
-        holds = tuple(queue.running.model if queue.running else "" for queue in self._queues)
-        return Workload(tuple(models), len(self), capacity, ready_s=ready_s, holds=holds), shares
+        for name, model in self._models.items():
+            left = replace(model, prompts=sum(movable[name] for movable in allocation))
+            held = sum(queue.holds(name) for queue in self._queues)
+            cap = max(left.replica_cap(len(self)), held)
+            models.append(replace(left, most_workers=cap))
+        ready_s = [self._committed_s(queue) if queue.loads else first_s for queue in self._queues]
+        holds = [queue.running.model if queue.running else "" for queue in self._queues]
+        workload = Workload(
+            tuple(models), len(self), capacity, ready_s=tuple(ready_s), holds=tuple(holds)
+        )
+        return workload, allocation
 
-    def move(self, plan: Plan, before: Shares) -> int:
-        """Change what a plan of the rest changes, and say how many prompts go to other workers.
+    def apply_plan(self, plan: Plan, before: Allocation) -> int:
+        """Move prompts as a plan of the rest says; return how many go to other workers.
 
-        `before` is where they were when it was planned: what was begun or taken meanwhile stays
-        where it is.
+        `before` is the allocation that was planned. A prompt that was begun or taken meanwhile
+        stays where it is.
         """
         moved = 0
-        for model, failed in self._failed_on.items():
-            change = Counter(
-                {one.worker: one.prompts for one in plan.sessions if one.model == model}
-            )
+        for model in self._models:
+            change: Counter[int] = Counter()
+            for session in plan.sessions:
+                if session.model == model:
+                    change[session.worker] = session.prompts
             change.subtract({worker: share[model] for worker, share in enumerate(before)})
-            into = {
-                worker: more for worker, more in change.items() if more > 0 and worker not in failed
-            }
-            given: list[Prompt] = []
-            for worker, more in change.items():
-                if more < 0:
-                    given += self._queues[worker].give(
-                        model, min(-more, sum(into.values()) - len(given))
-                    )
-            moved += len(given)
-            for worker, more in into.items():
-                part = given[:more]
-                given = given[more:]
-                if part:
-                    self._queues[worker].add(Share(model, part))
+            moved += self._move_prompts(model, change)
         return moved
 
-    def not_loaded(self, worker: int, share: Share) -> bool:
-        """The model did not load on `worker`: whether others take the share, or it is to be given
-        up.
-        """
-        failed = self._failed_on[share.model]
-        failed.add(worker)
-        others = self._open_to(share.model, worker)
-        return len(failed) < TRIES and self._hand_on(share, others)
-
-    def take(self, worker: int, model: str) -> tuple[Share, int] | None:
-        """What a `worker` that is done takes of the model that it holds, and from which worker, if
-        from any.
-
-        That is the one that is busy longest. Both are then done at the same time: it takes half of
-        what is left of a session, and more of a share that is queued, for which the other worker
-        would have to load the model.
-        """
-        busy_s = {
-            number: self._busy_s(queue)
-            for number, queue in enumerate(self._queues)
-            if number != worker
+    def _move_prompts(self, model: str, change: Mapping[int, int]) -> int:
+        """Change the workers' prompts of a model by `change`; return how many moved."""
+        failed_on = self._failed_on[model]
+        gains = {
+            worker: more for worker, more in change.items() if more > 0 and worker not in failed_on
         }
-        for other in sorted(busy_s, key=lambda number: -busy_s[number]):
-            queue = self._queues[other]
-            work = self._models[model]
-            prompts = replace(work, prompts=queue.movable(model) + queue.with_engine(model))
-            begins_s = {
-                worker: -work.load_s,
-                other: self._busy_s(queue, but=model) - queue.holds(model) * work.load_s,
-            }
-            if queue.movable(model):
-                most = shared_out(prompts, begins_s).get(worker, 0)
-            else:
-                most = 0
-            if given := queue.give(model, most):
-                return self._queues[worker].run(Share(model, given)), other
-        return None
+        released: list[Prompt] = []
+        for worker, more in change.items():
+            if more < 0:
+                most = min(-more, sum(gains.values()) - len(released))
+                released += self._queues[worker].release_prompts(model, most)
+        begin = 0
+        for worker, more in gains.items():
+            prompts = released[begin : begin + more]
+            begin += more
+            if prompts:
+                self._queues[worker].add(Share(model, prompts))
+        return len(released)
 
-    def not_answered(
+    def reassign_unloaded(self, worker: int, share: Share) -> bool:
+        """Queue a share that failed to load on `worker` elsewhere; return False if nowhere."""
+        failed_on = self._failed_on[share.model]
+        failed_on.add(worker)
+        others = self._list_candidates(share.model, worker)
+        return len(failed_on) < TRIES and self._distribute(share, others)
+
+    def reassign_unanswered(
         self, worker: int, share: Share, left: Sequence[Prompt], *, answered: bool
     ) -> bool:
-        """The loaded model left some of the share unanswered: whether others take those, or they
-        are to be given up.
+        """Queue the prompts that a session left unanswered elsewhere; return False if nowhere.
 
-        A share none of which was answered stays whole, so that few loads show whether the model
-        answers any.
+        Without any answer they stay together, so that few loads show whether the model answers any.
         """
-        others = self._open_to(share.model, worker)
+        others = self._list_candidates(share.model, worker)
         if answered:
-            return self._hand_on(replace(share, prompts=left, barren=0), others)
-        self._barren[share.model] += 1
-        never = share.model not in self._worked and self._barren[share.model] >= TRIES
-        if never or share.barren + 1 >= TRIES or not others:
+            return self._distribute(Share(share.model, left), others)
+        self._failed_sessions[share.model] += 1
+        never_answered = share.model not in self._answering
+        is_given_up = never_answered and self._failed_sessions[share.model] >= TRIES
+        failed_sessions = share.failed_sessions + 1
+        if is_given_up or failed_sessions >= TRIES or not others:
             return False
-        first = min(others, key=others.__getitem__)
-        return self._hand_on(Share(share.model, left, share.barren + 1), {first: others[first]})
+        least_busy = min(others, key=others.__getitem__)
+        self._queues[least_busy].add(Share(share.model, left, failed_sessions))
+        return True
 
-    def worked(self, model: str) -> None:
-        """The model answered something."""
-        self._worked.add(model)
+    def steal_prompts(self, worker: int, model: str) -> tuple[Share, int] | None:
+        """Begin prompts of other workers on an idle `worker`, which holds the model.
+
+        They come from the busiest worker that has any, so that both are done at the same time:
+        half of what is left of a session, and more of a queued share, for which the other would
+        have to load the model. Returns the share and the other worker.
+        """
+        busy_s = {
+            other: self._busy_s(queue)
+            for other, queue in enumerate(self._queues)
+            if other != worker
+        }
+        for other in sorted(busy_s, key=lambda other: -busy_s[other]):
+            queue = self._queues[other]
+            movable = queue.count_movable(model)
+            if not movable:
+                continue
+            work = self._models[model]
+            other_s = self._busy_s(queue, but=model)
+            if queue.holds(model):
+                movable += queue.in_flight
+                other_s -= work.load_s
+            begin_s = {worker: -work.load_s, other: other_s}
+            split = split_prompts(replace(work, prompts=movable), begin_s)
+            prompts = queue.release_prompts(model, split.get(worker, 0))
+            if prompts:
+                return self._queues[worker].begin(Share(model, prompts)), other
+        return None
+
+    def mark_answering(self, model: str) -> None:
+        """Note that the model has answered something."""
+        self._answering.add(model)
 
     def _busy_s(self, queue: WorkerQueue, *, but: str | None = None) -> float:
-        """How long its worker is busy with models other than `but`."""
-        queued = (share for share in queue.shares if share.model != but)
-        queued_s = sum(self._models[share.model].session_s(len(share.prompts)) for share in queued)
-        name = (queue.running.model) if (queue.running) else (but)
-        return queued_s + (
-            0.0 if name is None or name == but else self._models[name].per_prompt_s * queue.left
-        )
+        """Return the seconds that a queue takes, without the shares of the model `but`."""
+        busy_s = 0.0
+        for share in queue.shares:
+            if share.model != but:
+                busy_s += self._models[share.model].session_s(len(share.prompts))
+        if queue.running is not None and queue.running.model != but:
+            busy_s += self._models[queue.running.model].per_prompt_s * queue.left
+        return busy_s
 
-    def _begun_s(self, queue: WorkerQueue) -> float:
-        """How long its worker is busy with what no other can take."""
-        barren_s = sum(
-            self._models[one.model].session_s(len(one.prompts))
-            for one in queue.shares
-            if one.barren
-        )
-        return barren_s + sum(
-            work.per_prompt_s * queue.with_engine(name) for name, work in self._models.items()
-        )
+    def _committed_s(self, queue: WorkerQueue) -> float:
+        """Return the seconds of the prompts that no other worker may take."""
+        seconds = 0.0
+        for share in queue.shares:
+            if share.failed_sessions:
+                seconds += self._models[share.model].session_s(len(share.prompts))
+        if queue.running is not None:
+            seconds += self._models[queue.running.model].per_prompt_s * queue.in_flight
+        return seconds
 
-    def _open_to(self, model: str, worker: int) -> dict[int, float]:
-        """How long each worker that may load the model is busy; `worker` is among them only where
-        no other may.
+    def _list_candidates(self, model: str, worker: int) -> dict[int, float]:
+        """Return the busy seconds of each worker that may load the model.
+
+        `worker` is among them only if no other may.
         """
-        failed = self._failed_on[model]
+        failed_on = self._failed_on[model]
         busy_s = {
             number: self._busy_s(queue)
             for number, queue in enumerate(self._queues)
-            if number not in failed
+            if number not in failed_on
         }
-        return {number: seconds for number, seconds in busy_s.items() if number != worker} or busy_s
+        if len(busy_s) > 1:
+            busy_s.pop(worker, None)
+        return busy_s
 
-    def _hand_on(self, share: Share, others: Mapping[int, float]) -> bool:
-        """Put it into the queues of `others`; whether there are any."""
+    def _distribute(self, share: Share, busy_s: Mapping[int, float]) -> bool:
+        """Split a share over the queues of workers; return False if there are none."""
+        if not busy_s:
+            return False
         work = replace(self._models[share.model], prompts=len(share.prompts))
         begin = 0
-        for number, count in (shared_out(work, others) if others else {}).items():
-            self._queues[number].add(replace(share, prompts=share.prompts[begin : begin + count]))
+        for worker, count in split_prompts(work, busy_s).items():
+            prompts = share.prompts[begin : begin + count]
             begin += count
-        return bool(others)
+            self._queues[worker].add(replace(share, prompts=prompts))
+        return True

@@ -1,6 +1,4 @@
-"""A batch for people: its plan as a table or a picture, its progress on a terminal, and what it
-came to.
-"""
+"""A batch for people: the plan as a table, the progress on a terminal, and the outcome."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,19 +24,13 @@ MOVES: Mapping[Move, str] = {
 COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 
 
-def plan_table(plan: Plan) -> Table:
-    """A line per session with its place on the plan's time axis, and a color per model, worker
-    after worker.
-    """
+def draw_plan(plan: Plan) -> Table:
+    """Return a table with a line per session, its bar on the time axis and a color per model."""
     table = Table(title=f"Plan: {plan.method}", title_justify="left")
-    for heading in (
-        "worker",
-        "model \u00d7 prompts",
-        "from s",
-        "to s",
-        f"0 to {plan.makespan_s:.1f} s",
-    ):
-        table.add_column(heading, justify="left" if "model" in heading else "right")
+    table.add_column("worker", justify="right")
+    table.add_column("model \u00d7 prompts")
+    for heading in ("from s", "to s", f"0 to {plan.makespan_s:.1f} s"):
+        table.add_column(heading, justify="right")
     names = sorted({session.model for session in plan.sessions})
     worker = None
     for session in plan.sessions:
@@ -56,55 +48,49 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-def plan_summary(plan: Plan, others: Sequence[Plan]) -> list[str]:
-    """How long the plan takes, how much better another may be, and how it compares with
-    `others`."""
+def summarize_plan(plan: Plan, others: Sequence[Plan]) -> list[str]:
+    """Return lines on the plan's makespan, its gap, and how it compares with `others`."""
     if plan.optimal:
-        judged = f"no plan within the same limits is shorter by more than {OPTIMAL_GAP:.2%}"
+        quality = f"no plan within the same limits is shorter by more than {OPTIMAL_GAP:.2%}"
     else:
-        judged = f"the best plan within the same limits may be up to {plan.gap:.2%} shorter"
-    lines = [f"{plan.makespan_s:.1f} s in all; {judged}."]
-    compared = others if plan.makespan_s else ()
-    return [
-        *lines,
-        *(
-            f"{one.method} takes {one.makespan_s / plan.makespan_s:.2f} times as long."
-            for one in compared
-        ),
-    ]
+        quality = f"the best plan within the same limits may be up to {plan.gap:.2%} shorter"
+    lines = [f"{plan.makespan_s:.1f} s in all; {quality}."]
+    if plan.makespan_s:
+        for other in others:
+            ratio = other.makespan_s / plan.makespan_s
+            lines.append(f"{other.method} takes {ratio:.2f} times as long.")
+    return lines
 
 
-def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
-    """What a batch came to: its stages as planned and as run, who answered, and how right that is
-    where it is known.
-    """
-    lines = [
-        f"{stage.role}: {stage.measured.makespan_s:.1f} s, planned {stage.plan.makespan_s:.1f} s."
-        + "".join(f" {number} prompts {MOVES[why]}." for why, number in stage.moved.items())
-        for stage in stages
-        if stage.sessions
-    ]
+def summarize_run(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
+    """Return lines on the stages as planned and as run, who answered, and the accuracy."""
+    lines = []
+    for stage in stages:
+        if stage.sessions:
+            moves = [f" {number} prompts {MOVES[why]}." for why, number in stage.moved.items()]
+            seconds = f"{stage.measured.makespan_s:.1f} s, planned {stage.plan.makespan_s:.1f} s."
+            lines.append(f"{stage.role}: {seconds}{''.join(moves)}")
     by = Counter(result.by for result in results)
-    asked = by["proposers"] + by["aggregator"]
     lines.append(
         f"{len(results)} lines: {by['proposers']} answered by proposers alone, "
         f"{by['aggregator']} by the aggregator."
     )
-    if failed := [result for result in results if result.error]:
+    failed = [result for result in results if result.error]
+    if failed:
         lines.append(
             f"{len(failed)} with an error; the first, line {failed[0].line}: {failed[0].error}"
         )
-    graded = [result for result in results if result.right is not None]
-    if graded and asked:
-        share = wilson(sum(bool(result.right) for result in graded) / len(graded), len(graded))
+    rights = [result.right for result in results if result.right is not None]
+    if rights and by["proposers"] + by["aggregator"]:
+        share = wilson(sum(rights) / len(rights), len(rights))
         lines.append(
-            f"{share.value:.1%} of {len(graded)} right ({share.low:.1%} to {share.high:.1%})."
+            f"{share.value:.1%} of {len(rights)} right ({share.low:.1%} to {share.high:.1%})."
         )
     return lines
 
 
 class _OnScreen(Follow):
-    """Follows a batch on a terminal: its plans, its outputs, and lines of text."""
+    """A follower on a terminal: plans, a bar of outputs, and lines of text."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -115,11 +101,8 @@ class _OnScreen(Follow):
         """Print the plan, and begin a bar."""
         total = sum(session.prompts for session in stage.plan.sessions)
         if total:
-            self._progress.console.print(plan_table(stage.plan))
-        if stage.role == "proposer":
-            name = "proposers"
-        else:
-            name = stage.role
+            self._progress.console.print(draw_plan(stage.plan))
+        name = "proposers" if stage.role == "proposer" else stage.role
         self._task = self._progress.add_task(name, total=total, left="")
         self._sessions = sessions
 
@@ -136,8 +119,8 @@ class _OnScreen(Follow):
 
 
 @contextmanager
-def on_screen(console: Console) -> Iterator[Follow]:
-    """What follows a batch there."""
+def follow_on_screen(console: Console) -> Iterator[Follow]:
+    """Yield a follower that shows a batch on the console."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

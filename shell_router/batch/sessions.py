@@ -1,10 +1,9 @@
-"""Sessions: a worker loads a model, the model answers its share of the prompts, and the worker goes
-on to the next.
+"""Sessions: a worker loads a model, which answers its share of the prompts.
 
-A session that fails gives what it has not answered to the other workers. A model that does not
-load, or never answers, is given up: its prompts become outputs that say why, and everything else
-goes on. What an engine held when it died without any answer is asked one by one, so that a prompt
-that kills engines is found and costs only itself.
+The prompts that a failed session leaves go to the other workers. A model that does not load, or
+never answers, is given up: its prompts get outputs with the error, and all else goes on. If an
+engine dies without any answer, its prompts are asked one by one, so that a prompt that kills
+engines is found and costs only itself.
 """
 
 import asyncio
@@ -14,11 +13,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal, Protocol, TypeVar, get_args
 
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import Plan, Session, Workload
-from shell_router.batch.profile import Load, ModelProfile, SessionRun, profile_of
+from shell_router.batch.profile import Load, ModelProfile, SessionRun, fit_profile
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
 from shell_router.core.engine import Finish, Generation, ServedModel
@@ -38,16 +38,13 @@ T = TypeVar("T")
 
 Clock = Callable[[], float]
 Move = Literal["taken", "replanned"]
-"""Why a prompt is answered by another worker than the plan's: an idle one took it, or the rest was
-planned again.
-"""
+"""Why a prompt leaves its planned worker: an idle one took it, or the rest was planned again."""
 OnOutput = Callable[[Output], Awaitable[None]]
-Left = tuple[list[Prompt], str]
-"""Prompts that stay without an output, and the error of one of them."""
-
+Left = tuple[Sequence[Prompt], str]
+"""Prompts without an output, and the error of one of them."""
 
 CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 429}
-"""Statuses by which an engine refuses this prompt; with 408 and 429 it refuses any."""
+"""Statuses with which an engine refuses a prompt; with 408 and 429 it would refuse any."""
 SPANNING = -1
 """The worker that spans the GPUs of all others."""
 
@@ -58,46 +55,47 @@ class Workers(Protocol):
     def session(
         self, worker: int, model: str
     ) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
-        """`model`, loaded on `worker` while the context is open. Its engine may stay up for the
-        next one.
+        """Load `model` on `worker` while the context is open; its engine may stay up after it.
 
-        Raises EngineError, ConfigError and OSError where it cannot be loaded.
+        Raises EngineError, ConfigError and OSError if it cannot be loaded.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Spanning:
-    """Of some workers the one that spans all of them, as their only one."""
+    """The worker that spans the GPUs of `workers`, as their only one."""
 
     workers: Workers
 
     def session(
         self, _worker: int, model: str
     ) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
-        """See `Workers`."""
+        """Open a session; see `Workers`."""
         return self.workers.session(SPANNING, model)
 
 
 Planner = Callable[[Workload], Plan | Awaitable[Plan]]
-"""One that is no coroutine holds up the event loop while it plans."""
+"""A planner that is no coroutine blocks the event loop while it plans."""
 
 
-async def planned(planner: Planner, workload: Workload) -> Plan:
-    """The planner's plan. Raises what it raises."""
-    made = planner(workload)
-    if isinstance(made, Plan):
-        return made
-    return await made
+async def make_plan(planner: Planner, workload: Workload) -> Plan:
+    """Return the planner's plan. Raises the planner's errors."""
+    plan = planner(workload)
+    if isinstance(plan, Plan):
+        return plan
+    return await plan
 
 
 @dataclass(frozen=True, slots=True)
 class Replanning:
-    """When the rest is planned again: a session takes more than `bound` longer or shorter than
-    planned, as a share.
+    """The rule by which the rest is planned again.
 
-    `capacity` is what a worker loads at most by one plan. The first load of a worker takes
-    `first_s` longer.
+    Attributes:
+        planner: The planner of the rest.
+        capacity: Models that a worker loads at most by one plan.
+        bound: The share of its planned time by which a session may be off.
+        first_s: Seconds that a worker's first load takes longer.
     """
 
     planner: Planner
@@ -106,20 +104,23 @@ class Replanning:
     first_s: float = 0.0
 
 
-WORTH = 0.05
-"""A new plan is followed if it shortens the rest by more than this share: moving prompts costs
-loads that may fail.
-"""
+MIN_GAIN = 0.05
+"""A new plan must shorten the rest by this share: moved prompts cost loads, which may fail."""
 
 
 class Sessions:
-    """Runs what is queued for the workers.
+    """The sessions of all workers, which run what is queued for them.
 
-    `on_output` is awaited with each output, `on_progress` called with each line of text, `on_load`
-    with a load and its seconds, `on_move` with prompts that go to another worker.
-
-    At most `concurrency` prompts of a session are with the engine at the same time. `clock` is
-    monotonic seconds. Without `replanning` each prompt stays with its worker unless that fails.
+    Args:
+        queues: The workers' queues.
+        workers: The workers.
+        on_output: Awaited with each output.
+        on_progress: Called with each line of text for a person.
+        on_load: Called with each load and its seconds.
+        on_move: Called with the number of prompts that go to another worker.
+        concurrency: Prompts of a session that an engine has at a time.
+        clock: Monotonic seconds.
+        replanning: When to plan again; with None a prompt leaves its worker only if that fails.
     """
 
     def __init__(
@@ -149,47 +150,45 @@ class Sessions:
         self._is_planning = False
 
     async def run(self) -> tuple[Session, ...]:
-        """Every prompt is answered, or has an output that says why not; the sessions as they were,
-        by worker and time.
+        """Run all queues; afterwards each prompt has an output, which may be an error.
 
-        Raises what is raised by what it calls, in a group. Cancelled, or with such an error, no
-        session is left open.
+        Returns the sessions as they were, by worker and time. An error of a callback ends the run,
+        in a group. Then, and when cancelled, no session stays open.
         """
-        begun_s = self._clock()
+        run_begun_s = self._clock()
         async with asyncio.TaskGroup() as tasks:
             for worker in range(len(self._queues)):
-                tasks.create_task(self._work(worker, begun_s), name=f"worker {worker}")
-        return tuple(sorted(self._ended, key=lambda one: (one.worker, one.begin_s)))
+                tasks.create_task(self._work(worker, run_begun_s), name=f"worker {worker}")
+        return tuple(sorted(self._ended, key=attrgetter("worker", "begin_s")))
 
     @property
     def left_s(self) -> float:
-        """How long the rest will take, by the models' costs."""
+        """The seconds that the rest takes, by the models' costs."""
         return self._queues.left_s
 
     async def _work(self, worker: int, run_begun_s: float) -> None:
-        while share := await self._next(self._queues[worker]):
+        while share := await self._begin_next(self._queues[worker]):
             begun_s = self._clock() - run_begun_s
-            if done := await self._session(worker, share):
-                self._ended.append(
-                    Session(worker, share.model, done, begun_s, self._clock() - run_begun_s)
-                )
+            done = await self._run_session(worker, share)
+            if done:
+                ended_s = self._clock() - run_begun_s
+                self._ended.append(Session(worker, share.model, done, begun_s, ended_s))
 
-    async def _next(self, queue: WorkerQueue) -> Share | None:
-        """What this worker does next; None once no worker has anything left that could fail."""
+    async def _begin_next(self, queue: WorkerQueue) -> Share | None:
+        """Begin the worker's next share; None once no worker has any left that could fail."""
         async with self._changed:
             queue.end()
             self._changed.notify_all()
             await self._changed.wait_for(lambda: queue.shares or not self._queues.busy)
-            return queue.begin()
+            return queue.begin_next()
 
-    async def _session(self, worker: int, share: Share) -> int:
-        """How many prompts of the share, and of what is taken from others with it, have an output.
+    async def _run_session(self, worker: int, share: Share) -> int:
+        """Run a session with the share, and with what the worker takes from others meanwhile.
 
-        What is left is handed on.
+        Prompts that it leaves unanswered are queued elsewhere. Returns how many have an output.
         """
         queue = self._queues[worker]
-        done = 0
-        is_first = not self._queues[worker].loads
+        is_first = not queue.loads
         async with AsyncExitStack() as stack:
             begun_s = self._clock()
             try:
@@ -197,11 +196,7 @@ class Sessions:
                     self._workers.session(worker, share.model)
                 )
             except (EngineError, ConfigError, OSError) as error:
-                never_begun = queue.end()
-                share = replace(share, prompts=share.prompts if share.barren else never_begun)
-                taken = self._queues.not_loaded(worker, share)
-                if share.prompts:
-                    await self._report(worker, share.model, share.prompts, str(error), taken)
+                await self._reassign_unloaded(worker, share, str(error))
                 return 0
             load_s = self._clock() - begun_s
             queue.loads += 1
@@ -210,241 +205,276 @@ class Sessions:
                 f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in "
                 f"{load_s:.1f} s)"
             )
-            following: Share | None = share
-            starts = is_first and self._replanning is not None and self._replanning.first_s > 0
-            if starts or load == "model kept":
-                compared_s = None
-            else:
-                compared_s = load_s
-            while following is not None:
-                share = following
-                queue.since_s = self._clock()
-                left, failure = await self._answer(model, queue, share)
-                done += queue.answered
-                if queue.answered:
-                    self._queues.worked(share.model)
-                if left:
-                    break
-                ran_s = self._clock() - queue.since_s
-                queue.since_s = None
-                if self._replanning is not None:
-                    await self._measured(self._replanning, worker, compared_s, ran_s)
-                    compared_s = None  # further shares need no load
-                following = queue.begin(share.model) or self._taken(worker, share.model)
-        if left:
-            taken = self._queues.not_answered(worker, share, left, answered=queue.answered > 0)
-            await self._report(worker, share.model, left, failure, taken)
+            starts_engine = is_first and self._replanning is not None and self._replanning.first_s
+            is_planned_load = load != "model kept" and not starts_engine
+            planned_load_s = load_s if is_planned_load else None
+            done, share, left = await self._answer_shares(worker, model, share, planned_load_s)
+        if left[0]:
+            is_reassigned = self._queues.reassign_unanswered(
+                worker, share, left[0], answered=queue.answered > 0
+            )
+            await self._report(worker, share.model, left, is_reassigned)
         return done
 
-    async def _measured(
+    async def _reassign_unloaded(self, worker: int, share: Share, failure: str) -> None:
+        waiting = self._queues[worker].end()
+        if not share.failed_sessions:
+            share = replace(share, prompts=waiting)
+        is_reassigned = self._queues.reassign_unloaded(worker, share)
+        if share.prompts:
+            await self._report(worker, share.model, (share.prompts, failure), is_reassigned)
+
+    async def _answer_shares(
+        self, worker: int, model: ServedModel, share: Share, load_s: float | None
+    ) -> tuple[int, Share, Left]:
+        """Answer the share, and further ones of its model for as long as there are any.
+
+        Args:
+            worker: The worker that has the model loaded.
+            model: The loaded model.
+            share: The share to begin with.
+            load_s: Seconds of the load, if the plan counted them.
+
+        Returns:
+            How many prompts have an output, the last share, and what it left unanswered.
+        """
+        queue = self._queues[worker]
+        done = 0
+        while True:
+            begun_s = self._clock()
+            queue.since_s = begun_s
+            left = await self._answer(model, queue, share)
+            done += queue.answered
+            if queue.answered:
+                self._queues.mark_answering(share.model)
+            if left[0]:
+                return done, share, left
+            run_s = self._clock() - begun_s
+            queue.since_s = None
+            if self._replanning is not None:
+                await self._replan_if_off(self._replanning, worker, load_s, run_s)
+                load_s = None  # further shares need no load
+            following = queue.begin_next(share.model) or self._steal(worker, share.model)
+            if following is None:
+                return done, share, left
+            share = following
+
+    async def _replan_if_off(
         self, replanning: Replanning, worker: int, load_s: float | None, run_s: float
     ) -> None:
-        """A session took `run_s`: if that, or one that runs, is off the plan, have the rest planned
-        again.
+        """Plan the rest again if the session, which took `run_s`, or a running one is off the plan.
 
-        Others go on by the old plan meanwhile. A new one that takes too long in the making comes
-        too late.
+        The other workers go on by the old plan meanwhile. A new plan that takes too long is
+        dropped.
         """
-        off = self._queues.measured(worker, load_s, run_s, replanning.bound)
-        off = self._queues.off(self._clock(), replanning.bound) or off
-        if not off or self._is_planning:
+        is_off = self._queues.record_session(worker, load_s, run_s, replanning.bound)
+        is_running_off = self._queues.compare_running(self._clock(), replanning.bound)
+        if self._is_planning or not (is_off or is_running_off):
             return
-        work, before = self._queues.rest(replanning.capacity, replanning.first_s)
-        if not work.asked:
+        rest, before = self._queues.build_rest(replanning.capacity, replanning.first_s)
+        if not rest.active_models:
             return
-        self._is_planning = True
         left_s = self._queues.left_s
-        try:
-            async with asyncio.timeout(replanning.bound * left_s):
-                plan = await planned(replanning.planner, work)
-        except (TimeoutError, ShellRouterError) as error:
-            if isinstance(error, TimeoutError):
-                level = logging.INFO
-            else:
-                level = logging.WARNING
-            log.log(
-                level, "The rest is not planned again: %s", str(error) or "planning took too long"
-            )
+        plan = await self._plan_rest(replanning, rest, replanning.bound * left_s)
+        if plan is None:
             return
-        finally:
-            self._is_planning = False
-        begun_s = (
-            work.ready_s[worker] for worker in range(len(before)) if self._queues[worker].loads
-        )
-        rest_s = max(plan.makespan_s, *begun_s)  # a plan leaves out workers that get nothing more
-        if rest_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
+        # a plan leaves out workers that get nothing more
+        ready_s = [rest.ready_s[n] for n in range(len(before)) if self._queues[n].loads]
+        rest_s = max(plan.makespan_s, *ready_s)
+        if rest_s >= (1 - MIN_GAIN) * left_s:
+            return
+        moved = self._queues.apply_plan(plan, before)
+        if moved:
             self._on_progress(
                 f"sessions took longer or shorter than planned: {moved} prompts go to other "
-                "workers, and the rest takes"
-                f" about {rest_s:.0f} s instead of {left_s:.0f} s"
+                f"workers, and the rest takes about {rest_s:.0f} s instead of {left_s:.0f} s"
             )
             self._on_move("replanned", moved)
             async with self._changed:
                 self._changed.notify_all()
 
-    def _taken(self, worker: int, model: str) -> Share | None:
-        """What a worker that has nothing left takes of the model that it holds: this needs no
-        load."""
-        idle = self._replanning is not None and not self._queues[worker].shares
-        if not idle or (taken := self._queues.take(worker, model)) is None:
+    async def _plan_rest(
+        self, replanning: Replanning, rest: Workload, limit_s: float
+    ) -> Plan | None:
+        """Return a plan of the rest; None if that fails or takes longer than `limit_s`."""
+        self._is_planning = True
+        try:
+            async with asyncio.timeout(limit_s):
+                return await make_plan(replanning.planner, rest)
+        except TimeoutError:
+            log.info("The rest is not planned again: planning took too long")
+        except ShellRouterError as error:
+            log.warning("The rest is not planned again: %s", error)
+        finally:
+            self._is_planning = False
+        return None
+
+    def _steal(self, worker: int, model: str) -> Share | None:
+        """Begin other workers' prompts of the model on an idle worker, which needs no load."""
+        if self._replanning is None or self._queues[worker].shares:
             return None
-        share, other = taken
-        self._on_progress(
-            f"worker {worker}: takes {len(share.prompts)} prompts of {model} from worker {other}"
-        )
-        self._on_move("taken", len(share.prompts))
+        stolen = self._queues.steal_prompts(worker, model)
+        if stolen is None:
+            return None
+        share, other = stolen
+        count = len(share.prompts)
+        self._on_progress(f"worker {worker}: takes {count} prompts of {model} from worker {other}")
+        self._on_move("taken", count)
         return share
 
     async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> Left:
-        """What stays without an output.
+        """Answer a share, and return the prompts without an output.
 
-        After a barren session, those that may have been with its engine come first, one by one, and
-        one more. The one that an engine does not answer which has answered others is to blame.
+        After a session without any answer the engine gets prompts one by one: those that may have
+        been with it, and one more. If it answers some and then fails, the prompt of that moment is
+        to blame and becomes an error.
         """
 
         async def on_output(output: Output) -> None:
-            queue.output()
+            queue.count_output()
             await self._on_output(output)
 
-        if share.barren:
-            blamed = share.prompts[: self._concurrency + 1]
-        else:
-            blamed = ()
-        rest = share.prompts[len(blamed) :]
-        left, failure = await one_by_one(model, blamed, on_output)
+        suspects: Sequence[Prompt] = ()
+        if share.failed_sessions:
+            suspects = share.prompts[: self._concurrency + 1]
+        rest = share.prompts[len(suspects) :]
+        left, failure = await answer_one_by_one(model, suspects, on_output)
         if left:
             first, *others = left
-            if len(left) == len(
-                blamed
-            ):  # the engine may be at fault: next time another prompt comes first
+            if len(left) == len(suspects):
+                # the engine may be at fault: next time another prompt comes first
                 return [*others, first, *rest], failure
-            await on_output(first.failed(failure))
+            await on_output(first.fail(failure))
             return [*others, *rest], failure
-        if share.barren:
+        if share.failed_sessions:
             queue.waiting.extend(rest)
-        return await in_rounds(model, queue.waiting, self._concurrency, on_output)
+        return await answer_in_rounds(model, queue.waiting, self._concurrency, on_output)
 
-    async def _report(
-        self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool
-    ) -> None:
+    async def _report(self, worker: int, model: str, left: Left, is_reassigned: bool) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""
-        reason = f"worker {worker}: {len(left)} prompts of {model} were not answered: {failure}"
-        if taken:
+        prompts, failure = left
+        reason = f"worker {worker}: {len(prompts)} prompts of {model} were not answered: {failure}"
+        if is_reassigned:
             log.warning("%s They are asked again.", reason)
             return
         log.error("%s They are given up.", reason)
-        for prompt in left:
-            await self._on_output(prompt.failed(failure))
+        for prompt in prompts:
+            await self._on_output(prompt.fail(failure))
 
 
-async def in_rounds(
+async def answer_in_rounds(
     model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
 ) -> Left:
-    """`concurrency` of them at the same time, and those that failed once more for as long as a
-    round answers some.
+    """Answer prompts, `concurrency` at a time.
 
-    What is left stands in the order in which it was given. While the first round runs,
-    other workers may take prompts from the end of `waiting`.
+    Those that failed are tried again for as long as a round answers some. During the first round
+    other workers may take prompts from the end of `waiting`. Returns the prompts without an output,
+    in their order.
     """
     order = tuple(waiting)
     while True:
-        failed, answered = await _round(model, waiting, concurrency, on_output)
-        if failed:
-            left = [prompt for prompt in order if prompt in failed]
-        else:
-            left = []
-        if not (left and answered):
-            return left, failed[left[0]] if left else ""
+        failed, answered = await _ask_each(model, waiting, concurrency, on_output)
+        left = [prompt for prompt in order if prompt in failed] if failed else []
+        if not left:
+            return [], ""
+        if not answered:
+            return left, failed[left[0]]
         waiting = deque(left)
 
 
-async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: OnOutput) -> Left:
-    """One after the other, up to the first that fails."""
+async def answer_one_by_one(
+    model: ServedModel, prompts: Sequence[Prompt], on_output: OnOutput
+) -> Left:
+    """Answer prompts one after the other, up to the first that fails; return it and the rest."""
     for number, prompt in enumerate(prompts):
         try:
-            output = await answered(model, prompt)
+            output = await answer_prompt(model, prompt)
         except EngineError as error:
-            return list(prompts[number:]), str(error)
+            return prompts[number:], str(error)
         await on_output(output)
     return [], ""
 
 
-async def _round(
+async def _ask_each(
     model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
 ) -> tuple[dict[Prompt, str], int]:
-    """Ask each once; those that the engine failed to answer, with its errors, and the number of the
-    others.
-    """
+    """Ask each prompt once; return the errors of those that failed and the number of others."""
     failed: dict[Prompt, str] = {}
-    answered_prompts = 0
+    answered = 0
 
     async def ask() -> None:
-        nonlocal answered_prompts
+        nonlocal answered
         while waiting:
             prompt = waiting.popleft()
             try:
-                output = await answered(model, prompt)
+                output = await answer_prompt(model, prompt)
             except EngineError as error:
                 failed[prompt] = str(error)
                 continue
-            answered_prompts += 1
+            answered += 1
             await on_output(output)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(concurrency, len(waiting))):
             tasks.create_task(ask())
-    return failed, answered_prompts
+    return failed, answered
 
 
-async def answered(model: ServedModel, prompt: Prompt) -> Output:
-    """What the model writes. A prompt that it refuses is an output too; raises other
-    EngineErrors."""
+async def answer_prompt(model: ServedModel, prompt: Prompt) -> Output:
+    """Have the model answer a prompt.
+
+    A prompt that the chat template or the engine refuses gets an output with the error. Raises
+    other EngineErrors.
+    """
     texts: list[str] = []
     confidence = Confidence()
     try:
         ids = await encode_text(model.tokenizer, model.tokenizer.render_chat(prompt.messages))
         new_tokens = prompt.sampling["max_new_tokens"]
         if len(ids) + new_tokens > model.context_length:
-            return prompt.failed(
+            return prompt.fail(
                 f"A prompt of {len(ids)} tokens and {new_tokens} new ones are more than the "
-                f"{model.context_length} that"
-                f" {model.alias!r} takes. Shorten the question, or lower max_new_tokens."
+                f"{model.context_length} that {model.alias!r} takes. Shorten the question, or "
+                "lower max_new_tokens."
             )
         request = Generation(uuid.uuid4().hex, ids, prompt.sampling, logprobs=True)
         async with aclosing(model.engine.generate(request)) as stream:
             async for item in stream:
                 if isinstance(item, Finish):
-                    counts = confidence.value or 0.0, item.prompt_tokens, item.completion_tokens
                     return Output(
-                        prompt.question, prompt.role, prompt.model, "".join(texts), *counts
+                        *prompt.key,
+                        text="".join(texts),
+                        confidence=confidence.value or 0.0,
+                        prompt_tokens=item.prompt_tokens,
+                        completion_tokens=item.completion_tokens,
                     )
                 texts.append(item.text)
                 confidence.add(item.logprobs)
-    except (InvalidRequest, ConfigError) as error:  # the chat template or the engine refuses it
-        return prompt.failed(str(error))
+    except (InvalidRequest, ConfigError) as error:
+        return prompt.fail(str(error))
     except EngineRejected as error:
         if error.status in CLIENT_ERRORS:
-            return prompt.failed(str(error))
+            return prompt.fail(str(error))
         raise
     raise EngineError(f"The stream of a prompt on {model.alias!r} ended without its last event.")
 
 
-async def load_on_all(
+async def load_on_workers(
     model: str,
     workers: Workers,
     count: int,
     clock: Clock,
     use: Callable[[int, ServedModel], Awaitable[None]] | None = None,
 ) -> tuple[float, Load]:
-    """Load the model on `count` workers at the same time, and `use` it there.
+    """Load the model on `count` workers at the same time, and await `use` on each.
 
-    Returns the mean of the seconds of a load and its end, and the dearest kind of load among them.
-    Raises EngineError.
+    Returns the mean seconds of a load and its end, and the dearest kind of load. Raises
+    EngineError.
     """
     loads_s: list[float] = []
     kinds: list[Load] = []
 
-    async def on(worker: int) -> None:
+    async def load_on(worker: int) -> None:
         begun_s = clock()
         async with workers.session(worker, model) as (loaded, kind):
             load_s = clock() - begun_s
@@ -454,16 +484,16 @@ async def load_on_all(
         loads_s.append(load_s + clock() - begun_s)
         kinds.append(kind)
 
-    async def on_all() -> None:
+    async def load_on_all() -> None:
         async with asyncio.TaskGroup() as tasks:
             for worker in range(count):
-                tasks.create_task(on(worker))
+                tasks.create_task(load_on(worker))
 
-    await ungrouped(on_all())
+    await unwrap_errors(load_on_all())
     return sum(loads_s) / count, min(kinds, key=get_args(Load).index)
 
 
-async def profiled(
+async def profile_model(
     model: str,
     prompts: Sequence[Prompt],
     sizes: Sequence[int],
@@ -472,14 +502,17 @@ async def profiled(
     concurrency: int,
     clock: Clock,
 ) -> tuple[ModelProfile, list[Output], Load]:
-    """The model's profile from sessions of all `sizes` on all of `count` workers, what it wrote,
-    and how it was loaded.
+    """Time sessions of all `sizes` of the model on `count` workers.
 
-    All workers begin each size at the same time: in a batch all of them are busy, too. As there, a
-    session has at most `concurrency` prompts with the engine at the same time. Every prompt is
-    asked once: an engine would remember one that it has seen. Raises ConfigError for sizes or
-    prompts that are too few, and EngineError where the model fails to load, or to answer one of
-    them.
+    All workers begin each size at the same time, as in a batch, with up to `concurrency` prompts in
+    flight. Each prompt is asked once, as engines cache those that they have seen.
+
+    Returns:
+        The profile, the model's outputs, and how it was loaded.
+
+    Raises:
+        ConfigError: The sizes or prompts are too few.
+        EngineError: The model fails to load, or to answer a prompt.
     """
     needed = count * sum(sizes)
     require(
@@ -490,49 +523,49 @@ async def profiled(
     require(
         len(prompts) >= needed,
         f"Sessions of {', '.join(map(str, sizes))} prompts on {count} workers need {needed} "
-        "questions, and there are"
-        f" {len(prompts)}.",
+        f"questions, and there are {len(prompts)}.",
         "Name a file with more questions, or smaller --sizes.",
     )
     runs: list[SessionRun] = []
     outputs: list[Output] = []
-    together = asyncio.Barrier(count)
+    all_ready = asyncio.Barrier(count)
 
-    async def time(worker: int, loaded: ServedModel) -> None:
-        left = prompts[worker * sum(sizes) :]
+    async def time_sizes(worker: int, loaded: ServedModel) -> None:
+        begin = worker * sum(sizes)
         for size in sizes:
-            await together.wait()
-            run, written = await _timed(loaded, left[:size], concurrency, clock)
+            await all_ready.wait()
+            share = prompts[begin : begin + size]
+            begin += size
+            run, share_outputs = await _time_session(loaded, share, concurrency, clock)
             runs.append(run)
-            outputs.extend(written)
-            left = left[size:]
-        await together.wait()
+            outputs.extend(share_outputs)
+        await all_ready.wait()
 
-    load_s, kind = await load_on_all(model, workers, count, clock, time)
-    return profile_of(runs, load_s), outputs, kind
+    load_s, kind = await load_on_workers(model, workers, count, clock, time_sizes)
+    return fit_profile(runs, load_s), outputs, kind
 
 
-async def _timed(
+async def _time_session(
     model: ServedModel, prompts: Sequence[Prompt], concurrency: int, clock: Clock
 ) -> tuple[SessionRun, list[Output]]:
+    """Answer prompts; raise EngineError unless all have an answer."""
     outputs: list[Output] = []
 
     async def keep(output: Output) -> None:
         outputs.append(output)
 
     begun_s = clock()
-    failed, _ = await _round(model, deque(prompts), concurrency, keep)
-    seconds = clock() - begun_s
-    if errors := [*failed.values(), *(output.error for output in outputs if output.error)]:
+    failed, _ = await _ask_each(model, deque(prompts), concurrency, keep)
+    run_s = clock() - begun_s
+    errors = [*failed.values(), *(output.error for output in outputs if output.error)]
+    if errors:
         raise EngineError(f"{model.alias} did not answer {len(errors)} questions: {errors[0]}")
     tokens = [output.completion_tokens for output in outputs]
-    return SessionRun(len(prompts), sum(tokens) / len(tokens), max(tokens), seconds), outputs
+    return SessionRun(len(prompts), sum(tokens) / len(tokens), max(tokens), run_s), outputs
 
 
-async def ungrouped(work: Awaitable[T]) -> T:
-    """What `work` returns. Of a group of nothing but ShellRouterErrors the first is raised as it
-    is.
-    """
+async def unwrap_errors(work: Awaitable[T]) -> T:
+    """Await `work`; raise the first error itself of a group that has only ShellRouterErrors."""
     try:
         return await work
     except BaseExceptionGroup as group:

@@ -42,13 +42,13 @@ def profile(
     from rich.console import Console
 
     from shell_router.batch.pool import load_pool
-    from shell_router.batch.pool_run import profile_pool, questions_for
-    from shell_router.batch.report import on_screen
+    from shell_router.batch.pool_run import load_questions, profile_pool
+    from shell_router.batch.report import follow_on_screen
 
-    found = load_pool(pool)
-    questions = questions_for(found, data, limit)
-    with on_screen(Console()) as follow:
-        run(profile_pool(found, questions, sizes, follow))
+    loaded = load_pool(pool)
+    questions = load_questions(loaded, data, limit)
+    with follow_on_screen(Console()) as follow:
+        run(profile_pool(loaded, questions, sizes, follow))
 
 
 @app.command(epilog=examples("shell-router batch plan workload.yaml --json plan.json"))
@@ -63,22 +63,19 @@ def plan(
     """Plan which worker runs how many prompts of each model."""
     from rich.console import Console
 
-    from shell_router.batch.planner import WITHOUT_SOLVER, Workload
-    from shell_router.batch.planner import plan as solved
-    from shell_router.batch.report import plan_summary, plan_table
+    from shell_router.batch import planner
+    from shell_router.batch.report import draw_plan, summarize_plan
     from shell_router.config.read import read_file
 
     require_writable(json)
-    found, _ = read_file(workload, Workload, see="docs/how-to/batch-a-file.md explains workloads.")
-    if method == "ilp":
-        made = solved(found, limit_s)
-    else:
-        made = WITHOUT_SOLVER[method](found)
-    Console().print(plan_table(made))
-    others = [other(found) for name, other in WITHOUT_SOLVER.items() if name != method]
-    print("\n".join(plan_summary(made, others)))
+    see = "docs/how-to/batch-a-file.md explains workloads."
+    loaded, _ = read_file(workload, planner.Workload, see=see)
+    heuristics = {name: make(loaded) for name, make in planner.HEURISTICS.items()}
+    best = heuristics.pop(method, None) or planner.plan(loaded, limit_s)
+    Console().print(draw_plan(best))
+    print("\n".join(summarize_plan(best, list(heuristics.values()))))
     if json:
-        write(json, jsonlib.dumps(made.as_json(), indent=2) + "\n")
+        write(json, jsonlib.dumps(best.as_json(), indent=2) + "\n")
 
 
 @app.command(
@@ -99,23 +96,20 @@ def answer(
     """Answer a file of questions, or continue an interrupted run."""
     from rich.console import Console
 
-    from shell_router.batch.planner import WITHOUT_SOLVER
+    from shell_router.batch.planner import HEURISTICS
     from shell_router.batch.pool import load_pool
-    from shell_router.batch.pool_run import questions_for, run_pool
-    from shell_router.batch.report import on_screen, outcome
+    from shell_router.batch.pool_run import load_questions, run_pool
+    from shell_router.batch.report import follow_on_screen, summarize_run
     from shell_router.batch.run import plan_apart
+    from shell_router.batch.sessions import Planner
 
-    found = load_pool(pool).with_tau(tau)
-    questions = questions_for(found, data, limit)
+    loaded = load_pool(pool).with_tau(tau)
+    questions = load_questions(loaded, data, limit)
+    planners: dict[str, Planner] = {**HEURISTICS, "ilp": partial(plan_apart, limit_s=limit_s)}
 
-    async def ran() -> None:
-        planner = (
-            (partial(plan_apart, limit_s=limit_s))
-            if (method == "ilp")
-            else (WITHOUT_SOLVER[method])
-        )
-        with on_screen(Console()) as follow:
-            finished = await run_pool(found, questions, out, planner, follow, seed=seed)
-        print("\n".join(outcome(finished.results, finished.stages)))
+    async def answer_questions() -> None:
+        with follow_on_screen(Console()) as follow:
+            report = await run_pool(loaded, questions, out, planners[method], follow, seed=seed)
+        print("\n".join(summarize_run(report.results, report.stages)))
 
-    run(ran())
+    run(answer_questions())

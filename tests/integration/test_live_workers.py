@@ -14,13 +14,13 @@ import yaml
 
 from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.pair import free_ports
-from shell_router.batch.planner import longest_first
+from shell_router.batch.planner import plan_longest_first
 from shell_router.batch.pool import ALWAYS, Aggregating, Pool, load_pool
-from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
+from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.run import Follow
-from shell_router.batch.sessions import SPANNING, answered
+from shell_router.batch.sessions import SPANNING, answer_prompt
 from shell_router.batch.workers import open_workers
 from shell_router.config.read import read_file
 from shell_router.core.engine import ServedModel
@@ -69,7 +69,7 @@ def prompt(text: str) -> Prompt:
 
 
 async def said(model: ServedModel) -> str:
-    return (await answered(model, prompt("Why is the river silver?"))).text
+    return (await answer_prompt(model, prompt("Why is the river silver?"))).text
 
 
 def servers() -> set[int]:
@@ -152,12 +152,12 @@ async def test_the_profile_of_models_of_one_shape_has_swaps_and_starts_which_the
     file.write_bytes(
         b"".join(orjson.dumps({"question": f"How many, {n}?"}) + b"\n" for n in range(8))
     )
-    questions = questions_for(pool, file)
+    questions = load_questions(pool, file)
     await profile_pool(pool, questions, (1, 2), Follow())
     costs, _ = read_file(tmp_path / "costs.yaml", PoolProfile)
     for model in costs.models.values():
         assert 0 < model.load_s < costs.first_s
-    finished = await run_pool(pool, questions, tmp_path / "run", longest_first, Follow())
+    finished = await run_pool(pool, questions, tmp_path / "run", plan_longest_first, Follow())
     (stage,) = finished.stages
     assert min(one.end_s for one in stage.plan.sessions) > costs.first_s
     assert [one.error for one in finished.results] == [""] * 8
@@ -190,9 +190,9 @@ async def test_a_batch_with_a_tensor_parallel_aggregator_is_profiled_and_run(
     file.write_bytes(
         b"".join(orjson.dumps({"question": f"What is {n} and {n}?"}) + b"\n" for n in range(6))
     )
-    questions = questions_for(pool, file)
+    questions = load_questions(pool, file)
     await profile_pool(pool, questions, (1, 2), Follow())
-    finished = await run_pool(pool, questions, tmp_path / "run", longest_first, Follow())
+    finished = await run_pool(pool, questions, tmp_path / "run", plan_longest_first, Follow())
     assert {result.by for result in finished.results} == {"aggregator"}
     (aggregator,) = (stage for stage in finished.stages if stage.role == "aggregator")
     assert {one.worker for one in aggregator.sessions} == {0}

@@ -16,7 +16,7 @@ from launch.sglang_cpu.pair import free_ports
 from shell_router.batch.pool import PoolModel, load_pool
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
-from shell_router.batch.sessions import answered
+from shell_router.batch.sessions import answer_prompt
 from shell_router.batch.workers import open_workers
 from tests.fakes.command import running_command, survivors
 from tests.fakes.pools import ROOT, write_costs, write_questions
@@ -96,7 +96,7 @@ async def test_an_engine_stays_up_for_a_model_of_the_same_shape_which_answers_as
                 begun_s = time.monotonic()
                 async with workers.session(0, name) as (model, load):
                     loads_s.append((load, time.monotonic() - begun_s))
-                    texts.append((await answered(model, PROMPT)).text)
+                    texts.append((await answer_prompt(model, PROMPT)).text)
     print("; ".join(f"{load} in {load_s:.1f} s" for load, load_s in loads_s))
     assert [load for load, _ in loads_s] == [
         "engine started",

@@ -1,6 +1,6 @@
 """Files and batches of requests over HTTP.
 
-`storage` keeps files and what is known of batches. A `run` takes a batch from its input file to its
-end: `lines` reads and checks it and keeps the results, a `runner` answers. `routes` is what the
-router attaches.
+`storage` keeps files and the records of batches. `run` takes a batch from its input file to its
+end: `lines` reads and checks the input and keeps the results, `runner` answers. `routes` is what
+the router attaches, `uploads` receives files.
 """

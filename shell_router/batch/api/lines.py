@@ -97,7 +97,7 @@ KEPT_FAULTS = 100
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch. Line numbers count from 1."""
+    """A request of a batch. Line numbers count from 1."""
 
     number: int
     custom_id: str

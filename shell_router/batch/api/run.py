@@ -43,7 +43,7 @@ EXPIRY_CHECK_S = 60.0
 
 
 class BatchRun:
-    """One batch on its way to its end.
+    """A batch on its way to its end.
 
     Cancelled, it leaves the batch as it is, and another run continues from there.
     """

@@ -133,7 +133,7 @@ def load_pools(config: Config) -> dict[str, Pool]:
 
 @dataclass(frozen=True, slots=True)
 class PoolLines:
-    """One pool that answers lines, one batch at a time.
+    """A pool that answers lines, one batch at a time.
 
     The pool's run of a batch stays in `folder`, under the batch's id.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from shell_router.batch.data_sets import Row, read_rows
-from shell_router.batch.questions import Grader, grader_of, read_answer
+from shell_router.batch.questions import Grader, choose_grader, read_answer
 from shell_router.errors import ConfigError, DataError, require
 from shell_router.prediction.scores import Graded
 from shell_router.topology.document import read_json_lines
@@ -129,7 +129,7 @@ def _item(
             f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(GRADERS)}."
         )
     chosen: EvaluationGrader = (
-        (own or grader_of(answer)) if grader == "auto" or own == "instructions" else grader
+        (own or choose_grader(answer)) if grader == "auto" or own == "instructions" else grader
     )
     if chosen in get_args(Grader) and read_answer(answer, cast(Grader, chosen)) is None:
         raise DataError(

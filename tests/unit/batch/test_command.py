@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from shell_router.batch.planner import WITHOUT_SOLVER
+from shell_router.batch.planner import HEURISTICS
 from shell_router.cli import main
 from shell_router.cli.batch import Method
 
@@ -126,4 +126,4 @@ def test_names_are_shown_as_they_are(workload: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_methods_are_the_program_and_every_baseline() -> None:
-    assert ("ilp", *WITHOUT_SOLVER) == get_args(Method)
+    assert ("ilp", *HEURISTICS) == get_args(Method)

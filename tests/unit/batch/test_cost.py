@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from shell_router.batch.profile import ModelProfile, SessionRun, profile_of
+from shell_router.batch.profile import ModelProfile, SessionRun, fit_profile
 from shell_router.errors import ConfigError
 
 TRUE = ModelProfile(0.0, 0.0, 0.0, start_s=1.5, step_s=0.02, token_s=0.001)
@@ -17,7 +17,7 @@ def seconds(curve: ModelProfile, prompts: int, mean_tokens: float, max_tokens: f
 
 
 def fit(runs: list[SessionRun]) -> ModelProfile:
-    return profile_of(runs, 0.0)
+    return fit_profile(runs, 0.0)
 
 
 def timed(

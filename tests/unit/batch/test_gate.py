@@ -5,7 +5,7 @@ import pytest
 
 from shell_router.batch.journal import Output
 from shell_router.batch.pool import Aggregating, Agreement, Answers, Pool, PoolModel, PoolWorker
-from shell_router.batch.prompts import Batch, verdict_of
+from shell_router.batch.prompts import Batch, find_winner
 from shell_router.batch.questions import Question, Questions
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.settings import EmbeddedSection
@@ -39,7 +39,7 @@ def passes(
     }
     question = Question("q", "Which?")
     batch = Batch(pool, Questions((question,), (), ""), {"q": names})
-    return batch.judged(question, said.get).passes  # type: ignore[arg-type]
+    return batch.judge(question, said.get).passes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def passes(
 def test_confidence_is_the_share_of_all_experts_that_agree(
     answers: str, confidence: float, winner: int | None
 ) -> None:
-    assert verdict_of(votes(answers), [0.5] * len(answers)) == (winner, pytest.approx(confidence))
+    assert find_winner(votes(answers), [0.5] * len(answers)) == (winner, pytest.approx(confidence))
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_the_gate_is_passed_from_tau_on(tau: float, answers: str, expected: bool
 
 def test_by_probability_each_expert_weighs_as_much_as_it_is_sure() -> None:
     sure = [0.9, 0.2, 0.1, 0.8]
-    assert verdict_of(votes("abb."), sure, "probability") == (2, pytest.approx(0.3 / 2.0))
+    assert find_winner(votes("abb."), sure, "probability") == (2, pytest.approx(0.3 / 2.0))
     assert not passes(0.5, "abb.", sure, "probability")
     assert passes(0.5, "aab", [0.9, 0.0, 0.5], "probability")
 
 
 def test_experts_that_are_not_sure_at_all_give_no_confidence() -> None:
-    assert verdict_of(votes("aa"), [0.0, 0.0], "probability") == (1, 0.0)
+    assert find_winner(votes("aa"), [0.0, 0.0], "probability") == (1, 0.0)
     assert not passes(0.01, "aa", [0.0, 0.0], "probability")
 
 

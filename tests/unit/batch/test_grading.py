@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.batch.questions import Grader, grader_of, is_right, read_answer
+from shell_router.batch.questions import Grader, choose_grader, is_right, read_answer
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_what_is_no_answer_of_its_kind_reads_as_none() -> None:
     ],
 )
 def test_the_answers_form_chooses_the_grader(answer: str, grader: Grader) -> None:
-    assert grader_of(answer) == grader
+    assert choose_grader(answer) == grader

@@ -4,9 +4,9 @@ from shell_router.batch.planner import (
     ModelWork,
     Plan,
     Workload,
-    longest_first,
-    round_robin,
-    wrap_around,
+    plan_longest_first,
+    plan_round_robin,
+    plan_wrap_around,
 )
 from shell_router.errors import ConfigError
 
@@ -33,37 +33,37 @@ def shares_of(plan: Plan) -> list[dict[str, int]]:
 def test_an_expert_may_be_loaded_as_often_as_its_work_pays_for(
     load_s: float, prompts: int, workers: int, replicas: int
 ) -> None:
-    assert ModelWork("a", prompts, load_s, 1.0).replicas(workers) == replicas
+    assert ModelWork("a", prompts, load_s, 1.0).replica_cap(workers) == replicas
 
 
 def test_a_cap_of_ones_own_takes_the_place_of_the_papers() -> None:
-    assert ModelWork("a", 1000, 40.0, 1.0, most_workers=2).replicas(4) == 2
-    assert ModelWork("a", 1, 40.0, 1.0, most_workers=9).replicas(4) == 4
+    assert ModelWork("a", 1000, 40.0, 1.0, most_workers=2).replica_cap(4) == 2
+    assert ModelWork("a", 1, 40.0, 1.0, most_workers=9).replica_cap(4) == 4
 
 
 @pytest.mark.parametrize("seconds", [0.0, 4.9, 5.0, 6.5, 15.0, 1e9])
 def test_what_fits_does_not_take_longer_and_one_more_would(seconds: float) -> None:
     model = THREE[0]
-    fits = model.fitting(seconds)
+    fits = model.fit_prompts(seconds)
     assert fits == 0 or model.session_s(fits) <= seconds
     assert fits == model.prompts or model.session_s(fits + 1) > seconds
 
 
 def test_round_robin_places_whole_experts_in_turn() -> None:
-    assert shares_of(round_robin(Workload(THREE, 2, 2))) == [
+    assert shares_of(plan_round_robin(Workload(THREE, 2, 2))) == [
         {"a": 10, "c": 60},
         {"b": 20},
     ]
 
 
 def test_longest_first_gives_each_expert_to_the_worker_that_is_done_first() -> None:
-    made = longest_first(Workload(THREE, 2, 2))
+    made = plan_longest_first(Workload(THREE, 2, 2))
     assert shares_of(made) == [{"c": 60}, {"b": 20, "a": 10}]
     assert made.makespan_s == 65.0
 
 
 def test_wrapping_around_fills_workers_evenly() -> None:
-    made = wrap_around(Workload(THREE, 2, 3))
+    made = plan_wrap_around(Workload(THREE, 2, 3))
     assert made.makespan_s == pytest.approx(
         55.0, abs=1.0
     )  # of 65 with whole models; no plan is below 55
@@ -72,7 +72,7 @@ def test_wrapping_around_fills_workers_evenly() -> None:
 
 
 def test_wrapping_around_cuts_nothing_where_that_shortens_nothing() -> None:
-    assert wrap_around(Workload(THREE[:2], 2, 1)).makespan_s == 25.0
+    assert plan_wrap_around(Workload(THREE[:2], 2, 1)).makespan_s == 25.0
 
 
 def test_too_many_experts_for_the_workers_says_what_would_be_enough() -> None:
@@ -81,7 +81,7 @@ def test_too_many_experts_for_the_workers_says_what_would_be_enough() -> None:
 
 
 def test_experts_without_prompts_need_no_room() -> None:
-    assert Workload((*THREE, ModelWork("d", 0, 1.0, 1.0)), 3, 1).asked == THREE
+    assert Workload((*THREE, ModelWork("d", 0, 1.0, 1.0)), 3, 1).active_models == THREE
 
 
 def test_names_are_unique_and_workers_are_needed() -> None:

@@ -8,15 +8,15 @@ from itertools import product
 import pytest
 
 from shell_router.batch.planner import (
+    HEURISTICS,
     OPTIMAL_GAP,
-    WITHOUT_SOLVER,
     ModelWork,
     Plan,
     Workload,
-    counting_bound_s,
+    lower_bound_s,
     plan,
-    round_robin,
-    wrap_around,
+    plan_round_robin,
+    plan_wrap_around,
 )
 from shell_router.batch.run import plan_apart
 from shell_router.errors import ConfigError, EngineError
@@ -85,7 +85,7 @@ def broken(work: Workload, made: Plan) -> Iterator[str]:
     for model in work.models:
         if placed[model.name] != model.prompts:
             yield f"{placed[model.name]} of {model} are placed"
-        if len(loaded[model.name]) > model.replicas(work.workers):
+        if len(loaded[model.name]) > model.replica_cap(work.workers):
             yield f"{model} is loaded on {len(loaded[model.name])} workers"
     for worker, names in hosted.items():
         if len(set(names)) < len(names) or len(names) > work.capacity:
@@ -97,7 +97,7 @@ def test_a_plan_keeps_every_constraint_and_no_baseline_beats_it(seed: int) -> No
     work = workload(seed)
     made = plan(work, 60.0)
     assert not list(broken(work, made))
-    for baseline in WITHOUT_SOLVER.values():
+    for baseline in HEURISTICS.values():
         assert (
             list(broken(work, baseline(work)))
             or made.makespan_s <= baseline(work).makespan_s + 1e-9
@@ -113,9 +113,9 @@ def brute_force_s(work: Workload) -> float:
             counts
             for counts in product(range(model.prompts + 1), repeat=work.workers)
             if sum(counts) == model.prompts
-            and sum(map(bool, counts)) <= model.replicas(work.workers)
+            and sum(map(bool, counts)) <= model.replica_cap(work.workers)
         ]
-        for model in work.asked
+        for model in work.active_models
     ]
 
     ready_s = work.ready_s or (0.0,) * work.workers
@@ -125,7 +125,7 @@ def brute_force_s(work: Workload) -> float:
         if any(sum(map(bool, column)) > work.capacity for column in columns):
             return float("inf")
         held = [
-            [(model, n) for model, n in zip(work.asked, column, strict=True) if n]
+            [(model, n) for model, n in zip(work.active_models, column, strict=True) if n]
             for column in columns
         ]
         first_s = work.first_s + work.together_s * (sum(map(bool, held)) - 1)
@@ -146,9 +146,9 @@ def brute_force_s(work: Workload) -> float:
 @pytest.mark.parametrize("seed", range(200))
 def test_trying_every_placement_finds_none_that_is_shorter(seed: int) -> None:
     work = workload(seed, models=3, workers=3, prompts=7)
-    made, best_s = plan(work, 60.0), brute_force_s(work) if work.asked else 0.0
-    assert wrap_around(work).makespan_s >= made.makespan_s
-    assert counting_bound_s(work) <= best_s * (1 + 1e-9)
+    made, best_s = plan(work, 60.0), brute_force_s(work) if work.active_models else 0.0
+    assert plan_wrap_around(work).makespan_s >= made.makespan_s
+    assert lower_bound_s(work) <= best_s * (1 + 1e-9)
     assert made.makespan_s <= best_s * (1 + OPTIMAL_GAP) + 1e-9
     assert made.bound_s <= best_s * (1 + 1e-9)
 
@@ -171,7 +171,7 @@ def test_a_plan_cut_short_says_how_far_from_the_best_it_may_be() -> None:
     assert not list(broken(work, made))
     assert not made.optimal
     assert OPTIMAL_GAP < made.gap < 1
-    assert made.makespan_s < round_robin(work).makespan_s
+    assert made.makespan_s < plan_round_robin(work).makespan_s
 
 
 def test_an_expert_that_is_split_pays_its_fixed_cost_on_every_worker() -> None:
@@ -231,7 +231,7 @@ def test_a_large_workload_is_planned_close_to_the_bound_without_a_solver(
         for number in range(models)
     ]
     work = Workload(tuple(drawn), workers, capacity)
-    made = wrap_around(work)
+    made = plan_wrap_around(work)
     assert not list(broken(work, made))
     assert made.gap < 0.03
 
@@ -256,7 +256,7 @@ def test_a_proof_holds_for_millions_of_prompts(prompts: int) -> None:
     assert not list(broken(work, made))
     assert made.optimal
     assert made.makespan_s == pytest.approx(
-        sum(one.session_s(one.prompts) for one in work.asked) / 3, rel=1e-3
+        sum(one.session_s(one.prompts) for one in work.active_models) / 3, rel=1e-3
     )
 
 

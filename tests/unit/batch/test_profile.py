@@ -12,12 +12,12 @@ from shell_router.batch.profile import (
     ModelProfile,
     PoolProfile,
     SessionRun,
-    at_their_dearest,
-    profile_of,
-    with_starts,
+    add_starts,
+    charge_starts,
+    fit_profile,
 )
 from shell_router.batch.prompts import Prompt
-from shell_router.batch.sessions import load_on_all, profiled
+from shell_router.batch.sessions import load_on_workers, profile_model
 from shell_router.config.read import read_file
 from shell_router.config.write import plain
 from shell_router.errors import ConfigError, EngineError, EngineRejected
@@ -45,7 +45,7 @@ def prompts(number: int) -> list[Prompt]:
 def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "costs.yaml"
     for profile in (
-        PoolProfile({"a": MODEL, "7": profile_of(RUNS[:2], 1.0)}, MODEL),
+        PoolProfile({"a": MODEL, "7": fit_profile(RUNS[:2], 1.0)}, MODEL),
         PoolProfile({"a": MODEL}, None, 40.5, 2.5),
     ):
         file.write_text(yaml.safe_dump(plain(asdict(profile)), sort_keys=False), encoding="utf-8")
@@ -83,12 +83,12 @@ def test_a_cost_is_what_the_curve_says_of_the_mean_and_the_longest_output() -> N
 
 
 def test_tokens_are_averaged_over_prompts_and_not_over_sessions() -> None:
-    found = profile_of(RUNS, 4.0)
+    found = fit_profile(RUNS, 4.0)
     assert found.mean_tokens == pytest.approx((2 * 100 + 8 * 90 + 32 * 110) / 42)
     assert found.max_tokens == 170
     assert found.load_s == 4.0
     assert found.held_out_error is not None
-    assert profile_of(RUNS[:2], 4.0).held_out_error is None
+    assert fit_profile(RUNS[:2], 4.0).held_out_error is None
 
 
 class Timed:
@@ -113,7 +113,7 @@ class Timed:
 
 async def test_each_worker_runs_each_size_and_no_prompt_is_asked_twice() -> None:
     timed = Timed()
-    found, outputs, _ = await profiled(
+    found, outputs, _ = await profile_model(
         "a", prompts(20), (2, 4), timed.workers, 2, 2, timed.timers.clock
     )
     assert sorted(one.prompts for one in found.runs) == [2, 2, 4, 4]
@@ -127,7 +127,9 @@ async def test_each_worker_runs_each_size_and_no_prompt_is_asked_twice() -> None
 
 async def test_all_workers_begin_a_size_together_when_all_have_loaded() -> None:
     timed = Timed()
-    found, _, _ = await profiled("a", prompts(6), (1, 2), timed.workers, 2, 1, timed.timers.clock)
+    found, _, _ = await profile_model(
+        "a", prompts(6), (1, 2), timed.workers, 2, 1, timed.timers.clock
+    )
     by_size = {size: [one.seconds for one in found.runs if one.prompts == size] for size in (1, 2)}
     # both are busy at the same time: each sees the clock that the other steps, too
     assert sum(by_size[1]) >= 2 * 1 + 1
@@ -138,7 +140,9 @@ async def test_all_workers_begin_a_size_together_when_all_have_loaded() -> None:
 
 async def test_loads_are_timed_apart_from_sessions() -> None:
     timed = Timed()
-    found, _, _ = await profiled("a", prompts(3), (1, 2), timed.workers, 1, 1, timed.timers.clock)
+    found, _, _ = await profile_model(
+        "a", prompts(3), (1, 2), timed.workers, 1, 1, timed.timers.clock
+    )
     assert found.load_s == 6
     assert [one.seconds for one in found.runs] == [1, 2]
 
@@ -149,7 +153,7 @@ async def test_sizes_that_tell_no_cost_are_refused_before_anything_is_loaded(
 ) -> None:
     timed = Timed()
     with pytest.raises(ConfigError, match="needs sessions of two sizes or more"):
-        await profiled("a", prompts(99), sizes, timed.workers, 2, 2, timed.timers.clock)
+        await profile_model("a", prompts(99), sizes, timed.workers, 2, 2, timed.timers.clock)
     assert not timed.workers.loads
 
 
@@ -158,7 +162,7 @@ async def test_too_few_prompts_are_refused_with_how_many_are_needed() -> None:
     with pytest.raises(
         ConfigError, match="of 2, 4 prompts on 2 workers need 12 questions, and there are 11"
     ):
-        await profiled("a", prompts(11), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+        await profile_model("a", prompts(11), (2, 4), timed.workers, 2, 2, timed.timers.clock)
     assert not timed.workers.loads
 
 
@@ -168,7 +172,7 @@ async def test_a_model_that_does_not_load_on_one_worker_is_reported_as_it_is_and
     timed = Timed()
     timed.workers.unloadable = lambda worker, _: worker == 1
     with pytest.raises(EngineError, match="a did not load on worker 1"):
-        await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+        await profile_model("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
     assert not timed.workers.open
 
 
@@ -181,7 +185,7 @@ async def test_a_prompt_that_is_not_answered_ends_the_profile_with_its_error(sta
         else Script("yes")
     )
     with pytest.raises(EngineError, match="not this one"):
-        await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+        await profile_model("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
     assert not timed.workers.open
 
 
@@ -192,27 +196,29 @@ def test_of_models_of_one_shape_loads_are_swaps_and_the_first_of_a_worker_starts
     None
 ):
     models = {"a": replace(MODEL, load_s=2.0), "b": replace(MODEL, load_s=4.0)}
-    found = with_starts(PoolProfile(models, MODEL), alone_s=43.0, together_s=73.0, workers=4)
+    found = add_starts(PoolProfile(models, MODEL), alone_s=43.0, together_s=73.0, workers=4)
     assert (found.first_s, found.together_s) == (40.0, 10.0)
     assert (found.models, found.aggregator) == (models, MODEL)
-    alone = with_starts(PoolProfile(models), alone_s=43.0, together_s=43.0, workers=1)
+    alone = add_starts(PoolProfile(models), alone_s=43.0, together_s=43.0, workers=1)
     assert (alone.first_s, alone.together_s) == (40.0, 0.0)
-    faster = with_starts(PoolProfile(models), alone_s=1.0, together_s=0.5, workers=2)
+    faster = add_starts(PoolProfile(models), alone_s=1.0, together_s=0.5, workers=2)
     assert (faster.first_s, faster.together_s) == (0.0, 0.0), "no figure is negative"
 
 
 def test_of_models_of_several_shapes_each_load_may_be_a_start() -> None:
     loads = [(60.0, STARTED), (2.0, SWAPPED), (90.0, STARTED), (3.0, SWAPPED), (1.0, KEPT)]
-    found = at_their_dearest([(replace(MODEL, load_s=load_s), load) for load_s, load in loads])
+    found = charge_starts([(replace(MODEL, load_s=load_s), load) for load_s, load in loads])
     assert [one.load_s for one in found] == [60.0, 60.0, 90.0, 90.0, 90.0]
 
 
 async def test_a_load_that_starts_an_engine_on_any_worker_counts_as_a_start() -> None:
     timed = Timed()
     timed.workers.kind = lambda worker, _: SWAPPED if worker else KEPT
-    _, load = await load_on_all("a", timed.workers, 2, timed.timers.clock)
+    _, load = await load_on_workers("a", timed.workers, 2, timed.timers.clock)
     assert load == SWAPPED
     timed.workers.kind = lambda worker, _: SWAPPED if worker else STARTED
-    _, _, load = await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    _, _, load = await profile_model(
+        "a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock
+    )
     assert load == STARTED
-    assert await load_on_all("a", timed.workers, 1, timed.timers.clock) == (6.0, STARTED)
+    assert await load_on_workers("a", timed.workers, 1, timed.timers.clock) == (6.0, STARTED)

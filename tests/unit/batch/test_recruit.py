@@ -13,10 +13,10 @@ from shell_router.batch.prompts import Proposal, Result, as_lines
 from shell_router.batch.questions import Question
 from shell_router.batch.recruit import (
     NEIGHBORS,
-    recruited,
-    skill_scores,
-    skill_similarity,
-    text_similarity,
+    compare_skills,
+    compare_texts,
+    draw_proposers,
+    weigh_scores,
 )
 from shell_router.config import EmbedderSettings
 from shell_router.errors import ConfigError
@@ -28,7 +28,9 @@ SCORES = {"a": 0.9, "b": 0.0, "c": 0.3, "d": 0.3}
 def shares(scores: dict[str, float], number: int, draws: int = 4000) -> dict[str, float]:
     """How often each proposer is drawn."""
     drawn = Counter(
-        name for seed in range(draws) for name in recruited(scores, number, random.Random(seed))
+        name
+        for seed in range(draws)
+        for name in draw_proposers(scores, number, random.Random(seed))
     )
     return {name: drawn[name] / draws for name in scores}
 
@@ -36,14 +38,16 @@ def shares(scores: dict[str, float], number: int, draws: int = 4000) -> dict[str
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_that_number_of_different_models_is_drawn_in_their_order(number: int) -> None:
     for seed in range(50):
-        drawn = recruited(SCORES, number, random.Random(seed))
+        drawn = draw_proposers(SCORES, number, random.Random(seed))
         assert len(set(drawn)) == number
         assert list(drawn) == sorted(drawn)
 
 
 def test_the_same_seed_draws_the_same_and_another_another() -> None:
-    assert recruited(SCORES, 2, random.Random(1)) == recruited(SCORES, 2, random.Random(1))
-    assert len({recruited(SCORES, 2, random.Random(seed)) for seed in range(50)}) > 2
+    assert draw_proposers(SCORES, 2, random.Random(1)) == draw_proposers(
+        SCORES, 2, random.Random(1)
+    )
+    assert len({draw_proposers(SCORES, 2, random.Random(seed)) for seed in range(50)}) > 2
 
 
 def test_experts_are_drawn_by_their_scores_and_one_that_was_never_right_sometimes() -> None:
@@ -60,7 +64,7 @@ def test_experts_are_drawn_by_their_scores_and_one_that_was_never_right_sometime
 def test_skills_are_alike_as_far_as_they_are_shared() -> None:
     asked = [frozenset("xy"), frozenset("z"), frozenset[str]()]
     known = [frozenset("xy"), frozenset("yz"), frozenset[str]()]
-    assert skill_similarity(asked, known).tolist() == [
+    assert compare_skills(asked, known).tolist() == [
         [1, pytest.approx(1 / 3), 0],
         [0, 0.5, 0],
         [0, 0, 0],
@@ -72,14 +76,14 @@ def test_texts_are_alike_by_the_cosine_of_their_embeddings_and_never_less_than_n
         np.array([[2.0, 0.0], [0.0, 0.0]]),
         np.array([[1.0, 0.0], [3.0, 3.0], [-1.0, 0.0]]),
     )
-    assert text_similarity(asked, known)[0].tolist() == [1, pytest.approx(2**-0.5), 0]
-    assert text_similarity(asked, known)[1].tolist() == [0, 0, 0]
+    assert compare_texts(asked, known)[0].tolist() == [1, pytest.approx(2**-0.5), 0]
+    assert compare_texts(asked, known)[1].tolist() == [0, 0, 0]
 
 
 def test_only_the_nearest_neighbours_count() -> None:
     angles = np.linspace(0, 1.5, 3 * NEIGHBORS)
     known = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    similarity = text_similarity(np.array([[1.0, 0.0]]), known)
+    similarity = compare_texts(np.array([[1.0, 0.0]]), known)
     assert (similarity[0, :NEIGHBORS] > 0).all()
     assert not similarity[0, NEIGHBORS:].any()
 
@@ -87,7 +91,7 @@ def test_only_the_nearest_neighbours_count() -> None:
 def test_an_expert_scores_by_how_right_it_was_about_what_is_alike() -> None:
     known = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     similarity = np.array([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    assert skill_scores(similarity, known).tolist() == [
+    assert weigh_scores(similarity, known).tolist() == [
         [0.75, 0.25],
         [pytest.approx(1 / 3), pytest.approx(2 / 3)],
     ]

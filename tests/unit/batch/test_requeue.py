@@ -3,7 +3,7 @@ from itertools import product
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shell_router.batch.planner import ModelWork, shared_out
+from shell_router.batch.planner import ModelWork, split_prompts
 
 SECONDS = st.sampled_from((0.0, 0.5, 1.0, 7.0, 100.0)) | st.floats(1e-3, 1e3)
 COSTS = st.builds(
@@ -25,7 +25,7 @@ def ends_s(model: ModelWork, busy_s: dict[int, float], shared: dict[int, int]) -
 def test_all_prompts_are_shared_out_and_no_other_way_ends_earlier(
     model: ModelWork, busy_s: dict[int, float]
 ) -> None:
-    shared = shared_out(model, busy_s)
+    shared = split_prompts(model, busy_s)
     assert sum(shared.values()) == model.prompts
     assert shared.keys() <= busy_s.keys()
     assert all(prompts > 0 for prompts in shared.values())
@@ -40,7 +40,7 @@ def test_all_prompts_are_shared_out_and_no_other_way_ends_earlier(
 
 @given(st.integers(1, 100_000), st.dictionaries(st.integers(0, 99), SECONDS, min_size=1))
 def test_many_prompts_are_shared_out_completely(prompts: int, busy_s: dict[int, float]) -> None:
-    shared = shared_out(ModelWork("a", prompts, 10.0, 0.01, 1.0), busy_s)
+    shared = split_prompts(ModelWork("a", prompts, 10.0, 0.01, 1.0), busy_s)
     assert sum(shared.values()) == prompts
 
 
@@ -50,4 +50,4 @@ def test_a_worker_that_is_busy_for_longer_than_all_would_take_gets_none(
 ) -> None:
     assume(model.session_s(model.prompts) < 1e5)
     busy_s = {0: 1e6} | dict.fromkeys(range(1, workers), 0.0)
-    assert 0 not in shared_out(model, busy_s)
+    assert 0 not in split_prompts(model, busy_s)

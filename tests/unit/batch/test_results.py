@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from shell_router.batch.prompts import Proposal, Result, as_lines, read_results
-from shell_router.batch.report import outcome
+from shell_router.batch.report import summarize_run
 from shell_router.errors import DataError
 
 
@@ -75,7 +75,7 @@ def test_a_folder_without_results_is_reported(tmp_path: Path) -> None:
 
 def test_an_outcome_tells_who_answered_how_right_and_what_failed() -> None:
     bad = Result(7, None, error="this is not JSON")
-    lines = outcome([*RUN, result("rrr", True, by="proposers"), bad], [])
+    lines = summarize_run([*RUN, result("rrr", True, by="proposers"), bad], [])
     assert lines[0] == "10 lines: 1 answered by proposers alone, 8 by the aggregator."
     assert lines[1] == "1 with an error; the first, line 7: this is not JSON"
     assert lines[2].startswith("66.7% of 9 right (")

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.batch.journal import Journal, Output, open_journal
-from shell_router.batch.planner import Plan, Workload, longest_first
+from shell_router.batch.planner import Plan, Workload, plan_longest_first
 from shell_router.batch.pool import Aggregating, Pool, PoolModel, PoolWorker
 from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.prompts import Batch, Result, as_lines
 from shell_router.batch.questions import Question, Questions, Refused
-from shell_router.batch.run import Finished, Follow, Stage, run_batch
+from shell_router.batch.run import BatchReport, Follow, Stage, run_batch
 from shell_router.batch.sessions import SPANNING, Sessions
 from shell_router.config import PairLaunch, PairSettings
 from shell_router.errors import ConfigError, EngineRejected
@@ -100,12 +100,20 @@ class Started(Follow):
         with open_journal(folder, DEPENDS_ON) as journal:
             return (await self.on(batch, journal)).results
 
-    async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> Finished:
+    async def on(
+        self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE
+    ) -> BatchReport:
         if self.kill_after <= 0:
             raise Killed
         async with asyncio.timeout(20):
             finished = await run_batch(
-                batch, self.workers, profile, journal, longest_first, self, SteppedTimers().clock
+                batch,
+                self.workers,
+                profile,
+                journal,
+                plan_longest_first,
+                self,
+                SteppedTimers().clock,
             )
         assert not self.workers.open
         self.stages = finished.stages
@@ -512,7 +520,7 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
 
     def planner(workload: Workload) -> Plan:
         planned.append(workload)
-        return longest_first(workload)
+        return plan_longest_first(workload)
 
     async def ran() -> None:
         with open_journal(tmp_path, DEPENDS_ON) as journal:
@@ -576,8 +584,8 @@ async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_p
     replicas: list[int] = []
 
     def planner(workload: Workload) -> Plan:
-        replicas.extend(proposer.replicas(workload.workers) for proposer in workload.models)
-        return longest_first(workload)
+        replicas.extend(proposer.replica_cap(workload.workers) for proposer in workload.models)
+        return plan_longest_first(workload)
 
     with open_journal(tmp_path, DEPENDS_ON) as journal:
         asked, workers = batch(tau=2.0, places=4), ScriptedWorkers(saying({}))

@@ -11,12 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import ModelWork, Plan, Session, Workload, sessions_of, wrap_around
+from shell_router.batch.planner import (
+    ModelWork,
+    Plan,
+    Session,
+    Workload,
+    plan_wrap_around,
+    schedule_sessions,
+)
 from shell_router.batch.pool import Sampling
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Move, Planner, Replanning, Sessions, answered
+from shell_router.batch.sessions import Move, Planner, Replanning, Sessions, answer_prompt
 from shell_router.core.engine import ServedModel
 from shell_router.errors import (
     ConfigError,
@@ -72,7 +79,7 @@ class Run:
             model.name: [prompt(model.name, n) for n in range(model.prompts)] for model in models
         }
         work = Workload(tuple(models), len(self.shares), max(1, len(models)))
-        plan = Plan("by hand", sessions_of(work, self.shares), 0.0)
+        plan = Plan("by hand", schedule_sessions(work, self.shares), 0.0)
         self.running = Sessions(
             WorkerQueues(models, self.prompts, plan, len(self.shares)),
             self.workers,
@@ -83,7 +90,7 @@ class Run:
             concurrency=self.concurrency,
             clock=lambda: self.clock(),  # noqa: PLW0108 - it may change
             replanning=Replanning(
-                self.planner or wrap_around, len(models), 0.25 if self.planner else NEVER
+                self.planner or plan_wrap_around, len(models), 0.25 if self.planner else NEVER
             )
             if self.may_move
             else None,
@@ -277,7 +284,7 @@ def makespan_s(run: Run) -> float:
 
 def test_what_waits_for_a_session_that_is_late_is_planned_again_with_the_measured_costs() -> None:
     shares = [{"a": 30}, {"b": 30}]
-    late = timed(shares, by_model(b=5.0), planner=wrap_around)
+    late = timed(shares, by_model(b=5.0), planner=plan_wrap_around)
     assert makespan_s(timed(shares, by_model(b=5.0))) == LOAD_S + 30 * 5
     # when a is done, b has answered 6 and begun the 7th: of 23 others at about 5 s, worker 0 loads
     # b for 11
@@ -292,13 +299,13 @@ def test_what_waits_for_a_session_that_is_late_is_planned_again_with_the_measure
 
 def test_the_rest_goes_to_a_worker_that_holds_its_model_and_is_sooner_done_than_planned() -> None:
     shares = [{"a": 40, "c": 5}, {"b": 25, "a": 20}]
-    run = timed(shares, by_model(a=0.1), planner=wrap_around)
+    run = timed(shares, by_model(a=0.1), planner=plan_wrap_around)
     assert run.workers.loads == [(0, "a"), (1, "b"), (0, "c")]
     assert makespan_s(run) < makespan_s(timed(shares, by_model(a=0.1)))
 
 
 def test_a_running_session_that_is_sooner_done_than_planned_is_seen_when_another_ends() -> None:
-    run = timed([{"a": 80}, {"b": 100}, {"c": 20}], by_model(b=0.3), planner=wrap_around)
+    run = timed([{"a": 80}, {"b": 100}, {"c": 20}], by_model(b=0.3), planner=plan_wrap_around)
     begins_s = {(one.worker, one.model): one.begin_s for one in run.sessions}
     assert begins_s[2, "a"] == LOAD_S + 20, "b ends 10 s later"
 
@@ -318,7 +325,7 @@ def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_agai
 
 def test_a_new_plan_that_ends_no_sooner_than_what_an_engine_has_begun_is_not_followed() -> None:
     shares = [{"a": 32}, {"b": 24, "c": 20}, {"d": 4}]
-    run = timed(shares, by_model(a=320.0, b=100.0, d=4.0), concurrency=32, planner=wrap_around)
+    run = timed(shares, by_model(a=320.0, b=100.0, d=4.0), concurrency=32, planner=plan_wrap_around)
     assert not run.moved
     assert run.workers.loads == [(0, "a"), (1, "b"), (2, "d"), (1, "c")]
 
@@ -360,7 +367,7 @@ def test_a_run_goes_on_by_its_plan_where_planning_again_fails_or_takes_too_long(
 def test_what_was_begun_while_it_was_planned_stays_where_it_is() -> None:
     async def planner(workload: Workload) -> Plan:
         await asyncio.sleep(8.0)  # the session that is late begins one or two more
-        return wrap_around(workload)
+        return plan_wrap_around(workload)
 
     run = timed([{"a": 30}, {"b": 30}], by_model(b=5.0), planner=planner)
     assert run.workers.loads == [(0, "a"), (1, "b"), (0, "b")]
@@ -382,7 +389,7 @@ def test_whatever_takes_long_or_fails_while_prompts_move_each_has_one_output(
         shares,
         seconds,
         concurrency,
-        wrap_around,
+        plan_wrap_around,
         unloadable=lambda *place: place in unloadable,
         kills=lambda _, text: text in killers,
     )
@@ -685,7 +692,9 @@ async def test_no_turn_of_the_event_loop_does_much_for_a_long_question() -> None
     )
     messages = [{"role": "user", "content": "word " * words}]
     with counted(turns):
-        output = await answered(model, Prompt("q", "proposer", "m", messages, Sampling().params(0)))
+        output = await answer_prompt(
+            model, Prompt("q", "proposer", "m", messages, Sampling().params(0))
+        )
     assert (output.text, output.prompt_tokens > words) == ("Yes.", True)
     assert 0 < turns.most < words, turns.most
 

@@ -1,6 +1,6 @@
 import pytest
 
-from shell_router.batch.sessions import ungrouped
+from shell_router.batch.sessions import unwrap_errors
 from shell_router.errors import ConfigError, EngineError
 
 
@@ -14,14 +14,14 @@ async def test_the_first_of_several_errors_of_ours_is_raised_as_it_is() -> None:
         "", [ExceptionGroup("", [first, EngineError("second")]), ConfigError("third")]
     )
     with pytest.raises(ConfigError) as raised:
-        await ungrouped(fails(group))
+        await unwrap_errors(fails(group))
     assert raised.value is first
 
 
 async def test_an_unexpected_error_is_not_hidden_behind_another() -> None:
     group = ExceptionGroup("", [ConfigError("ours"), ExceptionGroup("", [ZeroDivisionError()])])
     with pytest.raises(ExceptionGroup) as raised:
-        await ungrouped(fails(group))
+        await unwrap_errors(fails(group))
     assert raised.value is group
 
 
@@ -30,5 +30,5 @@ async def test_an_error_alone_and_a_result_pass_through() -> None:
         return 5
 
     with pytest.raises(KeyError):
-        await ungrouped(fails(KeyError()))
-    assert await ungrouped(works()) == 5
+        await unwrap_errors(fails(KeyError()))
+    assert await unwrap_errors(works()) == 5

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.batch.questions import plurality
+from shell_router.batch.questions import find_plurality
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from shell_router.batch.questions import plurality
 def test_most_votes_win_and_of_several_the_one_named_last(
     votes: list[str | None], winner: int | None
 ) -> None:
-    assert plurality(votes) == winner
+    assert find_plurality(votes) == winner
