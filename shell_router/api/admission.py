@@ -26,6 +26,7 @@ from shell_router.http.app import (
     Reply,
     Request,
     Response,
+    allowed_methods,
 )
 
 log = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class Admission:
             wait_s = error.retry_s if isinstance(error, Overloaded) else None
             headers["Retry-After"] = str(math.ceil(wait_s or self._settings.retry_after_s))
         if isinstance(error, MethodNotAllowed):
-            headers["Allow"] = error.allowed
+            headers["Allow"] = allowed_methods(error)
         return problem_reply(request, error, status, **headers)
 
 

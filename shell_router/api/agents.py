@@ -250,7 +250,7 @@ async def _texts(
             async for piece in request.pieces():
                 received += len(piece)
                 if received > settings.max_body_bytes:
-                    raise BodyTooLarge
+                    raise BodyTooLarge(settings.max_body_bytes, received)
                 await wrote(len(piece))
                 yield decoder.decode(piece)
         yield decoder.decode(b"", final=True)

@@ -21,6 +21,7 @@ from shell_router.http.app import (
     Response,
     UnknownRoute,
     UnreadableBody,
+    allowed_methods,
 )
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ def _message(error: BaseException, problem: Problem, request_id: str) -> str:
     if isinstance(error, UnreadableBody):
         return "The body is not framed or encoded as its headers say."
     if isinstance(error, MethodNotAllowed):
-        return f"{error.method} is not allowed here. Allowed: {error.allowed}."
+        return f"{error.method} is not allowed here. Allowed: {allowed_methods(error)}."
     if isinstance(error, UnknownRoute):
         return (
             "There is no such route. docs/reference/api.md lists them. Files and batches need "

@@ -1,11 +1,11 @@
 """An HTTP application: routes, and the one kind of request and reply that their handlers know."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
-from aiohttp import ClientConnectionResetError, MultipartReader
+from aiohttp import ClientConnectionResetError, MultipartReader, web
 from multidict import MultiDict, MultiDictProxy, MultiMapping
 
 T = TypeVar("T")
@@ -21,29 +21,21 @@ NO_QUERY: MultiMapping[str] = MultiDictProxy(MultiDict[str]())
 NO_MATCH: Mapping[str, str] = {}
 
 
-class BadRequest(Exception):
-    """A request that no handler can answer."""
+UnknownRoute = web.HTTPNotFound
+"""The error of a path without a route."""
+MethodNotAllowed = web.HTTPMethodNotAllowed
+"""The error of a path that has routes, and none for the method."""
 
 
-class UnknownRoute(BadRequest):
-    """No route has the path."""
+def allowed_methods(error: web.HTTPMethodNotAllowed) -> str:
+    """Return the methods that the path has routes for."""
+    return ", ".join(sorted(error.allowed_methods))
 
 
-class MethodNotAllowed(BadRequest):
-    """The path has routes, and none for the method."""
-
-    def __init__(self, method: str, allowed: Iterable[str]) -> None:
-        super().__init__(method)
-        self.method = method
-        self.allowed = ", ".join(sorted(allowed))
-
-
-class UnreadableBody(BadRequest):
-    """The body is not framed as its head says."""
-
-
-class BodyTooLarge(BadRequest):
-    """The body is over the server's limit."""
+UnreadableBody = web.RequestPayloadError
+"""The error of a body that is not framed as its head says."""
+BodyTooLarge = web.HTTPRequestEntityTooLarge
+"""The error of a body over the application's limit."""
 
 
 class Key(Generic[T]):
@@ -99,7 +91,7 @@ class Request(Carrier):
         return None if length is None else int(length)
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises BadRequest."""
+        """Return the whole body. Raises UnreadableBody and BodyTooLarge."""
         raise NotImplementedError
 
     def pieces(self) -> AsyncIterator[bytes]:

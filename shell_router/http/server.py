@@ -4,7 +4,7 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -13,16 +13,10 @@ from aiohttp import MultipartReader, web
 from shell_router.http.app import (
     UNMATCHED,
     App,
-    BodyTooLarge,
     ClientGone,
-    Handler,
-    Hook,
-    MethodNotAllowed,
+    Reply,
     Request,
     Response,
-    Route,
-    UnknownRoute,
-    UnreadableBody,
 )
 from shell_router.http.connections import Connections, ServerLimits
 from shell_router.http.fast_lane import FastLane, peer_of
@@ -84,6 +78,8 @@ async def serving(
     loop = asyncio.get_running_loop()
     handshake_s = limits.body_timeout_s if tls else None  # or a client could stay without one
     servers: list[asyncio.Server] = []
+    for hook in app.on_startup:
+        await hook()
     try:
         for listener in sockets:
             server = await loop.create_server(
@@ -96,6 +92,9 @@ async def serving(
             server.close()
         await asyncio.sleep(0)  # as aiohttp does: requests that are here already begin
         lane.stop()
+        runner.server.pre_shutdown()
+        for hook in app.on_shutdown:
+            await hook()
         await runner.cleanup()
         await lane.wait_empty(CLOSE_LIMIT_S)
         lane.abort()
@@ -111,15 +110,21 @@ def _authority(address: tuple[str, int]) -> str:
 
 
 async def _start_aiohttp(app: App, connections: Connections) -> web.AppRunner:
-    general = web.Application(client_max_size=app.max_body_bytes)
-    general.middlewares.append(_answer_unmatched(app, connections))
+    @web.middleware
+    async def serve(request: web.Request, handler: Any) -> web.StreamResponse:
+        connections.set_busy(request.transport)
+        adapted = AiohttpRequest(app, request)
+        try:
+            return adapted.finish(await app.gate(adapted, handler))
+        finally:
+            connections.set_idle(request.transport)
+
+    general = web.Application(middlewares=[serve], client_max_size=app.max_body_bytes)
     for route in app.routes:
-        handler = _as_aiohttp_handler(app, connections, route)
-        methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
-        for method in methods:
-            general.router.add_route(method, route.path, handler)
-    general.on_startup.extend(map(_as_signal, app.on_startup))
-    general.on_shutdown.extend(map(_as_signal, app.on_shutdown))
+        handler: Any = route.handler  # the middleware calls it; that of an unknown route raises
+        general.router.add_route(route.method, route.path, handler)
+        if route.method == "GET":
+            general.router.add_route("HEAD", route.path, handler)
     options: dict[str, Any] = {
         # unpacking would hold up the event loop and take a thousand times the memory
         "auto_decompress": False,
@@ -131,89 +136,29 @@ async def _start_aiohttp(app: App, connections: Connections) -> web.AppRunner:
     return runner
 
 
-def _as_signal(hook: Hook) -> Callable[[web.Application], Awaitable[None]]:
-    async def call(_: web.Application) -> None:
-        await hook()
-
-    return call
-
-
-AiohttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def _as_aiohttp_handler(app: App, connections: Connections, route: Route) -> AiohttpHandler:
-    async def handle(incoming: web.Request) -> web.StreamResponse:
-        return await _serve(app, connections, incoming, route.path, route.handler)
-
-    return handle
-
-
-def _answer_unmatched(app: App, connections: Connections) -> Any:
-    @web.middleware
-    async def answer(incoming: web.Request, handler: AiohttpHandler) -> web.StreamResponse:
-        refusal = incoming.match_info.http_exception
-        if refusal is None:
-            return await handler(incoming)
-
-        async def refuse(_: Request) -> Response:
-            if isinstance(refusal, web.HTTPMethodNotAllowed):
-                raise MethodNotAllowed(refusal.method, refusal.allowed_methods)
-            raise UnknownRoute(incoming.path)
-
-        return await _serve(app, connections, incoming, UNMATCHED, refuse)
-
-    return answer
-
-
-async def _serve(
-    app: App, connections: Connections, incoming: web.Request, route: str, handler: Handler
-) -> web.StreamResponse:
-    connections.set_busy(incoming.transport)
-    request = AiohttpRequest(app, incoming, route)
-    try:
-        reply = await app.gate(request, handler)
-    finally:
-        connections.set_idle(incoming.transport)
-    stream = request.stream
-    if stream is None:
-        assert isinstance(reply, Response)
-        return web.Response(body=reply.body or None, status=reply.status, headers=reply.headers)
-    if stream is not reply and incoming.transport is not None:
-        incoming.transport.abort()  # a second head cannot be sent within a stream
-    return stream.response
-
-
 class AiohttpRequest(Request):
     """A request that aiohttp has read."""
 
-    def __init__(self, app: App, incoming: web.Request, route: str) -> None:
+    def __init__(self, app: App, incoming: web.Request) -> None:
+        resource = incoming.match_info.route.resource
         self.app = app
         self.method = incoming.method
         self.path = incoming.path
-        self.route = route
+        self.route = resource.canonical if resource else UNMATCHED
         self.match = incoming.match_info
         self.query = incoming.query
         self.headers = incoming.headers
         self.peer = peer_of(incoming.transport)
-        self.stream: AiohttpStream | None = None
         self._incoming = incoming
+        self._stream: AiohttpStream | None = None
 
     async def read(self) -> bytes:
         """See `Request`."""
-        try:
-            return await self._incoming.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise BodyTooLarge from error
-        except web.RequestPayloadError as error:
-            raise UnreadableBody from error
+        return await self._incoming.read()
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    def pieces(self) -> AsyncIterator[bytes]:
         """See `Request`."""
-        try:
-            async for piece in self._incoming.content.iter_any():
-                yield piece
-        except web.RequestPayloadError as error:
-            raise UnreadableBody from error
+        return aiter(self._incoming.content.iter_any())
 
     async def form(self) -> MultipartReader:
         """See `Request`."""
@@ -224,9 +169,18 @@ class AiohttpRequest(Request):
     ) -> "AiohttpStream":
         """See `Request`."""
         response = web.StreamResponse(status=status, headers=headers)
-        self.stream = AiohttpStream(self._incoming, response, write_timeout_s)
+        self._stream = AiohttpStream(self._incoming, response, write_timeout_s)
         await response.prepare(self._incoming)
-        return self.stream
+        return self._stream
+
+    def finish(self, reply: Reply) -> web.StreamResponse:
+        """Return the handler's reply as aiohttp's."""
+        if isinstance(reply, Response) and self._stream is None:
+            return web.Response(body=reply.body or None, status=reply.status, headers=reply.headers)
+        assert self._stream is not None
+        if reply is not self._stream and self._incoming.transport is not None:
+            self._incoming.transport.abort()  # a second head cannot be sent within a stream
+        return self._stream.response
 
 
 class AiohttpStream:
