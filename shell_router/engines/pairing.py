@@ -104,7 +104,11 @@ class Legs:
         self._output: OutputReader | None = None
         self._begun = False
         self.decode = decode.begin(
-            route, bodies[1], read_timeout_s=read_timeout_s, ended=self._decode_ended
+            route,
+            bodies[1],
+            read_timeout_s=read_timeout_s,
+            streamed=True,
+            ended=self._decode_ended,
         )
         """Decode's answer. Its reader raises the first failure of either leg."""
         self._prefill = prefill.begin(
@@ -112,7 +116,6 @@ class Legs:
             bodies[0],
             read_timeout_s=read_timeout_s,
             ended=self._prefill_ended,
-            max_buffered_bytes=None,
         )
 
     async def next(self, *, logprobs: bool) -> Tokens | Finish:

@@ -59,7 +59,7 @@ class PrefillOnly:
     @asynccontextmanager
     async def forward(self, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
         """The server's answer to a body by its route, aborted unless it is read to the end."""
-        exchange = self.server.begin("prefill_only", body)
+        exchange = self.server.begin("prefill_only", body, streamed=True)
         try:
             await exchange.head()
             yield exchange

@@ -19,7 +19,7 @@ from shell_router.engines.native_body import (
 from shell_router.engines.pairing import Attempts, Legs, Pair, Pairing, engine_slot
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import EventSplitter, broken_wire, index_of
+from shell_router.engines.wire import MAX_EVENT_BYTES, EventSplitter, broken_wire, index_of
 from shell_router.errors import EngineError
 from shell_router.http.client import Exchange
 from shell_router.routing.dispatcher import EngineSlot
@@ -281,6 +281,7 @@ class _DecodeBody(AsyncIterator[bytes]):
         self._slot = slot
         self._streamed = legs.decode.content_type.startswith("text/event-stream")
         self._uncounted: list[bytes] = []
+        self._uncounted_bytes = 0
         self._reported: dict[int, int] = {}  # by output
         self._events = self._counted = 0
 
@@ -288,9 +289,7 @@ class _DecodeBody(AsyncIterator[bytes]):
         chunk = self._first
         self._first = None
         if chunk := await self._legs.decode.read() if chunk is None else chunk:
-            self._uncounted.append(chunk)
-            if self._streamed and chunk.endswith(b"\n"):
-                self._count()
+            self._note(chunk)
             return chunk
         if self._legs.decode.status == HTTP_OK:
             self._count()
@@ -299,9 +298,24 @@ class _DecodeBody(AsyncIterator[bytes]):
             self._legs.settle_later()
         raise StopAsyncIteration
 
+    def _note(self, chunk: bytes) -> None:
+        """Keep `chunk` until it is counted; raise EngineRejected for an event without an end."""
+        lines, newline, rest = chunk.rpartition(b"\n")
+        if self._streamed and newline:
+            self._uncounted.append(lines + newline)
+            self._count()
+            chunk = rest
+        self._uncounted.append(chunk)
+        self._uncounted_bytes += len(chunk)
+        if self._streamed and self._uncounted_bytes > MAX_EVENT_BYTES:
+            raise broken_wire(
+                self._legs.decode_server.name, f"an event of more than {MAX_EVENT_BYTES} bytes"
+            )
+
     def _count(self) -> None:
         answer = b"".join(self._uncounted)
         self._uncounted = []
+        self._uncounted_bytes = 0
         if self._streamed:
             for event in answer.split(
                 b"\n\n"

@@ -22,7 +22,7 @@ from shell_router.errors import (
     PromptTooLong,
 )
 from shell_router.http.client import (
-    MAX_BUFFERED_BYTES,
+    AnswerTooLong,
     Endpoint,
     Exchange,
     HttpClient,
@@ -105,8 +105,8 @@ class ServerClient:
         body: bytes,
         *,
         read_timeout_s: float | None = None,
+        streamed: bool = False,
         ended: Callable[[Exchange], None] | None = None,
-        max_buffered_bytes: int | None = MAX_BUFFERED_BYTES,
     ) -> Exchange:
         """Post `body` to `route`; the exchange fails with EngineUnreachable or EngineStalled."""
         span = CURRENT.get()
@@ -114,8 +114,8 @@ class ServerClient:
             self._endpoints.get(route) or self._endpoint("POST", route),
             body,
             read_timeout_s=read_timeout_s or self.limits.stall_s,
+            streamed=streamed,
             ended=ended,
-            max_buffered_bytes=max_buffered_bytes,
             explain=self.failure,
             headers=b"" if span is None else span.headers(),
         )
@@ -245,6 +245,12 @@ class ServerClient:
             failure = EngineStalled(
                 f"The {self.name} sent nothing within its limit.",
                 remedy="Look at its load and its log.",
+            )
+        elif isinstance(error, AnswerTooLong):
+            failure = EngineRejected(
+                f"The {self.name} sent {error}, which is the router's limit.",
+                status=502,
+                remedy="Check that the URL is an SGLang server of a supported version.",
             )
         failure.__cause__ = error
         failure.add_note(f"{self}: {error or type(error).__name__}")

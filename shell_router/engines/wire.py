@@ -26,10 +26,8 @@ from shell_router.errors import (
     ShellRouterError,
 )
 
-MAX_EVENT_BYTES = 256 * 2**20
-"""A single event longer than this is taken for a broken stream (a cumulative event repeats the
-whole output).
-"""
+MAX_EVENT_BYTES = 32 * 2**20
+"""A longer event is taken for a broken stream. A cumulative event repeats the whole output."""
 
 _ABORTED = "Aborted by AbortReq"
 """What an abort before the first token is called, as a transfer that failed with status 500."""
@@ -90,25 +88,35 @@ def index_of(event: bytes) -> int:
 
 
 class EventSplitter:
-    """Cuts a byte stream into the payloads of its `data:` lines, wherever the network cut the
-    stream.
+    """Cuts a byte stream into the payloads of its `data:` lines, wherever the network cut it.
 
-    SGLang writes each event as one line of JSON, so every `data:` line is an event.
+    SGLang writes each event as one line of JSON, so every `data:` line is an event. `where` names
+    the engine in errors.
     """
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_line_bytes", "_pieces", "_where")
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, where: str = "engine") -> None:
+        self._where = where
+        self._pieces: list[bytes] = []
+        self._line_bytes = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Payloads of the lines that `chunk` completes, in order; raises EngineRejected for an
-        endless line.
+        """Return the payloads of the lines that `chunk` completes, in order.
+
+        Raises EngineRejected for a line of more than MAX_EVENT_BYTES.
         """
-        lines = (self._rest + chunk if self._rest else chunk).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise broken_wire("the engine", f"an event longer than {MAX_EVENT_BYTES} bytes")
+        end = chunk.find(b"\n")
+        self._line_bytes += len(chunk) if end < 0 else end
+        if self._line_bytes > MAX_EVENT_BYTES:
+            raise broken_wire(self._where, f"an event of more than {MAX_EVENT_BYTES} bytes")
+        self._pieces.append(chunk)
+        if end < 0:
+            return []
+        lines = b"".join(self._pieces).split(b"\n")
+        rest = lines.pop()
+        self._pieces = [rest] if rest else []
+        self._line_bytes = len(rest)
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
@@ -132,7 +140,7 @@ class OutputReader:
     def __init__(self, where: str, *, logprobs: bool) -> None:
         self._where = where
         self._logprobs = logprobs
-        self._events = EventSplitter()
+        self._events = EventSplitter(where)
         self._seen_ids = 0
         self._seen_characters = 0
         self.finish: Finish | None = None
@@ -261,7 +269,7 @@ def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
     """
     if streamed:
         reader = OutputReader(where, logprobs=False)
-        for payload in EventSplitter().feed(answer):
+        for payload in EventSplitter(where).feed(answer):
             if b'"error"' in payload or b'"abort"' in payload:
                 reader.take(payload)
         return

@@ -1,9 +1,9 @@
-"""An HTTP/1.1 client for the legs of a pair: no task, no copy and no parsing in Python on the way
-of a chunk.
+"""An HTTP/1.1 client of engines: no task, no copy and no parsing in Python on the way of a chunk.
 
 A general client costs more per request than all else the router does for it
 (docs/benchmarks/index.md). This one knows POST and GET with bytes for a body, kept-alive
-connections, TLS, and limits; parsing is llhttp's, by `httptools`.
+connections, TLS, and limits on time and on everything that it buffers. llhttp parses, by
+`httptools`.
 """
 
 import asyncio
@@ -19,19 +19,45 @@ from yarl import URL
 
 from shell_router.http.tasks import TaskOwner
 
-MAX_BUFFERED_BYTES = 2**20
-"""A reader that is this far behind stops the connection."""
+TURN_BYTES = 2**15
+"""Read from a connection in one turn of the loop: a millisecond of work where chunks are tiny."""
 
 IDLE_S = 2.0
 """Below uvicorn's and SGLang's 5 s: a connection that the server closes while it is used again
 fails the request.
 """
 
-_LENGTHS = (b"content-length", b"transfer-encoding")
+HTTP_OK = 200
+_FIRST_ERROR = 400
+_FRAMINGS = (b"content-length", b"transfer-encoding")
 _NO_BODY = (204, 304)
 
 Origin = tuple[str, int, bool]
 """Host, port, and whether TLS is spoken: what a connection can be used for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """The most bytes that are taken of one answer.
+
+    Attributes:
+        head: Of the head, with all 1xx before it; also of a body's framing between two pieces.
+        body: Of a body that is not read as a stream of events.
+        error: Of the body of an error status.
+        unread: Of a stream whose reader is behind; then its connection is not read.
+    """
+
+    head: int = 2**16
+    body: int = 128 * 2**20
+    error: int = 2**20
+    unread: int = 2**20
+
+
+class AnswerTooLong(ConnectionError):
+    """An answer is over one of the client's limits."""
+
+    def __init__(self, part: str, max_bytes: int) -> None:
+        super().__init__(f"{part} of more than {max_bytes} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +68,7 @@ class Endpoint:
     head: bytes
 
     def request(self, body: bytes | None, headers: bytes = b"") -> bytes:
-        """The whole request as it goes over the wire; `headers` are further lines of its head."""
+        """Return the request as it goes over the wire; `headers` are further lines of its head."""
         if body is None:
             return b"%s%s\r\n" % (self.head, headers)
         length = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -50,10 +76,9 @@ class Endpoint:
 
 
 def endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
-    """Read `url` once. A `key` is sent as a bearer; else a user and a password in the URL as basic
-    authentication.
+    """Read `url` once. Raises ValueError without a host.
 
-    Raises ValueError without a host.
+    A `key` is sent as a bearer; else a user and a password in the URL as basic authentication.
     """
     if url.host is None or url.port is None:
         raise ValueError(f"{url} names no host")
@@ -70,18 +95,25 @@ class Exchange:
     """One request and its answer as it comes, for one reader at a time.
 
     `status` is 0 until the answer's head has come, `began` False until the first byte of its body.
-    `pieces` of the body have not been read yet. `ended` is called once: the answer is complete, or
-    it failed, as it also does when its reader leaves before. Without a byte for `read_timeout_s` it
-    fails with TimeoutError. With `max_buffered_bytes` None everything is kept until it is read.
-    `explain` turns an OSError (a TimeoutError is one) into the `failure` that readers raise.
+    An exchange fails with TimeoutError without a byte for `read_timeout_s`, and with AnswerTooLong
+    where the body is over its limit. Only an answer of events that is `streamed` has none.
+
+    Args:
+        loop: The running loop.
+        limits: Its limits in bytes.
+        read_timeout_s: The longest silence of the server.
+        streamed: Whether the reader takes the body piece by piece.
+        ended: Called once, when the answer is complete or has failed.
+        explain: Turns an OSError (a TimeoutError is one) into the `failure` that readers raise.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        limits: AnswerLimits,
         read_timeout_s: float,
+        streamed: bool,
         ended: Callable[["Exchange"], None] | None,
-        max_buffered_bytes: int | None,
         explain: Callable[[Exception], Exception] | None,
     ) -> None:
         self.status = 0
@@ -90,12 +122,14 @@ class Exchange:
         self.complete = False
         self.over = False
         self.failure: Exception | None = None
+        self._limits = limits
+        self._streamed = streamed
         self._ended = ended
         self._explain = explain
         self._read_timeout_s = read_timeout_s
-        self._max_buffered_bytes = max_buffered_bytes
-        self.pieces: list[bytes] = []
-        self._buffered = 0
+        self._pieces: list[bytes] = []
+        self._body_bytes = 0  # of a stream only the unread ones
+        self._max_bytes = 0
         self._paused = False
         self._last_byte_s = 0.0
         self._loop = loop
@@ -105,50 +139,45 @@ class Exchange:
     # --- for the reader
 
     async def head(self) -> None:
-        """Return once `status` is known; raises what failed before."""
+        """Wait until `status` is known; raise what failed before."""
         while not self.status:
-            await self._arrival()
+            await self._next_arrival()
 
     async def read(self) -> bytes:
-        """What has come since the last read, or what comes next; empty at the end. Raises what
-        failed.
-        """
-        while not self.pieces:
+        """Return the unread bytes, or the next to come; empty at the end. Raise what failed."""
+        while not self._pieces:
             if self.complete:
                 return b""
-            await self._arrival()
-        pieces = self.pieces
-        self.pieces = []
-        self._buffered = 0
+            await self._next_arrival()
+        pieces = self._pieces
+        self._pieces = []
+        if self._streamed:
+            self._body_bytes = 0
         if self._paused:
             self._paused = False
             self._last_byte_s = self._loop.time()
             if self._carrier is not None:
                 self._carrier.resume()
-        if len(pieces) == 1:
-            return pieces[0]
-        return b"".join(pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def read_all(self) -> bytes:
-        """All of the body that has not been read."""
+        """Return all of the body that has not been read."""
         pieces = []
         while piece := await self.read():
             pieces.append(piece)
         return b"".join(pieces)
 
     def held(self) -> bytes:
-        """All that has come and has not been read."""
-        return b"".join(self.pieces)
+        """Return all that has come and has not been read."""
+        return b"".join(self._pieces)
 
     def close(self) -> None:
-        """The reader leaves: unless the answer was complete, its connection is closed. Harmless
-        when repeated.
-        """
+        """Leave: unless the answer was complete, its connection is closed. May be repeated."""
         if not self.over:
             self.fail(ConnectionAbortedError("its reader has left"))
 
-    def _arrival(self) -> "asyncio.Future[None]":
-        """What to await for the next bytes, or the end; raises what failed."""
+    def _next_arrival(self) -> "asyncio.Future[None]":
+        """Return what to await for the next bytes, or the end; raise what failed."""
         if self.failure is not None:
             raise self.failure
         self._reader = self._loop.create_future()
@@ -156,43 +185,53 @@ class Exchange:
 
     # --- for the connection
 
-    def carried_by(self, carrier: "Connection") -> float:
-        """The request is on its way; when it fails, as `due_s`."""
+    def start(self, carrier: "Connection") -> float:
+        """Note that the request is on its way; return when it fails, as `due_s`."""
         self._carrier = carrier
-        self._last_byte_s = now_s = self._loop.time()
-        return now_s + self._read_timeout_s
+        self._last_byte_s = self._loop.time()
+        return self._last_byte_s + self._read_timeout_s
 
     def due_s(self) -> float:
-        """When it fails, by the loop's clock, unless bytes come before."""
+        """Return when it fails, by the loop's clock, unless bytes come before."""
         return (self._loop.time() if self._paused else self._last_byte_s) + self._read_timeout_s
 
-    def bytes_came(self, count: int) -> None:
-        """`count` bytes of head or body came: wake the reader, or pause the server if the reader is
-        far behind.
-        """
+    def take_head(self, status: int, content_type: str) -> None:
+        """Note the answer's head, from which the body's limit follows."""
+        self.status = status
+        self.content_type = content_type or self.content_type
+        is_events = status == HTTP_OK and content_type.startswith("text/event-stream")
+        self._streamed = self._streamed and is_events
+        self._max_bytes = self._limits.error if status >= _FIRST_ERROR else self._limits.body
+
+    def take(self, piece: bytes) -> None:
+        """Wake the reader, with the next `piece` of the body, which may be empty."""
         self._last_byte_s = self._loop.time()
-        self._buffered += count
-        limit = self._max_buffered_bytes
+        if piece:
+            self.began = True
+            self._pieces.append(piece)
+            self._body_bytes += len(piece)
+            if self._streamed:
+                self._pause_if_behind()
+            elif self._body_bytes > self._max_bytes:
+                part = "an error" if self.status >= _FIRST_ERROR else "a body"
+                self.fail(AnswerTooLong(part, self._max_bytes))
         reader = self._reader
-        if limit is not None and self._buffered > limit and not self._paused and self._carrier:
-            if not self.pieces:  # no reader takes those, so a pause would never end
-                self.fail(
-                    ConnectionError("the answer's head, or the frame of its body, is too long")
-                )
-                return
-            self._paused = True
-            self._carrier.pause()
         if reader is not None and self.status and not reader.done():
             reader.set_result(None)
 
-    def finished(self) -> None:
-        """The answer is complete, and its connection free."""
+    def _pause_if_behind(self) -> None:
+        if self._body_bytes > self._limits.unread and not self._paused and self._carrier:
+            self._paused = True
+            self._carrier.pause()
+
+    def finish(self) -> None:
+        """Note that the answer is complete, and its connection free."""
         if not self.over:
             self.complete = True
             self._end()
 
     def fail(self, error: Exception) -> None:
-        """End it with `error`, unless it has ended; what came before can still be read."""
+        """End it with `error`, unless it has ended; the bytes before it can still be read."""
         if self.over:
             return
         if self._explain is None or not isinstance(error, OSError):
@@ -216,44 +255,44 @@ class Exchange:
             ended(self)
 
 
-class Connection(asyncio.Protocol):
-    """Carries one exchange at a time; `released` is called when it can carry the next, `lost` when
-    it is gone.
+class Connection(asyncio.BufferedProtocol):
+    """Carries one exchange at a time.
 
-    One timer watches over all its exchanges: setting one for each would cost as much as parsing the
+    In one turn of the loop at most TURN_BYTES are read and parsed; then others have their turn. One
+    timer watches over all its exchanges: setting one for each would cost as much as parsing the
     answer.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        origin: Origin,
-        released: Callable[["Connection"], None],
-        lost: Callable[["Connection"], None],
-    ) -> None:
+    def __init__(self, client: "HttpClient", origin: Origin) -> None:
         self.origin = origin
         self.idle_since_s = 0.0
         self.transport: asyncio.Transport
-        self._loop = loop
-        self._released = released
-        self._lost = lost
+        self._client = client
+        self._loop = client.loop
+        self._buffer = client.buffer
+        self._max_head_bytes = client.limits.head
         self._watch: asyncio.TimerHandle | None = None
         self._watch_s = 0.0
         self._exchange: Exchange | None = None
         self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
         self._content_type = ""
+        self._frame_bytes = 0
         self._sized = False
         self._ended = False
         self._reusable = True
+        self._reader_behind = False
+        self._turn_over = False
         self._paused = False
 
     def send(self, exchange: Exchange, request: bytes) -> None:
         """Begin `exchange` by writing its request."""
         self._exchange = exchange
+        self._frame_bytes = 0
         self._ended = False
         self._reusable = True
         self.transport.write(request)
-        due_s = exchange.carried_by(self)
+        due_s = exchange.start(self)
         if self._watch is None or due_s < self._watch_s:
             self._watch_until(due_s)
 
@@ -265,22 +304,38 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     def pause(self) -> None:
-        if not self._paused and not self.transport.is_closing():
-            self._paused = True
-            self.transport.pause_reading()
+        """Read no more: the reader is far behind."""
+        self._reader_behind = True
+        self._pause_or_resume()
 
     def resume(self) -> None:
-        if self._paused and not self.transport.is_closing():
-            self._paused = False
+        """Read on."""
+        self._reader_behind = False
+        self._pause_or_resume()
+
+    def _begin_turn(self) -> None:
+        self._turn_over = False
+        self._pause_or_resume()
+
+    def _pause_or_resume(self) -> None:
+        paused = self._reader_behind or self._turn_over
+        if paused == self._paused or self.transport.is_closing():
+            return
+        self._paused = paused
+        if paused:
+            self.transport.pause_reading()
+        else:
             self.transport.resume_reading()
 
-    # --- asyncio.Protocol
+    # --- asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's does not derive from it
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost(self)
+        """End the exchange: its body ends with the connection, or the answer broke off."""
+        self._client.forget(self)
         if self._watch is not None:
             self._watch.cancel()
         exchange = self._exchange
@@ -288,27 +343,63 @@ class Connection(asyncio.Protocol):
         if exchange is None:
             return
         if exc is None and exchange.status and not self._sized:
-            exchange.finished()  # such a body ends with its connection
+            exchange.finish()
         else:
             exchange.fail(
                 ConnectionError(f"the connection broke before the answer's end ({exc or 'closed'})")
             )
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer for the next bytes."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parse the bytes that came, and hand the body on."""
         exchange = self._exchange
         if exchange is None:  # bytes without a request
             self.transport.abort()
             return
         try:
-            self._parser.feed_data(data)
+            self._parse(self._buffer[:nbytes])
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._reusable = False
-            if not self._ended:
-                exchange.fail(ConnectionError(f"the answer is not HTTP/1.1 ({error})"))
+            self._spoil(ConnectionError(f"the answer is not HTTP/1.1 ({error})"))
+        except AnswerTooLong as error:
+            self._spoil(error)
+        body = self._body
+        if body:
+            self._body = []
+        exchange.take(body[0] if len(body) == 1 else b"".join(body))
+        if self._exchange is None:
+            return
         if self._ended:
             self._end()
-        else:
-            exchange.bytes_came(len(data))
+        elif nbytes == len(self._buffer):
+            self._turn_over = True
+            self._pause_or_resume()
+            self._loop.call_soon(self._begin_turn)
+
+    def _spoil(self, error: ConnectionError) -> None:
+        """Fail the exchange, unless its answer is complete, and do not use the connection again."""
+        self._reusable = False
+        if self._exchange is not None and not self._ended:
+            self._exchange.fail(error)
+
+    def _parse(self, data: memoryview) -> None:
+        """Parse `data`; the parser's callbacks reset `_frame_bytes` at the head and at each piece.
+
+        Raises AnswerTooLong where neither comes within `max_head_bytes`.
+        """
+        before = self._frame_bytes
+        self._frame_bytes = before + len(data)
+        if self._frame_bytes < self._max_head_bytes:
+            self._parser.feed_data(data)
+            return
+        room = self._max_head_bytes - before
+        self._parser.feed_data(data[:room])
+        if self._frame_bytes:
+            part = "the frame of a body" if self._exchange and self._exchange.status else "a head"
+            raise AnswerTooLong(part, self._max_head_bytes)
+        self._parser.feed_data(data[room:])
 
     def _watch_until(self, due_s: float) -> None:
         if self._watch is not None:
@@ -332,66 +423,76 @@ class Connection(asyncio.Protocol):
         self._exchange = None
         self._ended = False
         if self._reusable:
-            if self._paused:
-                self.resume()
-            self._released(self)
+            self.resume()
+            self._client.keep(self)
         else:
             self.transport.close()
         if exchange is not None:
-            exchange.finished()
+            exchange.finish()
 
     # --- httptools
 
     def on_message_begin(self) -> None:
+        """Begin an answer, or a 1xx before it."""
         self._reusable = not self._ended  # an answer behind the answer was not asked for
         self._content_type = ""
         self._sized = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Take one header."""
         lower = name.lower()
         if lower == b"content-type":
             self._content_type = value.decode("latin-1")
-        elif lower in _LENGTHS:
+        elif lower in _FRAMINGS:
             self._sized = True
 
     def on_headers_complete(self) -> None:
+        """Take the head, unless it is a 1xx."""
         status = self._parser.get_status_code()
         self._sized = self._sized or status in _NO_BODY
         exchange = self._exchange
-        if status >= 200 and exchange is not None and not self._ended:
-            exchange.status = status
-            if self._content_type:
-                exchange.content_type = self._content_type
+        if status >= HTTP_OK and exchange is not None and not self._ended:
+            self._frame_bytes = 0
+            exchange.take_head(status, self._content_type)
 
     def on_body(self, body: bytes) -> None:
-        exchange = self._exchange
-        if exchange is not None and not self._ended:
-            exchange.began = True
-            exchange.pieces.append(body)
+        """Take a piece of the body."""
+        if not self._ended:
+            self._frame_bytes = 0
+            self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() >= 200:  # a 1xx is not the answer yet
+        """End the answer, unless it is a 1xx."""
+        if self._parser.get_status_code() >= HTTP_OK:
+            self._frame_bytes = 0
             self._ended = True
             self._reusable = self._reusable and self._parser.should_keep_alive()
 
 
 class HttpClient:
-    """Begins exchanges over pooled connections, which are not used again once they were idle for
-    `idle_s`.
+    """Begins exchanges over pooled connections; one that was idle for `idle_s` is not used again.
 
     `tls` is for https; without it certificates are checked by the system's. Make it where its loop
     runs: asking asyncio for the loop again and again costs a system call each on Python 3.11.
     """
 
     def __init__(
-        self, *, connect_s: float, idle_s: float = IDLE_S, tls: ssl.SSLContext | None = None
+        self,
+        *,
+        connect_s: float,
+        idle_s: float = IDLE_S,
+        tls: ssl.SSLContext | None = None,
+        limits: AnswerLimits = AnswerLimits(),
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._connect_s = connect_s
         self._idle_s = idle_s
+        self.limits = limits
         self._tls: ssl.SSLContext | Literal[True] = tls or True
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connecting = TaskOwner()
+        self.buffer = memoryview(bytearray(TURN_BYTES))
+        """Of all connections: each empties it before another fills it."""
         self._closed = False
         self._swept_s = 0.0
 
@@ -401,19 +502,19 @@ class HttpClient:
         body: bytes | None,
         *,
         read_timeout_s: float,
+        streamed: bool = False,
         ended: Callable[[Exchange], None] | None = None,
-        max_buffered_bytes: int | None = MAX_BUFFERED_BYTES,
         explain: Callable[[Exception], Exception] | None = None,
         headers: bytes = b"",
     ) -> Exchange:
         """Send a request. See `Exchange` for the answer."""
-        exchange = Exchange(self._loop, read_timeout_s, ended, max_buffered_bytes, explain)
+        exchange = Exchange(self.loop, self.limits, read_timeout_s, streamed, ended, explain)
         request = endpoint.request(body, headers)
         idle = self._idle.get(endpoint.origin)
         while idle:  # the one used last is the least likely to be closed by the server
             connection = idle.pop()
             if (
-                self._loop.time() - connection.idle_since_s < self._idle_s
+                self.loop.time() - connection.idle_since_s < self._idle_s
                 and not connection.transport.is_closing()
             ):
                 connection.send(exchange, request)
@@ -424,12 +525,13 @@ class HttpClient:
 
     @property
     def idle(self) -> int:
-        """Connections that carry nothing and are kept."""
+        """The number of connections that carry nothing and are kept."""
         return sum(map(len, self._idle.values()))
 
     async def aclose(self, limit_s: float) -> None:
-        """Close idle connections, after `limit_s` also those still being opened; the rest close as
-        they end.
+        """Close idle connections, and after `limit_s` those still being opened.
+
+        The rest close as they end.
         """
         self._closed = True
         await self._connecting.aclose(limit_s)
@@ -443,8 +545,8 @@ class HttpClient:
         tls = self._tls if secure else None
         try:
             async with asyncio.timeout(self._connect_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop, origin, self._keep, self._forget),
+                _, connection = await self.loop.create_connection(
+                    lambda: Connection(self, origin),
                     host,
                     port,
                     ssl=tls,
@@ -458,18 +560,16 @@ class HttpClient:
             raise
         else:
             if exchange.over:
-                self._keep(connection)
+                self.keep(connection)
             else:
                 connection.send(exchange, request)
 
-    def _keep(self, connection: Connection) -> None:
-        """Keep a connection that carries nothing, and close those, to any server, that were idle
-        for too long.
-        """
+    def keep(self, connection: Connection) -> None:
+        """Keep a connection that carries nothing; close all that were idle for too long."""
         if self._closed:
             connection.drop()
             return
-        connection.idle_since_s = now_s = self._loop.time()
+        connection.idle_since_s = now_s = self.loop.time()
         self._idle.setdefault(connection.origin, deque()).append(connection)
         if now_s - self._swept_s >= self._idle_s:
             self._swept_s = now_s
@@ -477,7 +577,8 @@ class HttpClient:
                 while idle and now_s - idle[0].idle_since_s >= self._idle_s:
                     idle.popleft().drop()
 
-    def _forget(self, connection: Connection) -> None:
+    def forget(self, connection: Connection) -> None:
+        """Drop a connection that is gone."""
         idle = self._idle.get(connection.origin)
         if idle and connection in idle:
             idle.remove(connection)

@@ -14,10 +14,19 @@ import pytest
 from yarl import URL
 
 from shell_router.config.models import TlsClient
+from shell_router.core.engine import Relayed
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair
-from shell_router.errors import ConfigError, EngineError
-from shell_router.http.client import Exchange, HttpClient, endpoint
+from shell_router.engines.wire import MAX_EVENT_BYTES
+from shell_router.errors import ConfigError, EngineError, EngineRejected
+from shell_router.http.client import (
+    TURN_BYTES,
+    AnswerLimits,
+    AnswerTooLong,
+    Exchange,
+    HttpClient,
+    endpoint,
+)
 from tests.fakes.certificates import authority
 from tests.fakes.scripted_pair import ONCE, generation, until
 
@@ -27,8 +36,12 @@ CHUNKED = (
     b"chunked\r\n\r\n2\r\nhe\r\n3;ext=1\r\nllo\r\n0\r\nTrailer: x\r\n\r\n"
 )
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello"
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE
 SWITCHED = b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"
+
+ALL = AnswerLimits()
+SMALL = AnswerLimits(head=1000, body=2000, error=500, unread=2**17)
 
 
 @dataclass
@@ -92,9 +105,9 @@ async def _request(reader: asyncio.StreamReader, requests: list[bytes]) -> bool:
 
 
 @asynccontextmanager
-async def http_client(idle_s: float = 2.0) -> AsyncIterator[HttpClient]:
+async def http_client(idle_s: float = 2.0, limits: AnswerLimits = ALL) -> AsyncIterator[HttpClient]:
     """A client, closed at the end."""
-    client = HttpClient(connect_s=2, idle_s=idle_s)
+    client = HttpClient(connect_s=2, idle_s=idle_s, limits=limits)
     yield client
     await client.aclose(1)
 
@@ -104,13 +117,13 @@ def post(
     url: str,
     *,
     read_timeout_s: float = 5,
-    max_buffered_bytes: int | None = 2**20,
+    streamed: bool = False,
 ) -> Exchange:
     return client.begin(
         endpoint("POST", URL(url) / "generate"),
         b'{"a":1}',
         read_timeout_s=read_timeout_s,
-        max_buffered_bytes=max_buffered_bytes,
+        streamed=streamed,
     )
 
 
@@ -229,9 +242,9 @@ async def test_silence_fails_a_request_and_closes_its_connection() -> None:
 
 async def test_a_reader_that_is_slow_stops_the_server_and_is_not_taken_for_silence() -> None:
     body, read_timeout_s, now_s = b"x" * 2**16, 0.2, asyncio.get_running_loop().time
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (64 * len(body))
-    async with raw_server(head, *[body] * 64) as server, http_client() as client:
-        exchange = post(client, server.url, read_timeout_s=read_timeout_s, max_buffered_bytes=2**17)
+    head = EVENTS + b"Content-Length: %d\r\n\r\n" % (64 * len(body))
+    async with raw_server(head, *[body] * 64) as server, http_client(limits=SMALL) as client:
+        exchange = post(client, server.url, read_timeout_s=read_timeout_s, streamed=True)
         await exchange.head()
         begun_s = now_s()
         await until(lambda: now_s() - begun_s > 3 * read_timeout_s)
@@ -239,25 +252,128 @@ async def test_a_reader_that_is_slow_stops_the_server_and_is_not_taken_for_silen
         assert len(await exchange.read_all()) == 64 * len(body)
 
 
+def chunked(*chunks: bytes, head: bytes = b"HTTP/1.1 200 OK\r\n") -> bytes:
+    framed = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return head + b"Transfer-Encoding: chunked\r\n\r\n" + framed
+
+
+def head_of(size: int) -> bytes:
+    start, end = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Long: ", b"\r\n\r\n"
+    return start + b"x" * (size - len(start) - len(end)) + end
+
+
+def error_of(size: int) -> bytes:
+    return b"HTTP/1.1 500 Oops\r\nContent-Length: %d\r\n\r\n%s" % (size, b"x" * size)
+
+
+def body_of(size: int) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (size, b"x" * size)
+
+
+@pytest.mark.parametrize("step", [7, 10_000])
 @pytest.mark.parametrize(
-    "pieces",
+    ("fits", "too_long", "part"),
     [
-        (b"HTTP/1.1 200 OK\r\nX-Long: ", *[b"x" * 2**16] * 8, b"\r\nContent-Length: 2\r\n\r\nok"),
-        (
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=",
-            *[b"x" * 2**16] * 8,
-            b"\r\nok\r\n0\r\n\r\n",
-        ),
+        (head_of(1000) + b"ok", head_of(1001) + b"ok", "a head of more than 1000 bytes"),
+        (body_of(2000), body_of(2001), "a body of more than 2000 bytes"),
+        (error_of(500), error_of(501), "an error of more than 500 bytes"),
     ],
-    ids=["head", "chunk extension"],
+    ids=["head", "body", "error"],
 )
-async def test_a_head_or_frame_without_end_fails_and_does_not_wait_for_a_reader(
-    pieces: tuple[bytes, ...],
+async def test_an_answer_has_at_most_its_limit_and_one_byte_more_fails_it(
+    fits: bytes, too_long: bytes, part: str, step: int
 ) -> None:
-    async with raw_server(*pieces) as server, http_client() as client:
-        with pytest.raises(ConnectionError):
-            await answer(post(client, server.url, read_timeout_s=60, max_buffered_bytes=2**17))
+    for written in (fits, too_long):
+        pieces = [written[start : start + step] for start in range(0, len(written), step)]
+        async with raw_server(*pieces) as server, http_client(limits=SMALL) as client:
+            asked = answer(post(client, server.url))
+            if written is fits:
+                assert len((await asked)[1]) in (2, 2000, 500)
+            else:
+                with pytest.raises(AnswerTooLong, match=part):
+                    await asked
+                await until(lambda: server.open == 0)
+
+
+ENDLESS = {
+    "head": (b"HTTP/1.1 200 OK\r\nX-Long: ", b"x" * 2**16),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"X-More: and more\r\n" * 2**12),
+    "1xx": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 2**12),
+    "chunk extension": (chunked() + b"2;x=", b"x" * 2**16),
+    "trailers": (chunked(b"ok") + b"0\r\n", b"X-More: and more\r\n" * 2**12),
+    "body": (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b"x" * 2**16),
+    "tiny chunks": (chunked(), b"1\r\nx\r\n" * 2**12),
+    "error": (chunked(head=b"HTTP/1.1 503 Busy\r\n"), b"ff\r\n%s\r\n" % (b"x" * 255) * 2**8),
+    "events that are none": (
+        chunked(head=EVENTS.replace(b"event-stream", b"plain")),
+        b"ff\r\n%s\r\n" % (b"x" * 255) * 2**8,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+async def test_what_never_ends_fails_and_does_not_wait_for_a_reader(kind: str) -> None:
+    head, more = ENDLESS[kind]
+    async with (
+        raw_server(head, *[more] * 64) as server,
+        http_client(limits=SMALL) as client,
+    ):
+        with pytest.raises(AnswerTooLong):
+            await answer(post(client, server.url, read_timeout_s=60, streamed=True))
         await until(lambda: server.open == 0)
+
+
+async def drained(relayed: Relayed) -> None:
+    async for _ in relayed.chunks:
+        pass
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_an_event_without_end_is_the_engines_error_by_name_and_limit(forwarded: bool) -> None:
+    line = b"100000\r\n%s\r\n" % (b"x" * 2**20)
+    async with raw_server(chunked(b"data: ", head=EVENTS), *[line] * 40) as server:
+        pair = SglangPair(PairAddress(server.url, server.url, "127.0.0.1", 1), retries=ONCE)
+        with pytest.raises(EngineError, match=f"decode engine.* {MAX_EVENT_BYTES} bytes") as raised:
+            if forwarded:
+                body = b'{"input_ids": [1], "stream": true}'
+                async with pair.forward("generate", body) as relayed:
+                    await drained(relayed)
+            else:
+                async for _ in pair.generate(generation("r", 2)):
+                    pass
+        assert isinstance(raised.value, EngineRejected) and raised.value.status == 502
+        await pair.aclose()
+
+
+@pytest.mark.parametrize("status", [pytest.param(200, marks=pytest.mark.slow), 500])
+async def test_a_body_without_end_is_the_engines_error_by_name_and_limit(status: int) -> None:
+    head, more = b"HTTP/1.1 %d X\r\nConnection: close\r\n\r\n" % status, b"x" * 2**20
+    limit = ALL.body if status == 200 else ALL.error
+    async with raw_server(head, *[more] * 130) as server:
+        pair = SglangPair(PairAddress(server.url, server.url, "127.0.0.1", 1), retries=ONCE)
+        with pytest.raises(EngineRejected, match=f"engine sent .* of more than {limit} bytes"):
+            async with pair.forward("generate", b'{"input_ids": [1]}') as relayed:
+                await drained(relayed)
+        await pair.aclose()
+
+
+async def test_others_have_their_turn_while_an_answer_pours_in() -> None:
+    """The loop turns once for at most 32 KiB, however much is there."""
+    poured = chunked(*[b"x" * 1000] * 2000) + b"0\r\n\r\n"
+    async with raw_server(poured) as server, http_client() as client:
+        exchange = post(client, server.url)
+        turns, loop = 0, asyncio.get_running_loop()
+
+        def count_turns() -> None:
+            nonlocal turns
+            turns += 1
+            if not exchange.over:
+                loop.call_soon(count_turns)
+
+        await exchange.head()
+        count_turns()
+        assert await exchange.read_all() == b"x" * 2_000_000
+        assert turns >= len(poured) / TURN_BYTES - 2
 
 
 async def test_a_reader_that_leaves_breaks_the_connection_and_the_next_request_gets_another() -> (
@@ -335,7 +451,7 @@ async def test_ended_is_called_once_for_every_exchange_however_it_ended() -> Non
     seen: list[Exchange] = []
     async with raw_server(WHOLE) as server, http_client() as client:
         at = endpoint("POST", URL(server.url))
-        kept = client.begin(at, b"{}", read_timeout_s=5, ended=seen.append, max_buffered_bytes=None)
+        kept = client.begin(at, b"{}", read_timeout_s=5, ended=seen.append)
         left = client.begin(at, b"{}", read_timeout_s=5, ended=seen.append)
         left.close()
         left.close()
