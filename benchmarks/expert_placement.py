@@ -40,7 +40,7 @@ from report import Row, report
 from benchmarks.expert_placement.drawn import Routing, drawn
 from shell_router.experts.placement import ALGORITHMS, ExpertRecord
 from shell_router.experts.placement.files import read_record
-from shell_router.experts.placement.records import measures
+from shell_router.experts.placement.records import measure_placement
 
 TITLE = "Expert placement"
 RECORDED = Path(__file__).parent / "expert_placement"
@@ -121,7 +121,10 @@ def _rows(model: Model, gpus: int) -> Iterator[Row]:
         started_s = time.perf_counter()
         placement = ALGORITHMS[algorithm](model.record, gpus)
         took_s = time.perf_counter() - started_s
-        seen, fresh = measures(model.record, placement), measures(model.fresh, placement)
+        seen, fresh = (
+            measure_placement(model.record, placement),
+            measure_placement(model.fresh, placement),
+        )
         yield {
             "model": model.name,
             "GPUs": gpus,

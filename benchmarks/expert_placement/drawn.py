@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from shell_router.experts.placement import ExpertRecord, record_of
+from shell_router.experts.placement import ExpertRecord, build_record
 
 Floats = NDArray[np.float32]
 
@@ -46,7 +46,7 @@ def drawn(routing: Routing, tokens: int = 4000, *, sample: int = 0) -> ExpertRec
         chosen.append(_chosen(logits, routing.top_k))
     activations = np.array([layer.sum(axis=0) for layer in chosen])
     transitions = np.array([one.T @ after for one, after in pairwise(chosen)])
-    return record_of(activations.astype(np.int64), transitions.astype(np.int64))
+    return build_record(activations.astype(np.int64), transitions.astype(np.int64))
 
 
 def _logits(

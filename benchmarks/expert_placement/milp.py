@@ -11,9 +11,9 @@ from ortools.sat.python import cp_model
 from shell_router.experts.placement.records import (
     ExpertRecord,
     Placement,
+    compute_loads,
+    count_kept,
     experts_per_gpu,
-    kept,
-    loads,
 )
 
 
@@ -41,9 +41,9 @@ def milp(record: ExpertRecord, gpus: int, weights: Weights = Weights()) -> Place
 
 def objective(record: ExpertRecord, placement: Placement, weights: Weights) -> float:
     """(12): `alpha` D + `beta` cut, D and the cut in activations and transitions."""
-    load = loads(record, placement)
+    load = compute_loads(record, placement)
     deviation = float(abs(load - load.mean(axis=1, keepdims=True)).max())
-    cut = float(record.transitions.sum()) - kept(record, placement)
+    cut = float(record.transitions.sum()) - count_kept(record, placement)
     return weights.alpha * deviation + weights.beta * cut
 
 

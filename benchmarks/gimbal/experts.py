@@ -32,7 +32,13 @@ from benchmarks.gimbal.serving import (
     USABLE,
     costs,
 )
-from shell_router.experts.placement import ExpertRecord, Measures, Placement, measures, place
+from shell_router.experts.placement import (
+    ExpertRecord,
+    Measures,
+    Placement,
+    measure_placement,
+    place,
+)
 from shell_router.standins.simulated.costs import PairCosts
 
 HIDDEN = 2048
@@ -91,7 +97,7 @@ class ExpertParallel:
     @cached_property
     def measures(self) -> Measures:
         """Of the placement on the record."""
-        return measures(self.record, self.placement)
+        return measure_placement(self.record, self.placement)
 
     @cached_property
     def step_s(self) -> Callable[[int], float]:

@@ -41,8 +41,7 @@ Chosen = Annotated[
 
 @dataclass(frozen=True)
 class Server:
-    """An SGLang server, the environment variable that holds its key, and the limit for a
-    request."""
+    """An SGLang server that records experts, and how it is reached."""
 
     url: Annotated[str, argument("URL", "An SGLang server that records experts.")]
     api_key_env: KeyVariable = None
@@ -50,16 +49,16 @@ class Server:
 
     @asynccontextmanager
     async def recorder(self) -> "AsyncIterator[ExpertRecorder]":
-        """What has it record while the context is open. Raises ConfigError where it cannot."""
+        """Connect to the server. Raises ConfigError if it cannot record."""
         import aiohttp
 
         from shell_router.experts.server_control import ExpertRecorder
 
         key = secret(self.api_key_env)
         async with aiohttp.ClientSession() as session:
-            found = ExpertRecorder(session, self.url, api_key=key, limit_s=self.timeout_s)
-            await found.require_recording()
-            yield found
+            recorder = ExpertRecorder(session, self.url, api_key=key, limit_s=self.timeout_s)
+            await recorder.require_recording()
+            yield recorder
 
 
 @app.command(
@@ -74,7 +73,7 @@ def record(
     seconds: Annotated[float, option("Record for S seconds what the server serves.", metavar="S")],
 ) -> None:
     """Have a server record which experts its tokens choose."""
-    run(recorded(server, out, seconds))
+    run(record_experts(server, out, seconds))
 
 
 @app.command(epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json"))
@@ -91,29 +90,33 @@ def place(
     Prints its balance and its traffic between GPUs, and those of all other algorithms.
     """
     from shell_router.experts.placement import ALGORITHMS
-    from shell_router.experts.placement.files import placement_text, read_record
+    from shell_router.experts.placement.files import format_placement, read_record
 
     require_writable(out)
-    known = read_record(record)
-    found, row = _placed(algorithm, known, gpus)
-    write(out, placement_text(found, known))
-    rows = [row, *(_placed(name, known, gpus)[1] for name in ALGORITHMS if name != algorithm)]
-    print_table(f"{_summary(known)}, on {gpus} GPUs", rows, width=100)
+    counts = read_record(record)
+    placement, row = _place(algorithm, counts, gpus)
+    write(out, format_placement(placement, counts))
+    rows = [row]
+    for name in ALGORITHMS:
+        if name != algorithm:
+            _, row = _place(name, counts, gpus)
+            rows.append(row)
+    print_table(f"{_summarize(counts)}, on {gpus} GPUs", rows, width=100)
     print(f"{out}: start SGLang with --ep-size {gpus} --init-expert-location {out}")
 
 
-async def recorded(server: Server, out: Path, seconds: float) -> None:
-    """Have the server record for `seconds`, and write what it recorded."""
+async def record_experts(server: Server, out: Path, seconds: float) -> None:
+    """Have the server record for `seconds`, and write its record to `out`."""
     import asyncio
 
     require_writable(out)
     async with server.recorder() as recorder:
-        found = _kept(out, await recorder.record(partial(asyncio.sleep, seconds)))
-    print(f"{out}: {_summary(found)}")
+        archive = await recorder.record(partial(asyncio.sleep, seconds))
+    print(f"{out}: {_summarize(_write_record(out, archive))}")
 
 
-def _kept(file: Path, archive: bytes) -> "ExpertRecord":
-    """The record that a server sent, written to `file`. Raises DataError where it holds none."""
+def _write_record(file: Path, archive: bytes) -> "ExpertRecord":
+    """Write the archive to `file` and read it. Raises DataError if it is no record."""
     from shell_router.experts.placement.files import read_record
 
     try:
@@ -125,28 +128,29 @@ def _kept(file: Path, archive: bytes) -> "ExpertRecord":
     return read_record(file)
 
 
-def _placed(name: str, record: "ExpertRecord", gpus: int) -> tuple["Placement", Mapping[str, str]]:
-    """The algorithm's placement, and its row of a table."""
-    from shell_router.experts import placement
+def _place(name: str, record: "ExpertRecord", gpus: int) -> tuple["Placement", Mapping[str, str]]:
+    """Place by the algorithm; return the placement and its row of a table."""
+    from shell_router.experts.placement import measure_placement, place
 
     started_s = time.perf_counter()
-    found = placement.place(name, record, gpus)
-    of = placement.measures(record, found)
+    placement = place(name, record, gpus)
+    took_s = time.perf_counter() - started_s
+    measures = measure_placement(record, placement)
     row = {
         "placement": name,
-        "balance": f"{of.balance:.4f}",
-        "worst layer": f"{of.worst_balance:.4f}",
-        "D": f"{of.deviation:.2%}",
-        "traffic": f"{of.traffic:.2%}" if record.has_transitions else "-",
-        "seconds": f"{time.perf_counter() - started_s:.2f}",
+        "balance": f"{measures.balance:.4f}",
+        "worst layer": f"{measures.worst_balance:.4f}",
+        "D": f"{measures.deviation:.2%}",
+        "traffic": f"{measures.traffic:.2%}" if record.has_transitions else "-",
+        "seconds": f"{took_s:.2f}",
     }
-    return found, row
+    return placement, row
 
 
-def _summary(record: "ExpertRecord") -> str:
-    if record.has_transitions:
-        followed = "with transitions"
-    else:
-        followed = "without transitions"
-    counted = f"{record.activations.sum():,.0f} activations"
-    return f"{len(record.layers)} layers of {record.experts} experts, {counted}, {followed}"
+def _summarize(record: "ExpertRecord") -> str:
+    with_or_without = "with" if record.has_transitions else "without"
+    activations = f"{record.activations.sum():,.0f} activations"
+    return (
+        f"{len(record.layers)} layers of {record.experts} experts, {activations}, "
+        f"{with_or_without} transitions"
+    )

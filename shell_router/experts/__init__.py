@@ -1,1 +1,1 @@
-"""experts."""
+"""Experts of mixture-of-experts models: their placement, and servers that record them."""

@@ -1,4 +1,4 @@
-"""Recording which experts the tokens of an SGLang server choose, over its control routes."""
+"""The control routes by which an SGLang server records which experts its tokens choose."""
 
 from collections.abc import Awaitable, Callable
 
@@ -12,16 +12,14 @@ from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
 OK = 200
 NOT_FOUND = 404
 
-
 START = (
     "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE "
-    "in its environment, "
-    "where the router's plugin is installed."
+    "in its environment, where the router's plugin is installed."
 )
 
 
 class ExpertRecorder:
-    """The server at `url`, which records; it is reached through the caller's session.
+    """A client of the server at `url`, through the caller's session.
 
     A request may take `limit_s`. All methods raise EngineUnreachable, EngineStalled, or
     EngineRejected.
@@ -32,39 +30,37 @@ class ExpertRecorder:
     ) -> None:
         self.url = url.rstrip("/")
         self._session = session
+        self._headers = {}
         if api_key:
-            self._headers = {"Authorization": f"Bearer {api_key}"}
-        else:
-            self._headers = {}
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._limit = aiohttp.ClientTimeout(total=limit_s)
 
     async def require_recording(self) -> None:
-        """ConfigError where it records no experts."""
-        status, body = await self._asked("GET", "/shell_router/capabilities")
+        """Raise ConfigError if the server records no experts."""
+        status, body = await self._request("GET", "/shell_router/capabilities")
         if status == NOT_FOUND:
             raise ConfigError(f"{self.url} has no plugin of the router.", remedy=START)
-        if not orjson.loads(self._checked(status, body)).get("expert_record"):
+        if not orjson.loads(self._require_ok(status, body)).get("expert_record"):
             raise ConfigError(f"{self.url} does not record experts.", remedy=START)
 
     async def record(self, work: Callable[[], Awaitable[None]]) -> bytes:
-        """What is recorded while `work` is done, as the plugin's archive; what was recorded before
-        is dropped.
+        """Record while `work` runs; return the plugin's archive.
 
-        The server stops recording however `work` ends.
+        Earlier counts are dropped. The server stops recording however `work` ends.
         """
-        await self._done("POST", "/start_expert_distribution_record")
+        await self._call("POST", "/start_expert_distribution_record")
         try:
             await work()
         finally:
-            await self._done("POST", "/stop_expert_distribution_record")
-        await self._done("POST", "/dump_expert_distribution_record")
-        return await self._done("GET", "/shell_router/expert_record")
+            await self._call("POST", "/stop_expert_distribution_record")
+        await self._call("POST", "/dump_expert_distribution_record")
+        return await self._call("GET", "/shell_router/expert_record")
 
-    async def _done(self, method: str, path: str) -> bytes:
-        """The answer to what has to succeed."""
-        return self._checked(*await self._asked(method, path))
+    async def _call(self, method: str, path: str) -> bytes:
+        """Return the body of an answer that has to be good."""
+        return self._require_ok(*await self._request(method, path))
 
-    async def _asked(self, method: str, path: str) -> tuple[int, bytes]:
+    async def _request(self, method: str, path: str) -> tuple[int, bytes]:
         try:
             async with self._session.request(
                 method, self.url + path, headers=self._headers, timeout=self._limit
@@ -81,7 +77,7 @@ class ExpertRecorder:
                 remedy="Allow more with --timeout-s, or look at its log.",
             ) from None
 
-    def _checked(self, status: int, body: bytes) -> bytes:
+    def _require_ok(self, status: int, body: bytes) -> bytes:
         if status != OK:
             raise rejected(f"engine {self.url}", status, error_message(body))
         return body

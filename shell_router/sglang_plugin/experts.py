@@ -280,18 +280,20 @@ def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus:
     """The expert in each slot [layers, experts], where now those of `slots` are; the same where
     moving gains too little, or none can be placed: an engine that serves is not to end for it."""
     from shell_router.errors import ConfigError
-    from shell_router.experts.placement import measures, place, record_of
-    from shell_router.experts.placement.records import placement_of_slots, verdict
+    from shell_router.experts.placement import build_record, measure_placement, place
+    from shell_router.experts.placement.records import judge_gain, placement_from_slots
 
     try:
-        record = record_of(activations, transitions)
+        record = build_record(activations, transitions)
         layers = list(record.layers)
-        now = placement_of_slots(slots[layers], gpus)
+        now = placement_from_slots(slots[layers], gpus)
         new = place(algorithm, record, gpus)
     except (ConfigError, ValueError) as error:
         logger.error("Experts stay where they are: %s", error)
         return slots
-    moves, reason = verdict(measures(record, now), measures(record, new), MARGIN)
+    moves, reason = judge_gain(
+        measure_placement(record, now), measure_placement(record, new), MARGIN
+    )
     logger.info("Experts %s by %s, %s", "move" if moves else "stay", algorithm, reason)
     if not moves:
         return slots

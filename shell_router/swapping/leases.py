@@ -17,9 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LeaseCounts:
-    """The durations of loads and of requests' waits, failed loads, and loaded models that were
-    found lost.
-    """
+    """Durations of loads and of requests' waits; failed loads, and models found lost."""
 
     loads: Durations = field(default_factory=Durations)
     waits: Durations = field(default_factory=Durations)

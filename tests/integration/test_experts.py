@@ -10,13 +10,12 @@ import pytest
 
 from benchmarks.expert_placement.drawn import Routing, drawn
 from shell_router.cli import main
-from shell_router.cli.experts import Algorithm, Server
-from shell_router.cli.experts import recorded as record_experts
+from shell_router.cli.experts import Algorithm, Server, record_experts
 from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
 from shell_router.experts.placement import ALGORITHMS, ExpertRecord
 from shell_router.experts.placement.algorithms import eplb
 from shell_router.experts.placement.files import MAP
-from shell_router.experts.placement.records import measures
+from shell_router.experts.placement.records import measure_placement
 from tests.fakes.command import running_command
 from tests.fakes.http_engines import ExpertEngine, served
 from tests.fakes.placements import placement_in
@@ -57,7 +56,7 @@ async def test_a_record_is_placed_so_that_sglang_can_load_it(
     assert main(["experts", "place", str(out), "--gpus", "4", "--out", str(placed)]) == 0
     found = placement_in(placed, record, 4)
     assert list(json.loads(placed.read_bytes())) == [MAP]
-    ours, theirs = measures(record, found), measures(record, eplb(record, 4))
+    ours, theirs = measure_placement(record, found), measure_placement(record, eplb(record, 4))
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
 

@@ -24,10 +24,14 @@ from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
 from shell_router.cli import main
 from shell_router.cli.experts import Server
-from shell_router.experts.placement import place, record_of
+from shell_router.experts.placement import build_record, place
 from shell_router.experts.placement.algorithms import eplb
 from shell_router.experts.placement.files import MAP, read_record
-from shell_router.experts.placement.records import loads, measures, placement_of_slots
+from shell_router.experts.placement.records import (
+    compute_loads,
+    measure_placement,
+    placement_from_slots,
+)
 from shell_router.sglang_plugin.experts import PLACEMENT
 from tests.fakes.placements import placement_in
 from tests.sglang import balanced_ranks
@@ -109,7 +113,8 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     assert rows != [list(range(EXPERTS))] * MOE_LAYERS
     found = read_record(record)
     ours, theirs = (
-        measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, GPUS))
+        measure_placement(found, one)
+        for one in (placement_in(placed, found, GPUS), eplb(found, GPUS))
     )
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
@@ -141,7 +146,7 @@ def test_sglangs_balancer_moves_experts_and_their_weights_to_the_projects_placem
     np.save(tmp_path / "choices.npy", np.stack(choices, axis=1))
     chosen = np.eye(experts)[np.stack(choices)].sum(axis=3)  # [layers, passes, tokens, experts]
     followed = np.einsum("lpte,lptf->lef", chosen[:-1], chosen[1:])
-    record = record_of(2 * chosen.sum(axis=(1, 2)), 2 * followed)
+    record = build_record(2 * chosen.sum(axis=(1, 2)), 2 * followed)
     wanted = place(algorithm, record, 2)
     assert (wanted.gpu_of != eplb(record, 2).gpu_of).any(), "SGLang's own would be another"
     for metadata, held, rank in ranks_balanced(tmp_path, algorithm):
@@ -244,5 +249,5 @@ def test_our_eplb_loads_gpus_as_sglangs_own_does() -> None:
     )
     assert len(found) == len(cases)
     for (record, gpus), slots in zip(cases, found, strict=True):
-        theirs = np.sort(loads(record, placement_of_slots(np.array(slots), gpus)), axis=1)
-        assert (theirs == np.sort(loads(record, eplb(record, gpus)), axis=1)).all()
+        theirs = np.sort(compute_loads(record, placement_from_slots(np.array(slots), gpus)), axis=1)
+        assert (theirs == np.sort(compute_loads(record, eplb(record, gpus)), axis=1)).all()

@@ -1,12 +1,20 @@
-"""On which GPU each expert of a mixture-of-experts model lives (Gimbal, section III.D)."""
+"""The placement of a mixture-of-experts model's experts on GPUs (Gimbal, section III.D)."""
 
 from shell_router.experts.placement.algorithms import ALGORITHMS, place
 from shell_router.experts.placement.records import (
     ExpertRecord,
     Measures,
     Placement,
-    measures,
-    record_of,
+    build_record,
+    measure_placement,
 )
 
-__all__ = ["ALGORITHMS", "ExpertRecord", "Measures", "Placement", "measures", "place", "record_of"]
+__all__ = [
+    "ALGORITHMS",
+    "ExpertRecord",
+    "Measures",
+    "Placement",
+    "build_record",
+    "measure_placement",
+    "place",
+]

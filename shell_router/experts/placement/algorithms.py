@@ -1,6 +1,4 @@
-"""Placement algorithms, all by name: ours, SGLang's (its trivial placement, and EPLB), and Gimbal's
-Algorithm 3.
-"""
+"""Placement algorithms by name: ours, SGLang's trivial placement and EPLB, Gimbal's Algorithm 3."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,43 +12,48 @@ from shell_router.experts.placement.records import (
     ExpertRecord,
     Gpus,
     Placement,
+    compute_loads,
+    count_kept,
     experts_per_gpu,
-    kept,
-    loads,
 )
 
 ANCHOR_GPU = 0
-"""Where `gimbal` puts experts of strong affinity (its k): those of the strongest pairs,
-`AFFINITY_PAIRS` per layer.
-"""
+"""The GPU to which `gimbal` assigns experts of strong affinity: k in the paper."""
+
 AFFINITY_PAIRS = 8
+"""Pairs per layer that count as of strong affinity."""
 
 
 def contiguous(record: ExpertRecord, gpus: int) -> Placement:
-    """The first experts on the first GPU, and so on in every layer: `--init-expert-location
-    trivial`.
-    """
+    """Place the first experts on the first GPU, and so on: `--init-expert-location trivial`."""
     per_gpu = experts_per_gpu(record.experts, gpus)
     row = np.arange(record.experts) // per_gpu
     return Placement(gpus, np.tile(row, (len(record.activations), 1)))
 
 
 def eplb(record: ExpertRecord, gpus: int) -> Placement:
-    """What SGLang's EPLB (`--eplb-algorithm deepseek`) does on one node without redundant experts;
-    written anew here.
+    """Place as SGLang's EPLB does on one node without redundant experts.
 
-    Layer by layer the most activated expert that is left goes to the GPU with the least load that
-    is not full. It reads activations only. tests/sglang holds it against SGLang's own code.
+    Written anew from `--eplb-algorithm deepseek`; tests/sglang compares it with SGLang's own code.
+    Layer by layer the most activated remaining expert goes to the GPU with the least load that is
+    not full. It reads activations only.
     """
     per_gpu = experts_per_gpu(record.experts, gpus)
-    return Placement(gpus, np.array([packed(row, gpus, per_gpu) for row in record.activations]))
+    rows = [pack_experts(row, gpus, per_gpu) for row in record.activations]
+    return Placement(gpus, np.array(rows))
 
 
-def packed(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | None = None) -> Gpus:
-    """The GPU of each expert [experts], most activations first: the least loaded that has fewer
-    than `per_gpu`.
+def pack_experts(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | None = None) -> Gpus:
+    """Assign experts to the least loaded GPUs, the most activated expert first.
 
-    `placed` has the GPUs of experts that have one already, -1 for the others.
+    Args:
+        activations: Counts [experts].
+        gpus: The number of GPUs.
+        per_gpu: The number of experts that a GPU takes.
+        placed: The GPUs of experts that have one already [experts], -1 for the others.
+
+    Returns:
+        The GPU of each expert [experts].
     """
     if placed is None:
         gpu_of = np.full(len(activations), -1)
@@ -69,40 +72,49 @@ def packed(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | None = N
 
 
 def gimbal(record: ExpertRecord, gpus: int) -> Placement:
-    """Algorithm 3, with `ANCHOR_GPU` for its k. M is made of the strongest pairs, `AFFINITY_PAIRS`
-    of them per layer.
+    """Place by Gimbal's Algorithm 3, with `ANCHOR_GPU` for its k.
 
-    A pair of which an expert does not fit on the anchor is left out of M, as section III.D asks.
-    Line 4 orders the remaining experts by A_ij, so each layer is placed on its own, and M holds a
-    pair for its two layers only.
+    M has the strongest pairs, `AFFINITY_PAIRS` per layer. A pair is left out of M if one of its
+    experts does not fit on the anchor, as section III.D asks. Line 4 orders the remaining experts
+    by A_ij, so each layer is placed on its own, and M holds a pair for its two layers only.
     """
     per_gpu = experts_per_gpu(record.experts, gpus)
     anchored = np.zeros(record.activations.shape, dtype=bool)
     links = record.transitions
     strongest = np.argsort(-links, axis=None, kind="stable")[: AFFINITY_PAIRS * len(links)]
     strongest = strongest[links.flat[strongest] > 0]
-    for layer, one, other in zip(*np.unravel_index(strongest, links.shape), strict=True):
-        new = {expert for expert in ((layer, one), (layer + 1, other)) if not anchored[expert]}
-        if all(
-            anchored[of].sum() + sum(layer_ == of for layer_, _ in new) <= per_gpu
-            for of in (layer, layer + 1)
-        ):
-            for expert in new:
-                anchored[expert] = True
-    rows = zip(record.activations, np.where(anchored, ANCHOR_GPU, -1), strict=True)
-    return Placement(gpus, np.array([packed(row, gpus, per_gpu, placed) for row, placed in rows]))
+    for layer, first, second in zip(*np.unravel_index(strongest, links.shape), strict=True):
+        fits = True
+        for of_layer, expert in ((layer, first), (layer + 1, second)):
+            if not anchored[of_layer, expert] and anchored[of_layer].sum() >= per_gpu:
+                fits = False
+        if fits:
+            anchored[layer, first] = True
+            anchored[layer + 1, second] = True
+    rows = []
+    for row, is_anchored in zip(record.activations, anchored, strict=True):
+        placed = np.where(is_anchored, ANCHOR_GPU, -1)
+        rows.append(pack_experts(row, gpus, per_gpu, placed))
+    return Placement(gpus, np.array(rows))
 
 
 ROUNDING = 1e-6
 """Loads are whole numbers; the ideal load is not."""
 
 
-def pull_of(record: ExpertRecord, on: Counts, layer: int) -> Counts:
-    """[experts, gpus]: the transitions that stay on a GPU if the expert is there, with the layers
-    around it as in `on`.
+def compute_pull(record: ExpertRecord, on: Counts, layer: int) -> Counts:
+    """Count the transitions that stay on a GPU if an expert of the layer is there.
 
     A layer's part of the cut (11) is linear in its own x, since experts of one layer never follow
     each other.
+
+    Args:
+        record: The recorded counts.
+        on: Where the experts of the layers around it are: x [layers, experts, gpus].
+        layer: The index of the layer in the record.
+
+    Returns:
+        Counts [experts, gpus].
     """
     pull = np.zeros(on.shape[1:])
     if layer > 0:
@@ -114,25 +126,24 @@ def pull_of(record: ExpertRecord, on: Counts, layer: int) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The load that each GPU of a layer shall have."""
+    """The least and the highest load that each GPU of a layer may have."""
 
     low: float
     high: float
 
-    def outside(self, load: Counts) -> Counts:
-        """How far each load is outside; 0 within."""
+    def excess(self, load: Counts) -> Counts:
+        """Compute how far each load is outside of the bounds; 0 within."""
         return np.asarray((load - self.high).clip(0) + (self.low - load).clip(0))
 
-    def loosened(self, share: float) -> "Bounds":
-        """Wider by `share` of each."""
+    def widen(self, share: float) -> "Bounds":
+        """Widen both bounds by `share` of each."""
         return Bounds(self.low * (1 - share), self.high * (1 + share))
 
 
-def bounds_of(load: Counts) -> Bounds:
-    """What a layer with EPLB's `load` [gpus] allows: the load of its fullest GPU, and D (8, 9)
-    around the ideal.
+def compute_bounds(load: Counts) -> Bounds:
+    """Bound a layer's loads so that no measure is worse than with EPLB's `load` [gpus].
 
-    Within them a layer is worse in neither than by EPLB.
+    The measures are the load of the fullest GPU, and D (8, 9) around the ideal load.
     """
     ideal = load.mean()
     return Bounds(ideal - abs(load - ideal).max() - ROUNDING, load.max() + ROUNDING)
@@ -140,11 +151,15 @@ def bounds_of(load: Counts) -> Bounds:
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """A layer's experts on their GPUs: `gpu_of`, `activations` [experts], and their `pull`
-    [experts, gpus].
+    """A layer's experts on their GPUs, which its methods change by swaps of two experts.
 
-    The methods change `gpu_of`. Each swaps two experts as long as that is better, so that numbers
-    per GPU stay equal, and ends, since no placement comes twice.
+    Swaps keep the number of experts per GPU. Each method swaps as long as that is better, and ends,
+    since no placement comes twice.
+
+    Attributes:
+        gpu_of: The GPU of each expert [experts].
+        activations: Counts [experts].
+        pull: See `compute_pull`.
     """
 
     gpu_of: Gpus
@@ -153,19 +168,20 @@ class Layer:
 
     @property
     def load(self) -> Counts:
-        """[gpus]."""
+        """The load of each GPU [gpus]."""
         return np.asarray(
             np.bincount(self.gpu_of, self.activations, minlength=self.pull.shape[1]),
             dtype=np.float64,
         )
 
     def level(self, bounds: Bounds) -> bool:
-        """Bring every GPU's load within `bounds`, first by the swap that loses least for it.
-        Whether it could.
+        """Bring every GPU's load within `bounds`; return whether that succeeded.
+
+        The swap that loses the fewest transitions for its relief comes first.
         """
-        while (outside := bounds.outside(self.load)).any():
-            now = outside[self.gpu_of]
-            relief = now[:, None] + now - bounds.outside(self._after()).sum(axis=0)
+        while (excess := bounds.excess(self.load)).any():
+            now = excess[self.gpu_of]
+            relief = now[:, None] + now - bounds.excess(self._loads_after()).sum(axis=0)
             loss = -self._gain()
             merit = relief / (1 + loss - loss.min())
             if not self._swap(np.where(self._apart(), merit, 0.0)):
@@ -173,37 +189,34 @@ class Layer:
         return True
 
     def gather(self, bounds: Bounds) -> None:
-        """Keep more transitions on their GPUs, all loads within `bounds` as they were: the best
-        swap first.
-        """
-        while self._swap(np.where(bounds.outside(self._after()).any(axis=0), 0.0, self._gain())):
-            pass
+        """Keep more transitions on their GPUs, with all loads within `bounds`; best swap first."""
+        while True:
+            leaves_bounds = bounds.excess(self._loads_after()).any(axis=0)
+            if not self._swap(np.where(leaves_bounds, 0.0, self._gain())):
+                return
 
     def even(self, bounds: Bounds) -> None:
-        """Lower the highest load where that loses no transition, within `bounds`: what lowers it
-        most first.
+        """Lower the highest load by swaps that lose no transition, within `bounds`.
+
+        The swap that lowers it most comes first.
         """
         while True:
             load = self.load
-            after = self._after()
+            after = self._loads_after()
             fullest = load[self.gpu_of][:, None] == load.max()
-            free = (self._gain() >= 0) & ~bounds.outside(after).any(axis=0)
-            if not self._swap(
-                np.where(fullest & self._apart() & free, load.max() - after.max(axis=0), 0.0)
-            ):
+            free = (self._gain() >= 0) & ~bounds.excess(after).any(axis=0)
+            allowed = fullest & self._apart() & free
+            if not self._swap(np.where(allowed, load.max() - after.max(axis=0), 0.0)):
                 return
 
     def _gain(self) -> Counts:
-        """[experts, experts]: how many more transitions stay on their GPUs after a swap of the
-        two."""
+        """Count the transitions that a swap of two keeps on their GPUs [experts, experts]."""
         there = self.pull[:, self.gpu_of]
         now = there.diagonal()
         return np.asarray(there + there.T - now - now[:, None])
 
-    def _after(self) -> Counts:
-        """[2, experts, experts]: the loads of the first's and of the second's GPU after a swap of
-        the two.
-        """
+    def _loads_after(self) -> Counts:
+        """Compute the loads of both experts' GPUs after their swap [2, experts, experts]."""
         first = (self.load[self.gpu_of] - self.activations)[:, None] + self.activations
         return np.stack((first, first.T))
 
@@ -211,46 +224,46 @@ class Layer:
         return np.asarray(self.gpu_of[:, None] != self.gpu_of)
 
     def _swap(self, merit: Counts) -> bool:
-        """Swap the two of most merit, if any has some. Whether it did."""
-        one, other = np.unravel_index(np.argmax(merit), merit.shape)
-        if merit[one, other] <= 0:
+        """Swap the two experts of most merit; return False if no swap has any."""
+        first, second = np.unravel_index(np.argmax(merit), merit.shape)
+        if merit[first, second] <= 0:
             return False
-        self.gpu_of[[one, other]] = self.gpu_of[[other, one]]
+        self.gpu_of[[first, second]] = self.gpu_of[[second, first]]
         return True
 
 
-LOOSENED = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
-"""How far loads may lie above their bounds: first experts that follow each other get together, then
-loads even.
+WIDENED = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+"""Shares by which loads may exceed their bounds: experts that follow each other gather first, then
+loads become even.
 """
 SWEEPS = 8
 ENOUGH = 5e-4
-"""A sweep that keeps so few more of the transitions is the last."""
+"""A sweep that keeps no larger share of the transitions is the last."""
 
 
 def swap(record: ExpertRecord, gpus: int) -> Placement:
-    """Less traffic than EPLB's and no layer worse balanced, by local search.
+    """Cause less traffic than EPLB, with no layer balanced worse, by local search.
 
-    Two searches start from EPLB's placement: one never leaves its bounds, the other loosens them
-    and tightens them again, which finds groups that the first cannot reach. Both end within the
-    bounds, and a sweep that stays within them never adds traffic, so that the better one is no
-    worse than EPLB in either. Then each layer's highest load is lowered as far as that costs no
-    traffic, which is all there is to do where no transitions were recorded.
+    Two searches start from EPLB's placement. One never leaves its bounds. The other widens them and
+    narrows them again, and so finds groups that the first cannot reach. Both end within the bounds,
+    and a sweep within the bounds never adds traffic, so the better search is no worse than EPLB in
+    either. Then each layer's highest load is lowered as far as that costs no traffic, which is all
+    there is to do if no transitions were recorded.
     """
     reference = eplb(record, gpus)
-    bounds = [bounds_of(load) for load in loads(record, reference)]
+    bounds = [compute_bounds(load) for load in compute_loads(record, reference)]
     near = _Search(record, reference)
     far = _Search(record, reference)
-    near.until_settled(bounds)
-    for loosened in LOOSENED:
-        far.until_settled([one.loosened(loosened) for one in bounds])
-    best = max(near, far, key=lambda search: kept(record, search.placement))
+    near.settle(bounds)
+    for share in WIDENED:
+        far.settle([bound.widen(share) for bound in bounds])
+    best = max(near, far, key=lambda search: count_kept(record, search.placement))
     best.even(bounds)
     return best.placement
 
 
 class _Search:
-    """A placement that is made better layer by layer, from `reference` on."""
+    """A placement that becomes better layer by layer, from `reference` on."""
 
     def __init__(self, record: ExpertRecord, reference: Placement) -> None:
         self._record = record
@@ -262,33 +275,35 @@ class _Search:
     def placement(self) -> Placement:
         return Placement(self._reference.gpus, self._gpu_of)
 
-    def until_settled(self, bounds: Sequence[Bounds]) -> None:
-        """Sweep forth and back until a sweep changes little. Within `bounds` afterwards, if
-        `reference` is.
+    def settle(self, bounds: Sequence[Bounds]) -> None:
+        """Sweep forth and back until a sweep changes little.
+
+        The placement is within `bounds` afterwards if `reference` is.
         """
-        forth = range(len(self._gpu_of))
+        order = list(range(len(self._gpu_of)))
         before = -np.inf
-        for sweep in range(SWEEPS):
-            for number in forth if sweep % 2 == 0 else reversed(forth):
+        for _ in range(SWEEPS):
+            for number in order:
                 layer = self._layer(number)
                 if not layer.level(bounds[number]):
                     layer.gpu_of = self._reference.gpu_of[number].copy()
                 layer.gather(bounds[number])
                 self._put(number, layer)
-            now = kept(self._record, self.placement)
+            order.reverse()
+            now = count_kept(self._record, self.placement)
             if now - before <= ENOUGH * now:
                 return
             before = now
 
     def even(self, bounds: Sequence[Bounds]) -> None:
-        """Lower each layer's highest load where no transition is lost by it."""
+        """Lower each layer's highest load if no transition is lost by it."""
         for number in range(len(self._gpu_of)):
             layer = self._layer(number)
             layer.even(bounds[number])
             self._put(number, layer)
 
     def _layer(self, number: int) -> Layer:
-        pull = pull_of(self._record, self._on, number)
+        pull = compute_pull(self._record, self._on, number)
         return Layer(self._gpu_of[number].copy(), self._record.activations[number], pull)
 
     def _put(self, number: int, layer: Layer) -> None:
@@ -304,10 +319,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "eplb": eplb,
     "contiguous": contiguous,
 }
+"""Every placement algorithm by the name that commands and settings give it."""
 
 
 def place(algorithm: str, record: ExpertRecord, gpus: int) -> Placement:
-    """The placement on `gpus` GPUs that `algorithm` finds for `record`. Raises ConfigError."""
+    """Place the experts of `record` on `gpus` GPUs. Raises ConfigError for unknown algorithms."""
     if algorithm not in ALGORITHMS:
         raise ConfigError(
             f"There is no placement algorithm {algorithm!r}.",

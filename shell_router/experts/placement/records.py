@@ -1,6 +1,4 @@
-"""What was recorded of a model's experts, where they are placed, and how good that is (Gimbal,
-section III.D).
-"""
+"""Recorded expert choices, placements of experts, and their measures (Gimbal, section III.D)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +15,17 @@ Counts = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRecord:
-    """Counts of one model's routing (Gimbal, section III.D, equations 1 and 2).
+    """Counts of one model's routing (Gimbal, equations 1 and 2), made by `build_record`.
 
-    `activations` [layers, experts] is A: how often each expert was chosen. `transitions` [layers -
-    1, experts, experts] is E: how often a token that chose expert j in a layer chose k in the next,
-    all pairs of its top-k; zeros where only activations were recorded. The layers are those that
-    have experts and saw a token; `layers` are their numbers in the model, which has `model_layers`.
-    `record_of` makes it.
+    Only layers that have experts and saw a token are counted.
+
+    Attributes:
+        activations: A [layers, experts]: how often each expert was chosen.
+        transitions: E [layers - 1, experts, experts]: how often a token that chose expert j in a
+            layer chose k in the next, over all pairs of its top-k. Zeros if only activations were
+            recorded.
+        layers: The layers' numbers in the model.
+        model_layers: The number of layers that the model has.
     """
 
     activations: Counts
@@ -33,28 +35,35 @@ class ExpertRecord:
 
     @property
     def experts(self) -> int:
-        """Experts in each layer, m in the paper."""
+        """The number of experts in each layer, m in the paper."""
         return int(self.activations.shape[1])
 
     @property
     def has_transitions(self) -> bool:
-        """Whether it is known which expert followed which."""
+        """Whether transitions were recorded."""
         return bool(self.transitions.any())
 
 
-def record_of(
+def build_record(
     activations: NDArray[np.integer], transitions: NDArray[np.integer] | None = None
 ) -> ExpertRecord:
-    """The record of a whole model's counts, [layers, experts] and [layers - 1, experts, experts].
+    """Build the record from the counts of a whole model.
 
     Layers without a count are left out: they have no experts, as the first layers of DeepSeek's
-    models, or saw no token. `transitions[i]` lead from layer i to the next layer that has experts.
-    ValueError where these are no such counts, or nothing was counted at all.
+    models, or saw no token.
+
+    Args:
+        activations: Counts [layers, experts].
+        transitions: Counts [layers - 1, experts, experts]; those of layer i lead to the next layer
+            that has experts.
+
+    Raises:
+        ValueError: The arrays are no such counts, or nothing was counted.
     """
-    counted = np.asarray(activations, dtype=np.float64)
-    if counted.ndim != 2:
-        raise ValueError(f"activations must be [layers, experts], not {list(counted.shape)}")
-    model_layers, experts = counted.shape
+    chosen = np.asarray(activations, dtype=np.float64)
+    if chosen.ndim != 2:
+        raise ValueError(f"activations must be [layers, experts], not {list(chosen.shape)}")
+    model_layers, experts = chosen.shape
     shape = (max(0, model_layers - 1), experts, experts)
     if transitions is None:
         followed = np.zeros(shape)
@@ -62,15 +71,14 @@ def record_of(
         followed = np.asarray(transitions, dtype=np.float64)
     if followed.shape != shape:
         raise ValueError(f"transitions must be {list(shape)}, not {list(followed.shape)}")
-    for name, counts in (("activations", counted), ("transitions", followed)):
+    for name, counts in (("activations", chosen), ("transitions", followed)):
         if not np.isfinite(counts).all() or (counts < 0).any():
             raise ValueError(f"{name} must be counts from 0 on")
-    layers = np.flatnonzero(counted.sum(axis=1))
+    layers = np.flatnonzero(chosen.sum(axis=1))
     if not len(layers):
         raise ValueError("no activation was counted")
-    return ExpertRecord(
-        counted[layers], followed[layers[:-1]], tuple(map(int, layers)), model_layers
-    )
+    numbers = tuple(map(int, layers))
+    return ExpertRecord(chosen[layers], followed[layers[:-1]], numbers, model_layers)
 
 
 Gpus = NDArray[np.int64]
@@ -78,12 +86,14 @@ Gpus = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Every expert of every layer on one of `gpus` GPUs: `gpu_of` [layers, experts], the same
-    number on each (3, 4).
+    """A GPU for every expert of every layer, with equally many experts on each GPU (3, 4).
 
-    No expert has a copy. The paper partitions the experts once for all layers; SGLang maps each
-    layer on its own, which lets a layer be balanced without unbalancing another, so layers may
-    differ here.
+    No expert has a copy. The paper partitions the experts once for all layers. SGLang maps each
+    layer on its own, so layers may differ here: a layer is balanced without unbalancing another.
+
+    Attributes:
+        gpus: The number of GPUs.
+        gpu_of: The GPU of each expert [layers, experts].
     """
 
     gpus: int
@@ -91,20 +101,22 @@ class Placement:
 
     @cached_property
     def on(self) -> Counts:
-        """x [layers, experts, gpus]: 1 where the expert is on the GPU, else 0."""
+        """The paper's x [layers, experts, gpus]: 1 if the expert is on the GPU, else 0."""
         return np.eye(self.gpus)[self.gpu_of]
 
     @property
     def slots(self) -> Gpus:
-        """SGLang's `physical_to_logical_map` [layers, experts]: which expert each slot holds, GPU
-        0's slots first.
+        """SGLang's `physical_to_logical_map` [layers, experts]: the expert in each slot.
+
+        The slots of GPU 0 come first.
         """
         return np.argsort(self.gpu_of, axis=1, kind="stable")
 
 
-def placement_of_slots(slots: Gpus, gpus: int) -> Placement:
-    """The placement that such a map means. ValueError for a row that does not name each expert
-    once.
+def placement_from_slots(slots: Gpus, gpus: int) -> Placement:
+    """Read a `physical_to_logical_map` [layers, experts].
+
+    Raises ValueError for a row that does not name each expert once.
     """
     layers, experts = slots.shape
     per_gpu = experts_per_gpu(experts, gpus)
@@ -116,7 +128,7 @@ def placement_of_slots(slots: Gpus, gpus: int) -> Placement:
 
 
 def experts_per_gpu(experts: int, gpus: int) -> int:
-    """m/g of (4). Raises ConfigError where it is no whole number."""
+    """Compute m/g of (4). Raises ConfigError unless it is a whole number."""
     if gpus < 1 or experts % gpus:
         raise ConfigError(
             f"{experts} experts do not divide over {gpus} GPUs.",
@@ -129,13 +141,16 @@ def experts_per_gpu(experts: int, gpus: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Of a placement on a record.
+    """The quality of a placement on a record.
 
-    `balance` is the load of a layer's fullest GPU over the mean of its GPUs, a mean over the
-    layers: 1 is even, and the experts of a step take that many times as long as they need to.
-    `worst_balance` is the highest of a layer. `deviation` is the paper's D (8, 9) as a share of the
-    ideal load L_i: how far any GPU is above or below it. `traffic` is the share of the transitions
-    that lead to another GPU (11), 0 where none were recorded.
+    Attributes:
+        balance: The load of a layer's fullest GPU over the mean of its GPUs, averaged over the
+            layers. 1 is even; the experts of a step take that many times as long as they need to.
+        worst_balance: The highest balance of a layer.
+        deviation: The paper's D (8, 9) as a share of the ideal load L_i: how far any GPU is above
+            or below it.
+        traffic: The share of the transitions that lead to another GPU (11); 0 if none were
+            recorded.
     """
 
     balance: float
@@ -144,42 +159,43 @@ class Measures:
     traffic: float
 
 
-def loads(record: ExpertRecord, placement: Placement) -> Counts:
-    """L [layers, gpus]: the activations of each GPU's experts (7)."""
+def compute_loads(record: ExpertRecord, placement: Placement) -> Counts:
+    """Sum the activations of each GPU's experts: L [layers, gpus] (7)."""
     return np.asarray((record.activations[:, None] @ placement.on)[:, 0])
 
 
-def kept(record: ExpertRecord, placement: Placement) -> float:
-    """The transitions that stay on their GPU.
+def count_kept(record: ExpertRecord, placement: Placement) -> float:
+    """Count the transitions that stay on their GPU.
 
-    Per layer: from expert j of a layer to k of the next, each where it is placed in its own layer.
-    Where all layers are placed alike this is what the cut of (11) leaves, with W made symmetric.
+    Expert j of a layer and k of the next are each on the GPU of their own layer's placement. If all
+    layers are placed alike, the rest is the cut of (11), with W made symmetric.
     """
     on = placement.on
     return float(((record.transitions @ on[1:]) * on[:-1]).sum())
 
 
-def measures(record: ExpertRecord, placement: Placement) -> Measures:
-    """How good `placement` is, if tokens are routed as in `record`."""
-    load = loads(record, placement)
+def measure_placement(record: ExpertRecord, placement: Placement) -> Measures:
+    """Measure the placement for tokens that are routed as in `record`."""
+    load = compute_loads(record, placement)
     ideal = load.mean(axis=1, keepdims=True)
     balance = load.max(axis=1) / ideal[:, 0]
     total = record.transitions.sum()
+    traffic = 0.0
+    if total:
+        traffic = float(1 - count_kept(record, placement) / total)
     return Measures(
         balance=float(balance.mean()),
         worst_balance=float(balance.max()),
         deviation=float((abs(load - ideal) / ideal).max()),
-        traffic=float(1 - kept(record, placement) / total) if total else 0.0,
+        traffic=traffic,
     )
 
 
-def verdict(now: Measures, new: Measures, margin: float) -> tuple[bool, str]:
-    """Whether `new` beats `now`, both on the same record, by `margin` in all; and the reason in
-    words.
+def judge_gain(now: Measures, new: Measures, margin: float) -> tuple[bool, str]:
+    """Decide whether `new` beats `now`, both on the same record, by `margin`.
 
-    The gain is the share of load that the fullest GPU loses and the share of transitions that no
-    longer cross, added
-    up: what one wins the other may lose.
+    The gain is the share of load that the fullest GPU loses plus the share of transitions that no
+    longer cross: one may lose what the other wins. Returns the decision and its reason in words.
     """
     gain = 1 - new.balance / now.balance + now.traffic - new.traffic
     change = (

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from shell_router.experts.placement import measures, place, record_of
-from shell_router.experts.placement.records import placement_of_slots
+from shell_router.experts.placement import build_record, measure_placement, place
+from shell_router.experts.placement.records import placement_from_slots
 from shell_router.sglang_plugin.experts import (
     ALGORITHMS,
     PLACEMENT,
@@ -242,11 +242,12 @@ def test_experts_move_to_where_the_projects_algorithm_places_them(algorithm: str
     activations[:, :3] *= 10  # all of one GPU's
     activations[1] = 0  # a layer without experts
     found = placed(algorithm, activations, transitions, IN_ORDER, GPUS)
-    record = record_of(activations, transitions)
+    record = build_record(activations, transitions)
     assert (found[[0, 2]] == place(algorithm, record, GPUS).slots).all()
     assert (found[1] == IN_ORDER[1]).all() and (np.arange(EXPERTS) == IN_ORDER).all()
     new, now = (
-        measures(record, placement_of_slots(slots[[0, 2]], GPUS)) for slots in (found, IN_ORDER)
+        measure_placement(record, placement_from_slots(slots[[0, 2]], GPUS))
+        for slots in (found, IN_ORDER)
     )
     assert new.balance < now.balance
 

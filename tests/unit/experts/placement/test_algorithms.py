@@ -16,11 +16,11 @@ from shell_router.experts.placement import (
     ExpertRecord,
     Measures,
     Placement,
+    build_record,
     place,
-    record_of,
 )
-from shell_router.experts.placement.algorithms import Bounds, Layer, bounds_of, eplb
-from shell_router.experts.placement.records import kept, loads, measures
+from shell_router.experts.placement.algorithms import Bounds, Layer, compute_bounds, eplb
+from shell_router.experts.placement.records import compute_loads, count_kept, measure_placement
 
 TINY = 1e-9
 
@@ -36,7 +36,7 @@ def records(draw: st.DrawFn, *, experts: tuple[int, ...] = (4, 6, 8, 12)) -> Exp
     transitions = random.poisson(
         draw(st.sampled_from([0.0, 0.3, 20.0])), (layers - 1, number, number)
     )
-    return record_of(activations, transitions)
+    return build_record(activations, transitions)
 
 
 def divisors(number: int) -> list[int]:
@@ -59,10 +59,11 @@ def test_the_default_is_never_worse_than_eplb_in_balance_nor_in_traffic(
 ) -> None:
     chosen = data.draw(st.sampled_from(divisors(record.experts)))
     found, baseline = place("swap", record, chosen), eplb(record, chosen)
-    assert no_worse(measures(record, found), measures(record, baseline))
-    assert (loads(record, found).max(axis=1) <= loads(record, baseline).max(axis=1) + TINY).all(), (
-        "in some layer"
-    )
+    assert no_worse(measure_placement(record, found), measure_placement(record, baseline))
+    assert (
+        compute_loads(record, found).max(axis=1)
+        <= compute_loads(record, baseline).max(axis=1) + TINY
+    ).all(), "in some layer"
 
 
 @pytest.mark.parametrize("routing", [Routing(layers=8), Routing(layers=8, topics=8, topical=3)])
@@ -72,8 +73,8 @@ def test_on_routing_with_affinity_the_default_beats_eplb_in_traffic_and_is_no_wo
 ) -> None:
     record, chosen = drawn(routing, 1000), gpus
     found, baseline = (
-        measures(record, place("swap", record, chosen)),
-        measures(record, eplb(record, chosen)),
+        measure_placement(record, place("swap", record, chosen)),
+        measure_placement(record, eplb(record, chosen)),
     )
     assert no_worse(found, baseline)
     assert found.traffic < baseline.traffic - 0.015
@@ -84,15 +85,15 @@ def test_groups_that_no_swap_within_eplbs_bounds_reaches_are_found() -> None:
     fifth would cross.
     """
     record = drawn(Routing(layers=8, topics=2, topical=10, skew=0.3), 1000)
-    assert measures(record, place("swap", record, 2)).traffic < 0.05
+    assert measure_placement(record, place("swap", record, 2)).traffic < 0.05
 
 
 def test_without_transitions_the_default_balances_better_than_eplb() -> None:
-    record = record_of(
+    record = build_record(
         np.array([[8, 7, 7, 5, 4, 1]])
     )  # greedily 8 + 5 + 4 and 7 + 7 + 1, at best 16 and 16
-    assert measures(record, eplb(record, 2)).balance == 17 / 16
-    assert measures(record, place("swap", record, 2)).balance == 1
+    assert measure_placement(record, eplb(record, 2)).balance == 17 / 16
+    assert measure_placement(record, place("swap", record, 2)).balance == 1
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -124,7 +125,7 @@ def partitions(experts: int, gpus: int) -> Iterator[tuple[int, ...]]:
 
 def small(seed: int, layers: int = 3) -> ExpertRecord:
     random = np.random.default_rng(seed)
-    return record_of(random.integers(1, 50, (layers, 4)), random.poisson(3, (layers - 1, 4, 4)))
+    return build_record(random.integers(1, 50, (layers, 4)), random.poisson(3, (layers - 1, 4, 4)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -148,7 +149,7 @@ def test_the_milp_finds_what_trying_everything_finds(seed: int, one_partition: b
 def test_the_milp_counts_a_gpu_below_the_ideal_load_as_it_counts_one_above(seed: int) -> None:
     """With three GPUs the emptiest may be further from the ideal than the fullest."""
     random = np.random.default_rng(seed)
-    record = record_of(random.integers(1, 40, (2, 6)), random.poisson(2, (1, 6, 6)))
+    record = build_record(random.integers(1, 40, (2, 6)), random.poisson(2, (1, 6, 6)))
     chosen = Weights(alpha=2.0, one_partition=True)
     best = min(
         objective(record, Placement(3, np.array([row, row])), chosen) for row in partitions(6, 3)
@@ -164,14 +165,14 @@ def test_swaps_come_near_the_best_traffic_within_the_same_balance() -> None:
     for seed in range(12):
         random = np.random.default_rng(seed)
         links = random.poisson(2, (2, 6, 6)) * random.integers(0, 9, (2, 6, 6))
-        record = record_of(random.integers(20, 40, (3, 6)), links)
-        bounds = [bounds_of(load) for load in loads(record, eplb(record, 2))]
+        record = build_record(random.integers(20, 40, (3, 6)), links)
+        bounds = [compute_bounds(load) for load in compute_loads(record, eplb(record, 2))]
         fitting = [
-            [row for row in partitions(6, 2) if not of.outside(np.bincount(row, counts)).any()]
+            [row for row in partitions(6, 2) if not of.excess(np.bincount(row, counts)).any()]
             for counts, of in zip(record.activations, bounds, strict=True)
         ]
-        best = max(kept(record, Placement(2, np.array(rows))) for rows in product(*fitting))
-        shares.append(kept(record, place("swap", record, 2)) / best)
+        best = max(count_kept(record, Placement(2, np.array(rows))) for rows in product(*fitting))
+        shares.append(count_kept(record, place("swap", record, 2)) / best)
     assert max(shares) <= 1 + TINY
     assert np.mean(shares) >= 0.95
 
@@ -180,7 +181,7 @@ def test_gimbal_puts_the_strongest_pairs_on_the_anchor_and_the_rest_by_load() ->
     transitions = np.zeros((1, 6, 6), dtype=int)
     transitions[0, 1, 4] = 90
     transitions[0, 2, 4] = 80
-    record = record_of(np.array([[9, 5, 4, 3, 2, 1], [9, 5, 4, 3, 2, 1]]), transitions)
+    record = build_record(np.array([[9, 5, 4, 3, 2, 1], [9, 5, 4, 3, 2, 1]]), transitions)
     found = place("gimbal", record, 2).gpu_of
     assert found[0].tolist() == [
         1,
@@ -197,7 +198,7 @@ def test_gimbal_leaves_a_pair_out_that_finds_no_room_on_the_anchor() -> None:
     transitions = np.zeros((1, 4, 4), dtype=int)
     for strength, (one, other) in enumerate([(0, 0), (1, 1), (2, 2)]):
         transitions[0, one, other] = 9 - strength
-    record = record_of(np.ones((2, 4), dtype=int), transitions)
+    record = build_record(np.ones((2, 4), dtype=int), transitions)
     found = place("gimbal", record, 2).gpu_of
     assert [set(np.flatnonzero(row == 0)) for row in found] == [{0, 1}, {0, 1}]
 
@@ -210,7 +211,7 @@ def test_a_layer_that_cannot_be_levelled_says_so() -> None:
 
 
 def test_experts_that_do_not_divide_over_the_gpus_are_refused() -> None:
-    record = record_of(np.ones((1, 6), dtype=int))
+    record = build_record(np.ones((1, 6), dtype=int))
     for name in ALGORITHMS:
         with pytest.raises(ConfigError, match="6 experts do not divide over 4 GPUs"):
             place(name, record, 4)
@@ -224,8 +225,8 @@ def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
 def test_every_pair_of_experts_counts_once() -> None:
     """Balance and traffic by hand: two layers, four experts, two GPUs."""
     transitions = np.array([[[1, 2, 0, 0], [0, 0, 3, 0], [0, 0, 4, 0], [5, 0, 0, 5]]])
-    record = record_of(np.array([[1, 2, 3, 4], [4, 4, 1, 1]]), transitions)
-    found = measures(record, Placement(2, np.array([[0, 0, 1, 1], [0, 1, 1, 0]])))
+    record = build_record(np.array([[1, 2, 3, 4], [4, 4, 1, 1]]), transitions)
+    found = measure_placement(record, Placement(2, np.array([[0, 0, 1, 1], [0, 1, 1, 0]])))
     assert found.balance == pytest.approx((7 / 5 + 1) / 2)
     assert found.worst_balance == pytest.approx(7 / 5)
     assert found.deviation == pytest.approx(2 / 5)

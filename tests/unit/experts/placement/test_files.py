@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.expert_placement.drawn import Routing, drawn
 from shell_router.errors import DataError
-from shell_router.experts.placement import place, record_of
-from shell_router.experts.placement.files import MAP, placement_text, read_record
+from shell_router.experts.placement import build_record, place
+from shell_router.experts.placement.files import MAP, format_placement, read_record
 from tests.fakes.placements import placement_in
 
 
@@ -32,7 +32,7 @@ def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(
     activations[[1, 3]] = [[1, 2, 3, 4], [4, 3, 2, 1]]
     transitions = np.zeros((3, 4, 4), dtype=int)
     transitions[1, 0, 3] = 7  # from layer 1 to layer 3, the next that has experts
-    record = record_of(activations, transitions)
+    record = build_record(activations, transitions)
     assert (list(record.layers), record.transitions.shape, record.transitions[0, 0, 3]) == (
         [1, 3],
         (1, 4, 4),
@@ -42,7 +42,7 @@ def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(
     again = read_record(tmp_path / "record.npz")
     assert (list(again.layers), again.model_layers, again.transitions[0, 0, 3]) == ([1, 3], 4, 7)
     placement = place("swap", again, 2)
-    rows = json.loads(placement_text(placement, again))[MAP]
+    rows = json.loads(format_placement(placement, again))[MAP]
     assert rows[0] == rows[2] == [0, 1, 2, 3]
     assert rows[1] == placement.slots[0].tolist()
 
@@ -53,7 +53,7 @@ def test_a_placement_is_read_as_it_was_written_and_has_just_the_key_that_sglang_
     record = drawn(Routing(layers=3, experts=8, top_k=2), 100)
     placement = place("swap", record, 4)
     file = tmp_path / "placement.json"
-    file.write_text(placement_text(placement, record), encoding="utf-8")
+    file.write_text(format_placement(placement, record), encoding="utf-8")
     assert list(json.loads(file.read_text(encoding="utf-8"))) == [MAP]
     assert (placement_in(file, record, 4).gpu_of == placement.gpu_of).all()
 

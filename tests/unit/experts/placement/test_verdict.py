@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.experts.placement.records import Measures, verdict
+from shell_router.experts.placement.records import Measures, judge_gain
 
 NOW = Measures(balance=1.2, worst_balance=1.5, deviation=0.5, traffic=0.6)
 
@@ -27,6 +27,6 @@ def of(balance: float, traffic: float) -> Measures:
 def test_a_gain_in_balance_and_traffic_together_is_worth_it(
     new: Measures, worth_it: bool, reason: str
 ) -> None:
-    found, why = verdict(NOW, new, 0.05)
+    found, why = judge_gain(NOW, new, 0.05)
     assert found is worth_it
     assert reason in why

@@ -18,10 +18,10 @@ from benchmarks.gimbal.serving import (
     costs,
     step_s,
 )
-from shell_router.experts.placement import ExpertRecord, place, record_of
+from shell_router.experts.placement import ExpertRecord, build_record, place
 
-EVEN = record_of(np.full((LAYERS, EXPERTS), 8))
-UNEVEN = record_of(np.tile(np.where(np.arange(EXPERTS) < EXPERTS // 2, 12, 4), (LAYERS, 1)))
+EVEN = build_record(np.full((LAYERS, EXPERTS), 8))
+UNEVEN = build_record(np.tile(np.where(np.arange(EXPERTS) < EXPERTS // 2, 12, 4), (LAYERS, 1)))
 """The first half of the experts gets three quarters of the tokens."""
 
 
@@ -64,6 +64,6 @@ def test_tokens_cross_the_link_there_and_back_for_each_expert_that_follows_on_th
 ):
     apart = np.zeros((LAYERS - 1, EXPERTS, EXPERTS))
     apart[:, : EXPERTS // 2, EXPERTS // 2 :] = 1
-    record = record_of(EVEN.activations, apart)
+    record = build_record(EVEN.activations, apart)
     crossing_s = 2 * 100 * CHOSEN * LAYERS * HIDDEN * BYTES / (2 * LINK)
     assert shared(record, 2).step_s(100) - shared(EVEN, 2).step_s(100) == pytest.approx(crossing_s)
