@@ -25,7 +25,7 @@ from shell_router.api.streaming import LAST_EVENT, StreamPosition
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in
 from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.http.app import Key, Request
-from shell_router.moa.journal import END, Journal
+from shell_router.moa.journal import END, RunJournal
 from shell_router.moa.requests import AgentRequest, Answer, MoaRequest
 from shell_router.telemetry import RunMetrics, Trace
 from shell_router.topology import Graph
@@ -341,7 +341,7 @@ class KeptRun:
         finally:
             await journal.close(void=not ended)
 
-    async def _journal(self) -> Journal | None:
+    async def _journal(self) -> RunJournal | None:
         """The run's journal, once no other router runs it; None without a store that can keep
         it."""
         asked = self._asked
@@ -365,7 +365,7 @@ class KeptRun:
                 failed = (end_of(records[-1]) or {}).get("error")
             else:
                 failed = None
-            journal = Journal(store, asked.tenant, self._key, self.id, records)
+            journal = RunJournal(store, asked.tenant, self._key, self.id, records)
         except (LookupError, TypeError, ValueError) as error:
             log.warning("run %s is not kept: its journal makes no sense: %r", self.id, error)
             return None

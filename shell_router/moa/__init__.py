@@ -1,2 +1,1 @@
-"""The online path: walks the agent graph, grows prompts while precursors decode, and exits
-early."""
+"""The online path: runs agent graphs, grows prompts while precursors decode, and exits early."""

@@ -44,7 +44,7 @@ from shell_router.moa.cluster_exit import ClusterExit, Verdict
 from shell_router.moa.comparison import observe_run
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.incremental import CompletePrompt, complete_prompt
-from shell_router.moa.journal import Journal
+from shell_router.moa.journal import RunJournal
 from shell_router.moa.planning import Plan, Resources, plan_fallback, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encode_text
 from shell_router.moa.requests import AgentUsage, Answer, CutOff, MoaRequest
@@ -149,7 +149,7 @@ class Executor:
             now_s=now_s,
         )
 
-    def _take_resources(self, journal: Journal) -> Resources:
+    def _take_resources(self, journal: RunJournal) -> Resources:
         """Return the resources of a journaled run; nothing is learned from repeated outputs."""
         models = journal.wrap_engines(self._models)
         if journal.repeats:

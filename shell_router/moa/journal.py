@@ -1,9 +1,8 @@
-"""A run that outlives its router: what engines gave it is kept in a journal, and given again to the
-next attempt.
+"""Journals of runs that outlive their router: what engines gave a run is given to its next attempt.
 
-Only engines' outputs are kept. All else follows from them, so another attempt runs like the first:
-an engine's output that is in the journal is repeated, one that broke off is continued from its
-tokens, and only the rest is asked for.
+Only engines' outputs are recorded. All else follows from them, so another attempt runs like the
+first: a recorded output is repeated, one that broke off is continued from its tokens, and only the
+rest is requested.
 """
 
 import asyncio
@@ -30,9 +29,7 @@ log = logging.getLogger(__name__)
 
 RECORDS_PER_WRITE = 256
 ORDER_S = 10.0
-"""How long a repeated end waits for those that came before it. Only a run that goes another way
-waits that long.
-"""
+"""The longest wait of a repeated end for earlier ones; only a run that goes another way takes it."""
 
 END = "end"
 """The kind of the last record of a run whose answer can be asked for."""
@@ -54,51 +51,61 @@ CONTINUABLE = frozenset(
         "top_p",
     }
 )
-"""Sampling parameters whose effect does not depend on where an output began; grammars, stops and
-penalties do.
+"""Sampling parameters whose effect does not depend on where an output began; that of grammars,
+stops and penalties does.
 """
 
 _UPDATE = re.compile(r"\.p\d+$")
 
 
 @dataclass(slots=True)
-class Past:
-    """What one generation gave before. `pieces` come with the number of ends before them. `end` is
-    None where it broke off with its router, "" where the run left it, and an error's message where
-    it failed; `at` is the end's number among all ends."""
+class RecordedGeneration:
+    """The records of one generation.
+
+    Attributes:
+        digest: Of the model and the prompt.
+        pieces: The tokens, each with the number of ends recorded before it.
+        end: None if the generation broke off with its router, "" if the run left it, the message of
+            its error if it failed.
+        end_number: The number of its end among all ends.
+    """
 
     digest: str
     pieces: list[tuple[int, Tokens]] = field(default_factory=list)
     end: Finish | str | None = None
-    at: int = 0
+    end_number: int = 0
 
-    @property
-    def joined(self) -> "Past":
-        """The same with one piece for all between two ends."""
-        found: list[tuple[int, Tokens]] = []
+    def join_pieces(self) -> "RecordedGeneration":
+        """Return the same with one piece for all tokens between two ends."""
+        joined: list[tuple[int, Tokens]] = []
         for ends, group in groupby(self.pieces, key=itemgetter(0)):
-            parts = [piece for _, piece in group]
-            ids = tuple(chain.from_iterable([part.ids for part in parts]))
-            logprobs = tuple(chain.from_iterable([part.logprobs for part in parts]))
-            found.append((ends, Tokens(ids, "".join([part.text for part in parts]), logprobs)))
-        return replace(self, pieces=found)
+            pieces = [piece for _, piece in group]
+            ids = tuple(chain.from_iterable([piece.ids for piece in pieces]))
+            logprobs = tuple(chain.from_iterable([piece.logprobs for piece in pieces]))
+            text = "".join([piece.text for piece in pieces])
+            joined.append((ends, Tokens(ids, text, logprobs)))
+        return replace(self, pieces=joined)
 
 
-class Journal:
-    """The journal of one attempt, `run_id`, that owns its lease.
+class RunJournal:
+    """The journal of one attempt at a run; the attempt owns its lease.
 
     Records are sent together, as soon as those before them have arrived. While the store is away
-    they wait, and the run does not. If it is lost, or another attempt has it, `lost` is called, and
-    the run may go on without it.
+    they wait, and the run does not. If the journal is lost, or another attempt has it, `lost` is
+    called, and the run may go on without it.
+
+    Attributes:
+        run_id: The attempt.
+        repeats: Whether there was an earlier attempt.
     """
 
     def __init__(
         self, store: Journals, tenant: str, key: str, run_id: str, records: Sequence[bytes]
     ) -> None:
-        self._store: Journals | None = store
-        self._named = tenant, key, run_id
         self.run_id = run_id
         self.lost: Callable[[], object] = bool
+        self._store: Journals | None = store
+        self._address = tenant, key, run_id
         self._position = len(records)
         self._waiting: list[bytes] = []
         self._news = asyncio.Event()
@@ -106,106 +113,108 @@ class Journal:
         self._away = False
         self._renew_s = store.lease_s / 3
         self._chosen: dict[str, str] = {}
-        self._pasts: dict[str, Past] = {}
-        self._ends_left = self._read(records)
+        self._recorded: dict[str, RecordedGeneration] = {}
+        self._ends_left = self._replay(records)
         self._end_passed = asyncio.Event()
-        self.repeats = bool(self._chosen or self._pasts)
+        self.repeats = bool(self._chosen or self._recorded)
         self._task = asyncio.create_task(self._keep(), name="run-journal")
 
-    def _read(self, records: Sequence[bytes]) -> set[int]:
-        """Learn what is there; the numbers of its ends. What a failed run broke off or left is to
-        be asked again.
+    def _replay(self, records: Sequence[bytes]) -> set[int]:
+        """Read the records and return the numbers of all ends.
+
+        Generations that a failed attempt broke off or left are requested again.
         """
         ends = 0
         for kind, name, *fields in map(orjson.loads, records):
-            past = self._pasts.get(name)
+            recorded = self._recorded.get(name)
             if kind == "begin":
-                self._pasts[name] = Past(fields[0])
+                self._recorded[name] = RecordedGeneration(fields[0])
             elif kind == "models":
                 self._chosen |= fields[0]
             elif kind == "void":
-                for one in self._pasts.values():
-                    if isinstance(one.end, Finish):
-                        one.end = one.end
-                    else:
-                        one.end = None
-            elif past is not None and kind == "tokens":
+                for generation in self._recorded.values():
+                    if not isinstance(generation.end, Finish):
+                        generation.end = None
+            elif recorded is None:
+                continue
+            elif kind == "tokens":
                 ids, text, logprobs = fields
-                past.pieces.append((ends, Tokens(tuple(ids), text, tuple(logprobs))))
-            elif past is not None and kind == "back":
-                del past.pieces[fields[0] :]
-            elif past is not None:
-                past.end = Finish(*fields[0]) if kind == "finish" else fields[0]
-                past.at = ends
+                recorded.pieces.append((ends, Tokens(tuple(ids), text, tuple(logprobs))))
+            elif kind == "back":
+                del recorded.pieces[fields[0] :]
+            else:
+                recorded.end = Finish(*fields[0]) if kind == "finish" else fields[0]
+                recorded.end_number = ends
                 ends += 1
-        return {past.at for past in self._pasts.values() if past.end is not None}
+        return {
+            recorded.end_number for recorded in self._recorded.values() if recorded.end is not None
+        }
 
-    # --- what the run asks
+    # --- for the run
 
     def wrap_engines(self, models: Mapping[str, ServedModel]) -> dict[str, ServedModel]:
-        """The same models, whose engines are asked by way of this journal."""
+        """Return the models with engines that go through this journal."""
         return {
             alias: replace(model, engine=JournaledEngine(model, self))
             for alias, model in models.items()
         }
 
     def pin_models(self, topology: Topology) -> Topology:
-        """The topology with the models that were chosen for its agents before."""
+        """Return the topology with the models that an earlier attempt chose."""
         undecided = {agent.id for agent in topology.agents.values() if agent.model == AUTO}
         return topology.with_models(
             {agent: self._chosen[agent] for agent in undecided & self._chosen.keys()}
         )
 
     def find_choice(self, agent: str) -> str | None:
-        """The model that was chosen for the agent before."""
+        """Return the model that an earlier attempt chose for the agent."""
         return self._chosen.get(agent)
 
     def record_choices(self, choices: Sequence[Event]) -> None:
-        """Keep the models that were chosen."""
+        """Record the models that were chosen."""
         for choice in choices:
             if isinstance(choice, ModelChosen):
                 self.add("models", "", dict.fromkeys(choice.agents, choice.model))
 
-    def name_of(self, rid: str) -> str:
-        """What a request is called in every attempt."""
+    def name_request(self, rid: str) -> str:
+        """Return the name of a request, which is the same in every attempt."""
         return rid.replace(self.run_id, "", 1)
 
-    def past(self, name: str) -> Past | None:
-        """What the generation gave before."""
-        return self._pasts.get(name)
+    def find_recorded(self, name: str) -> RecordedGeneration | None:
+        """Return the records of a generation."""
+        return self._recorded.get(name)
 
     def begin(self, name: str, digest: str) -> None:
-        """A generation begins, or begins again."""
-        if (past := self._pasts.pop(name, None)) is not None and past.end is not None:
-            self.passed(past.at)
+        """Record that a generation begins, or begins again."""
+        recorded = self._recorded.pop(name, None)
+        if recorded is not None and recorded.end is not None:
+            self.pass_end(recorded.end_number)
         self.add("begin", name, digest)
 
     def add(self, kind: str, name: str, *fields: Any) -> None:
-        """Keep a record, soon."""
+        """Add a record, which is sent soon."""
         if self._store is not None:
             self._waiting.append(orjson.dumps([kind, name, *fields]))
             self._news.set()
 
     # --- the order of repeated ends, on which early exits depend
 
-    async def reached(self, at: int) -> None:
-        """Return once all ends before `at` have been repeated; gives the order up where one does
-        not come.
-        """
+    async def await_ends(self, number: int) -> None:
+        """Return once all ends before `number` were repeated; give the order up if one is late."""
         try:
             async with asyncio.timeout(ORDER_S):
-                while min(self._ends_left, default=at) < at:
+                while min(self._ends_left, default=number) < number:
                     await self._end_passed.wait()
         except TimeoutError:
             log.warning(
                 "a repeated run goes another way than before: its outputs come in any order"
             )
             self._ends_left.clear()
-            self.passed(at)
+            self.pass_end(number)
 
-    def passed(self, at: int) -> None:
-        """That end has been repeated, or will not come."""
-        self._ends_left.discard(at)
+    def pass_end(self, number: int) -> None:
+        """Note that an end was repeated, or will not come."""
+        self._ends_left.discard(number)
         passed = self._end_passed
         self._end_passed = asyncio.Event()
         passed.set()
@@ -220,10 +229,9 @@ class Journal:
                 await self._send(self._store)
 
     async def close(self, *, void: bool) -> None:
-        """Send what waits and give the lease up, unless the store is still away: the lease then
-        ends by itself.
+        """Send the waiting records and release the lease; a store still away lets it expire.
 
-        `void` is whether the run has failed or was cancelled.
+        `void` tells that the run has failed or was cancelled.
         """
         if void:
             self.add("void", "")
@@ -233,9 +241,10 @@ class Journal:
             await self._attempt()
         if self._store is not None and not self._waiting:
             with suppress(CacheUnavailable):
-                await self._store.release(*self._named)
+                await self._store.release(*self._address)
 
     async def _keep(self) -> None:
+        """Send records as they come, and renew the lease."""
         while True:
             if self._away:
                 await asyncio.sleep(self._renew_s / 4)
@@ -247,17 +256,17 @@ class Journal:
             await self._attempt()
 
     async def _attempt(self) -> None:
-        """Renew the lease and send what waits, even if the store was away the last time."""
+        """Renew the lease and send the waiting records, even if the store was away before."""
         async with self._sending:
             if self._store is not None:
                 await self._send(self._store)
         await self.flush()
 
     async def _send(self, store: Journals) -> None:
-        """Send the first records that wait; without any, this renews the lease."""
+        """Send the first waiting records; without any, this renews the lease."""
         records = self._waiting[:RECORDS_PER_WRITE]
         try:
-            is_kept = await store.append(*self._named, self._position, records)
+            is_owned = await store.append(*self._address, self._position, records)
         except CacheUnavailable as error:
             if not self._away:
                 log.warning(
@@ -266,7 +275,7 @@ class Journal:
             self._away = True
             return
         self._away = False
-        if not is_kept:
+        if not is_owned:
             log.warning(
                 "run %s is without its journal: it is lost, or another router has it", self.run_id
             )
@@ -278,67 +287,68 @@ class Journal:
 
 
 class JournaledEngine:
-    """The engine of a model, by way of a run's journal (core.engine.Engine)."""
+    """The engine of a model behind a run's journal (core.engine.Engine)."""
 
-    def __init__(self, model: ServedModel, journal: Journal) -> None:
+    def __init__(self, model: ServedModel, journal: RunJournal) -> None:
         self._model = model
         self._journal = journal
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
-        """Repeat what is in the journal, and ask the engine for the rest. Its end is kept before it
-        is given.
-        """
+        """Repeat the recorded tokens, and request the rest, whose end is recorded at once."""
         journal = self._journal
-        name = self._journal.name_of(request.rid)
-        past = self._usable(name, request)
+        name = journal.name_request(request.rid)
+        recorded = self._take_recorded(name, request)
+        end = recorded.end
         written = list[int]()
         try:
-            for ends, piece in past.pieces:
-                await journal.reached(ends)
+            for ends, piece in recorded.pieces:
+                await journal.await_ends(ends)
                 written += piece.ids
                 yield piece
-            if past.end is not None:
-                await journal.reached(past.at)
-                if isinstance(past.end, Finish):
-                    yield past.end
-                    return
-                if not past.end:
-                    journal.passed(past.at)
-                    await asyncio.sleep(ORDER_S)  # the run leaves it here, as before
-                raise EngineError(
-                    past.end or f"The output of {name!r} was left before, and is needed now."
-                )
+            if end is not None:
+                await journal.await_ends(recorded.end_number)
+            if isinstance(end, Finish):
+                yield end
+                return
+            if end == "":
+                journal.pass_end(recorded.end_number)
+                await asyncio.sleep(ORDER_S)  # the run leaves it here, as before
+                raise EngineError(f"The output of {name!r} was left before, and is needed now.")
+            if end is not None:
+                raise EngineError(end)
         finally:
-            if past.end is not None:
-                journal.passed(past.at)
-        async with aclosing(self._asked(name, request, written)) as rest:
+            if end is not None:
+                journal.pass_end(recorded.end_number)
+        async with aclosing(self._generate_rest(name, request, written)) as rest:
             async for item in rest:
                 yield item
 
     async def prefill(self, request: Generation) -> Prefilled:
-        """An update of a prompt that was complete before is not sent."""
-        if self._journal.past(_UPDATE.sub("", self._journal.name_of(request.rid))) is not None:
+        """Prefill, unless an earlier attempt had the complete prompt."""
+        name = _UPDATE.sub("", self._journal.name_request(request.rid))
+        if self._journal.find_recorded(name) is not None:
             return Prefilled(len(request.input_ids), len(request.input_ids))
         return await self._model.engine.prefill(request)
 
-    async def _asked(
+    async def _generate_rest(
         self, name: str, request: Generation, written: Sequence[int]
     ) -> AsyncGenerator[Tokens | Finish, None]:
-        """What the engine writes behind `written`."""
-        journal: Journal = self._journal
+        """Request and record all tokens after `written`."""
+        journal = self._journal
         left: str | None = ""
+        rest = _skip_written(request, written)
         try:
-            async with aclosing(self._model.engine.generate(_behind(request, written))) as stream:
+            async with aclosing(self._model.engine.generate(rest)) as stream:
                 async for item in stream:
                     if isinstance(item, Tokens):
                         journal.add("tokens", name, item.ids, item.text, item.logprobs)
                         yield item
                         continue
-                    whole = _whole(request, written, item)
-                    journal.add("finish", name, astuple(whole))
+                    finish = _count_written(request, written, item)
+                    journal.add("finish", name, astuple(finish))
                     left = None
                     await journal.flush()
-                    yield whole
+                    yield finish
         except EngineError as error:
             left = str(error)
             raise
@@ -346,42 +356,43 @@ class JournaledEngine:
             if left is not None:
                 journal.add("left", name, left)
 
-    def _usable(self, name: str, request: Generation) -> Past:
-        """What can be repeated. Where that is nothing, or the prompt is another one, the generation
-        begins.
-        """
-        past = self._journal.past(name)
-        digest = _digest(self._model.alias, request.input_ids)
-        if past is not None and past.digest == digest:
-            if past.end is not None:
-                return past.joined
-            if kept := self._continuable(request, past):
-                self._journal.add("back", name, kept)
-                return replace(past, pieces=past.pieces[:kept]).joined
+    def _take_recorded(self, name: str, request: Generation) -> RecordedGeneration:
+        """Return what can be repeated; if that is nothing, the generation begins."""
+        recorded = self._journal.find_recorded(name)
+        digest = _compute_digest(self._model.alias, request.input_ids)
+        if recorded is not None and recorded.digest == digest:
+            if recorded.end is not None:
+                return recorded.join_pieces()
+            if count := self._count_continuable(request, recorded):
+                self._journal.add("back", name, count)
+                return replace(recorded, pieces=recorded.pieces[:count]).join_pieces()
         self._journal.begin(name, digest)
-        return Past(digest)
+        return RecordedGeneration(digest)
 
-    def _continuable(self, request: Generation, past: Past) -> int:
-        """The pieces behind which the engine can go on: the last one's text must be all that its
-        ids say, as an engine holds a character back until it is whole."""
+    def _count_continuable(self, request: Generation, recorded: RecordedGeneration) -> int:
+        """Return the number of pieces after which the engine can go on.
+
+        The last one's text must be all that its ids spell, as an engine holds a character back
+        until it is complete.
+        """
         sampling = request.sampling
-        given = {name for name, asked in sampling.items() if asked is not None}
+        names = {name for name, value in sampling.items() if value is not None}
         custom = sampling.get("custom_params") or {}
-        written = sum(len(piece.ids) for _, piece in past.pieces)
-        if not given <= CONTINUABLE or custom.keys() - {"drafts"}:
+        if not names <= CONTINUABLE or custom.keys() - {"drafts"}:
             return 0
-        for kept in range(len(past.pieces), 0, -1):
-            piece = past.pieces[kept - 1][1]
-            if written < sampling["max_new_tokens"] and self._model.tokenizer.encode(
-                piece.text
-            ) == list(piece.ids):
-                return kept
+        pieces = [piece for _, piece in recorded.pieces]
+        written = sum(len(piece.ids) for piece in pieces)
+        for count in range(len(pieces), 0, -1):
+            piece = pieces[count - 1]
+            is_whole = self._model.tokenizer.encode(piece.text) == list(piece.ids)
+            if is_whole and written < sampling["max_new_tokens"]:
+                return count
             written -= len(piece.ids)
         return 0
 
 
-def _behind(request: Generation, written: Sequence[int]) -> Generation:
-    """The request for what follows `written`."""
+def _skip_written(request: Generation, written: Sequence[int]) -> Generation:
+    """Return the request for the tokens after `written`."""
     if not written:
         return request
     sampling = dict(request.sampling)
@@ -391,17 +402,19 @@ def _behind(request: Generation, written: Sequence[int]) -> Generation:
     return replace(request, input_ids=[*request.input_ids, *written], sampling=sampling)
 
 
-def _whole(request: Generation, written: Sequence[int], rest: Finish) -> Finish:
-    """The end of an output that began with `written`."""
-    prompt = len(request.input_ids)
-    tokens = len(written) + rest.completion_tokens
-    cached = min(rest.cached_tokens, prompt)
-    if written:
-        return replace(rest, prompt_tokens=prompt, completion_tokens=tokens, cached_tokens=cached)
-    return rest
+def _count_written(request: Generation, written: Sequence[int], rest: Finish) -> Finish:
+    """Return the end of an output that began with `written`."""
+    if not written:
+        return rest
+    prompt_tokens = len(request.input_ids)
+    return replace(
+        rest,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(written) + rest.completion_tokens,
+        cached_tokens=min(rest.cached_tokens, prompt_tokens),
+    )
 
 
-def _digest(model: str, ids: Sequence[int]) -> str:
-    return hashlib.blake2b(
-        array("I", ids).tobytes(), key=model.encode()[:64], digest_size=16
-    ).hexdigest()
+def _compute_digest(model: str, ids: Sequence[int]) -> str:
+    key = model.encode()[:64]
+    return hashlib.blake2b(array("I", ids).tobytes(), key=key, digest_size=16).hexdigest()

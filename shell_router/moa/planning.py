@@ -286,7 +286,7 @@ def render_prompt(outline: Outline, agent: Agent, order: Sequence[str]) -> tuple
     tools = None
     if agent.id == outline.topology.root.id:
         options = {**options, **request.chat_template_kwargs}
-        tools = () if request.offer is None else request.offer.shown_by(model)
+        tools = () if request.offer is None else request.offer.list_tools(model)
     return render_agent_prompt(agent, order, model, request.messages, options, tools)
 
 

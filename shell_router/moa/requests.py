@@ -1,4 +1,4 @@
-"""What the online path is asked and what it answers."""
+"""The requests and answers of the online path."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,23 +6,29 @@ from typing import Any, Literal
 
 from shell_router.core.engine import FinishReason, value
 from shell_router.moa.calls import ToolCall, ToolOffer
-from shell_router.moa.journal import Journal
+from shell_router.moa.journal import RunJournal
 from shell_router.topology import Prefill
 
 
 @value
 class MoaRequest:
-    """One question for a topology.
+    """A question for a topology.
 
-    `messages` are chat messages (role, content, and what belongs to tools), one of them at least
-    the user's, behind whose last there are at most calls of tools and their results. `sampling`
-    overrides the root's sampling parameters; a `sampling_seed` in it seeds the other agents too,
-    each in its own way. `seed` fixes the early-exit gate's draws. `id` is unique; it names the run
-    in the cache and in traces. `labels` are the client's own, which rules between steps may read.
-    With `confidence` the root's is measured. `prediction` is a text that the answer is expected to
-    repeat. `chat_template_kwargs`, `max_thinking_tokens`, its thinking's limit, and the tools of
-    `offer` are the root's alone. With a `journal` the run goes on where an earlier one broke off.
-    `end_user` is as in `Hints`.
+    Attributes:
+        id: Unique; it names the run in the cache and in traces.
+        messages: Chat messages (role, content, and what belongs to tools). After the last user
+            message there are at most tool calls and their results.
+        sampling: Overrides the root's parameters. A `sampling_seed` seeds the other agents, too,
+            each in its own way.
+        seed: Fixes the draws of early-exit gates and hold-outs.
+        labels: The client's own, which rules between steps may read.
+        confidence: Measure the root's confidence.
+        prediction: A text that the answer is expected to repeat.
+        chat_template_kwargs: The root's alone.
+        max_thinking_tokens: The limit of the root's thinking.
+        offer: The tools that the root may call.
+        journal: The run goes on where an earlier one broke off.
+        end_user: As in `Hints`.
     """
 
     id: str
@@ -37,7 +43,7 @@ class MoaRequest:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     offer: ToolOffer | None = None
-    journal: Journal | None = None
+    journal: RunJournal | None = None
     end_user: str | None = None
 
     @property
@@ -54,7 +60,7 @@ def find_question(chat: Sequence[Mapping[str, Any]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OutputOf:
-    """A place in a prompt where another agent's output goes."""
+    """A place in a prompt for another agent's output."""
 
     agent: str
 
@@ -64,15 +70,18 @@ Segment = str | OutputOf
 
 @value
 class AgentRequest:
-    """One agent of an external framework's program.
+    """One agent of an external framework's program, with either a `prompt` or `messages`.
 
-    Exactly one of `prompt` (raw segments) and `messages` (role and segments, put through the
-    model's chat template) is given. A precursor may be running, finished, or not yet sent; the
-    first sign of it is waited for `wait_s`. Where `model` is AUTO, it is chosen among `candidates`,
-    or among those of the deployment where there are none. A `chat` completion has an unguessable
-    agent id, by which its output can be found, and the prompt that a client gets who waits for the
-    outputs and sends their texts. Unless it `is_read` by others, it may end inside its thinking.
-    With a `journal` it goes on where an earlier attempt broke off. `end_user` is as in `Hints`.
+    Attributes:
+        model: AUTO to have it chosen among `candidates`, or among all models of `auto`.
+        prompt: Raw segments.
+        messages: Roles and segments, put through the model's chat template.
+        wait_s: The longest wait for a precursor's first tokens; it need not have been sent yet.
+        chat: A chat completion. Its agent id cannot be guessed, and finds its output. Its prompt is
+            that of a client that waits for the outputs and sends their texts.
+        is_read: Others read it, so that it fails if it ends inside its thinking.
+        journal: The agent goes on where an earlier attempt broke off.
+        end_user: As in `Hints`.
     """
 
     tenant: str
@@ -90,19 +99,17 @@ class AgentRequest:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     is_read: bool = True
-    journal: Journal | None = field(default=None, compare=False)
+    journal: RunJournal | None = field(default=None, compare=False)
     end_user: str | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The agents whose outputs stand in its prompt, each once."""
-        segments = [
-            *self.prompt,
-            *(segment for _, segments in self.messages for segment in segments),
-        ]
-        return tuple(
-            dict.fromkeys(segment.agent for segment in segments if isinstance(segment, OutputOf))
-        )
+        segments = list(self.prompt)
+        for _, more in self.messages:
+            segments += more
+        agents = [segment.agent for segment in segments if isinstance(segment, OutputOf)]
+        return tuple(dict.fromkeys(agents))
 
 
 CutOff = Literal["early_exit", "unneeded"]
@@ -111,9 +118,11 @@ AgentState = Literal["finished", "skipped", "early_exit", "unneeded", "failed"]
 
 @value
 class AgentUsage:
-    """Tokens one agent cost: if it was cut off, those decoded by then; if it was skipped, none.
+    """The cost of one agent in tokens; none if it was skipped.
 
-    `token_s` are seconds per token after its first ones, None where there were no more.
+    Attributes:
+        completion_tokens: If the agent was cut off, those decoded by then.
+        token_s: Seconds per token after its first ones, None if there were no more.
     """
 
     model: str
@@ -129,11 +138,12 @@ class AgentUsage:
 
 @value
 class Answer:
-    """The root's output, and what every agent cost, in topological order.
+    """The root's output, and the cost of every agent, in topological order.
 
-    `confidence` is the geometric mean of the output's token probabilities, None where it was not
-    measured. `reasoning` is the thinking before it, where the model's is separated; `calls` are
-    those of tools that it ends with.
+    Attributes:
+        confidence: The geometric mean of the output's token probabilities, None if not measured.
+        reasoning: The thinking before the output, if the model's is separated.
+        calls: The tool calls at its end.
     """
 
     text: str
@@ -149,7 +159,7 @@ ProgramAgentState = Literal["waiting", "running", "finished", "failed", "cancell
 
 @dataclass(frozen=True, slots=True)
 class ProgramState:
-    """What is known of an agent program: each agent's state and output so far."""
+    """The states and outputs so far of a program's agents."""
 
     program: str
     agents: Mapping[str, ProgramAgentState]

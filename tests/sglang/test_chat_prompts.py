@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa.calls import written_by_sglang
+from shell_router.moa.calls import add_sglang_nulls
 from tests.fakes.pairs_under_test import PairUnderTest
 
 pytestmark = pytest.mark.sglang
@@ -52,7 +52,7 @@ async def test_it_has_the_same_tokens(
     ) as answer:
         theirs = await answer.json()
     tokenizer = HfTokenizer.from_folder(real_sglang.needs_model())
-    shown = [written_by_sglang(tool) for tool in tools]
+    shown = [add_sglang_nulls(tool) for tool in tools]
     assert theirs["tokens"] == tokenizer.encode(tokenizer.render_chat(messages, shown, options)), (
         theirs
     )

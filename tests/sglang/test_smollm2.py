@@ -21,7 +21,7 @@ from launch.sglang_cpu.smollm2 import smollm2_folder
 from shell_router.app import running_server
 from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa.calls import written_by_sglang
+from shell_router.moa.calls import add_sglang_nulls
 from tests.fakes.thinking_model import with_template
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
@@ -249,5 +249,5 @@ async def test_prompts_are_those_of_sglangs_own_chats(
         theirs = (await answer.json())["tokens"]
     tokenizer = HfTokenizer.from_folder(folder / "plain")
     assert theirs == tokenizer.encode(
-        tokenizer.render_chat(ASKED, [written_by_sglang(tool) for tool in tools])
+        tokenizer.render_chat(ASKED, [add_sglang_nulls(tool) for tool in tools])
     )

@@ -51,12 +51,12 @@ class LimitedEmbedder:
 async def test_who_leaves_while_examples_are_embedded_leaves_what_is_done_to_the_next() -> None:
     embedder = LimitedEmbedder(40)
     classes = Classes(embedder)
-    leaves = asyncio.create_task(classes.of("t", MANY, "a7"))
+    leaves = asyncio.create_task(classes.classify("t", MANY, "a7"))
     await embedder.hangs.wait()
     leaves.cancel()
     await asyncio.wait({leaves})
     embedder.let = 1000
-    assert [(await classes.of("t", MANY, text)).name for text in ("a7", "a49", "b")] == [
+    assert [(await classes.classify("t", MANY, text)).name for text in ("a7", "a49", "b")] == [
         "a",
         "a",
         "b",
@@ -69,18 +69,18 @@ async def test_who_leaves_while_examples_are_embedded_leaves_what_is_done_to_the
 
 async def test_examples_are_embedded_a_few_at_a_time_so_that_none_waits_for_all_others() -> None:
     embedder = LimitedEmbedder(1000)
-    await Classes(embedder).of("t", MANY, "a7")
+    await Classes(embedder).classify("t", MANY, "a7")
     assert embedder.most_at_work == 16
 
 
 async def test_an_example_that_fails_leaves_no_other_at_work() -> None:
     embedder = LimitedEmbedder(40, fails=True)
     with pytest.raises(EngineUnreachable):
-        await Classes(embedder).of("t", MANY, "a7")
+        await Classes(embedder).classify("t", MANY, "a7")
     assert embedder.at_work == 0
 
 
 async def test_a_classifier_that_has_changed_under_its_name_is_asked_anew() -> None:
     classes = Classes(HashEmbedder())
     for name in ("before", "after", "before"):
-        assert (await classes.of("t", Classifier("c", {name: ("x",)}), "x")).name == name
+        assert (await classes.classify("t", Classifier("c", {name: ("x",)}), "x")).name == name

@@ -19,7 +19,7 @@ from shell_router.core.marks import REASONING_PARSERS
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import AgentFailed, EngineUnreachable
 from shell_router.moa.choosing import ModelChooser
-from shell_router.moa.journal import Journal, Past
+from shell_router.moa.journal import RecordedGeneration, RunJournal
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest, Answer, OutputOf
 from shell_router.routing.holdout import Compared, Comparison, Holdouts
@@ -80,7 +80,7 @@ async def attempt(
 ) -> Answer:
     records = await store.claim("tenant", "key", run_id, "head")
     assert records is not None
-    journal, has_answer = Journal(store, "tenant", "key", run_id, records), False
+    journal, has_answer = RunJournal(store, "tenant", "key", run_id, records), False
     try:
         request = ask(run_id=run_id, journal=journal, **fields)
         answer = await moa.executor.run(topology or tree(), request, (events or Recorder()).emit)
@@ -145,7 +145,7 @@ async def test_nothing_is_learned_from_an_agent_requests_repeated_output() -> No
         programs = Programs(models, moa.cache, clock=monotonic, chooser=chooser, holdouts=holdouts)
         records = await store.claim("tenant", "key", run_id, "head")
         assert records is not None
-        journal = Journal(store, "tenant", "key", run_id, records)
+        journal = RunJournal(store, "tenant", "key", run_id, records)
         await programs.write(AgentRequest("tenant", "p", "first", ""), texts())
         await programs.run(
             AgentRequest("tenant", "p", "second", "large", (OutputOf("first"),), journal=journal),
@@ -397,9 +397,9 @@ async def test_an_output_is_not_withheld_while_other_agents_write() -> None:
     await journal.close(void=False)
 
 
-async def begun(store: MemoryJournals) -> Journal:
+async def begun(store: MemoryJournals) -> RunJournal:
     await store.claim("tenant", "key", "first", "head")
-    return Journal(store, "tenant", "key", "first", [])
+    return RunJournal(store, "tenant", "key", "first", [])
 
 
 async def test_what_waits_when_a_short_outage_ends_is_kept_before_the_lease_is_given_up() -> None:
@@ -448,7 +448,7 @@ def test_pieces_are_joined_without_copying_what_was_joined_before() -> None:
             raise AssertionError(f"{len(before)} ids are copied")
 
     pieces = [(place // 2, Tokens(Ids((place,)), f"{place} ", (-0.5,))) for place in range(4)]
-    joined = Past("digest", pieces).joined.pieces
+    joined = RecordedGeneration("digest", pieces).join_pieces().pieces
     assert joined == [
         (0, Tokens((0, 1), "0 1 ", (-0.5, -0.5))),
         (1, Tokens((2, 3), "2 3 ", (-0.5, -0.5))),
