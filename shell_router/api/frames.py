@@ -1,6 +1,4 @@
-"""Answers in their clients' formats: OpenAI's completions and chunks, agent answers and their typed
-events.
-"""
+"""Writes answers as OpenAI's completions and chunks, or as agent answers and their typed events."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -50,12 +48,12 @@ KINDS: dict[type, str] = {
     AgentErred: "failed",
     Degraded: "degraded",
 }
-_FIELDS = {kind: tuple(one.name for one in fields(kind)) for kind in KINDS}
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in KINDS}
 _TIMES = ("at_s", "started_s")
 
 
 def facts(event: Event, origin_s: float) -> dict[str, Any]:
-    """The event's fields; times become seconds since `origin_s`."""
+    """Return the event's fields; times become seconds since `origin_s`."""
     named = {name: getattr(event, name) for name in _FIELDS[type(event)]}
     for time in _TIMES:
         if time in named:
@@ -64,9 +62,7 @@ def facts(event: Event, origin_s: float) -> dict[str, Any]:
 
 
 def coalesced(events: Iterable[Event]) -> Iterator[Event]:
-    """The same events with an agent's neighbouring tokens joined; tokens never pass another kind of
-    event.
-    """
+    """Yield the events with an agent's neighboring tokens joined; their order stays."""
     waiting: dict[tuple[str, type], list[AgentTokens | AgentThought]] = {}
     for event in events:
         if isinstance(event, AgentTokens | AgentThought):
@@ -90,7 +86,7 @@ def _joined(
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """OpenAI's usage, summed over the agents."""
+    """Return OpenAI's usage, summed over the agents."""
     prompt = written = cached = drafted = accepted = thought = 0
     for spent in answer.agents.values():
         prompt += spent.prompt_tokens
@@ -99,33 +95,31 @@ def usage(answer: Answer) -> dict[str, Any]:
         drafted += spent.drafted_tokens
         accepted += spent.accepted_tokens
         thought += spent.reasoning_tokens
-    found = {
+    counts = {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    details = {}
     if thought:
-        details = {"reasoning_tokens": thought}
-    else:
-        details = {}
+        details["reasoning_tokens"] = thought
     if drafted:
-        details |= {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        }
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = drafted - accepted
     if details:
-        return {**found, "completion_tokens_details": details}
-    return found
+        return {**counts, "completion_tokens_details": details}
+    return counts
 
 
 def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
-    """What each agent did and cost; confidences as the trace holds them."""
-    return {
-        agent: asdict(spent)
-        | {"confidence": trace.agents[agent].confidence if agent in trace.agents else None}
-        for agent, spent in answer.agents.items()
-    }
+    """Return the state and cost of each agent; confidences are the trace's."""
+    described = {}
+    for agent, spent in answer.agents.items():
+        traced = trace.agents.get(agent)
+        confidence = None if traced is None else traced.confidence
+        described[agent] = {**asdict(spent), "confidence": confidence}
+    return described
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
@@ -143,12 +137,11 @@ def _finish_reason(answer: Answer) -> str:
 
 
 class ChatFrames:
-    """Writes the frames of one streamed completion (streaming.Frames), whose answer `answering`
-    agents give.
+    """Writes the frames of one streamed completion (streaming.Frames).
 
     Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients
-    step over them; the SSE event name and the field `agent_event` are for clients that read them.
-    With a `place` the parts of the answer have ids, and those that its client has are left out.
+    step over them. The SSE event name and the field `agent_event` are for clients that read them.
+    With a `place` the parts of the answer have ids, and those that the client has are left out.
     """
 
     def __init__(
@@ -174,13 +167,13 @@ class ChatFrames:
         self._role = b'"role":"assistant",'
 
     def wants(self, event: Event) -> bool:
-        """Whether the event would be written."""
+        """Return whether the event would be written."""
         return self._include_agents or bool(
-            answer_in(event, self._answering) or self._thinking_in(event)
+            answer_in(event, self._answering) or self._get_thinking(event)
         )
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """A whole chat completion."""
+        """Return a whole chat completion."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if answer.calls:
             message |= {
@@ -195,32 +188,32 @@ class ChatFrames:
             "logprobs": None,
             "finish_reason": _finish_reason(answer),
         }
-        body = {
+        body: dict[str, Any] = {
             **self._base,
             "object": "chat.completion",
             "choices": [choice],
             "usage": usage(answer),
         }
-        return body | ({"agents": agents(answer, self._trace)} if self._include_agents else {})
+        if self._include_agents:
+            body["agents"] = agents(answer, self._trace)
+        return body
 
     def events(self, events: Sequence[Event]) -> bytes:
-        """The chunks that `events` call for."""
+        """Return the chunks of the events."""
         if self._include_agents:
             return b"".join([self._frame(event) for event in coalesced(events)])
-        # all of them are parts of the answer
-        thinking = "".join([self._thinking_in(event) for event in events])
+        # all events are parts of the answer
+        thinking = "".join([self._get_thinking(event) for event in events])
         answer = "".join([answer_in(event, self._answering) for event in events])
         if thinking:
-            written = self._text(thinking, b"reasoning_content")
-        else:
-            written = b""
-        if answer:
-            return written + self._text(answer)
-        return written
+            return self._write_delta(thinking, answer)
+        return self._text(answer) if answer else b""
 
     def answer(self, answer: Answer) -> bytes:
-        """The calls of tools, the finish reason, the usage where asked for, and the end mark.
-        Raises StreamChanged.
+        """Return the tool calls, the finish reason, the usage if wanted, and the end mark.
+
+        Raises:
+            StreamChanged: The resumed stream does not match what the client has received.
         """
         if self._place is not None:
             self._place.require_reached()
@@ -242,11 +235,11 @@ class ChatFrames:
         return frames + DONE
 
     def error(self, envelope: dict[str, Any]) -> bytes:
-        """OpenAI's clients raise an APIError on it."""
+        """Return the frame on which OpenAI's clients raise an APIError."""
         return data_frame(envelope)
 
-    def _thinking_in(self, event: Event) -> str:
-        """The part of the thinking before the answer that comes with the event."""
+    def _get_thinking(self, event: Event) -> str:
+        """Return the part of the thinking before the answer that comes with the event."""
         if isinstance(event, AgentThought):
             if event.agent in self._answering:
                 return event.text
@@ -256,19 +249,22 @@ class ChatFrames:
         return ""
 
     def _frame(self, event: Event) -> bytes:
-        thinking = self._thinking_in(event)
-        text = answer_in(event, self._answering)
-        if thinking:
-            written = self._text(thinking, b"reasoning_content")
-        else:
-            written = b""
-        written += self._text(text) if text else b""
+        thinking = self._get_thinking(event)
+        written = self._write_delta(thinking, answer_in(event, self._answering))
         if isinstance(event, AgentTokens | AgentThought) and event.agent in self._answering:
             return written
         return written + self._agent_event(event)
 
+    def _write_delta(self, thinking: str, answer: str) -> bytes:
+        written = b""
+        if thinking:
+            written = self._text(thinking, b"reasoning_content")
+        if answer:
+            written += self._text(answer)
+        return written
+
     def _text(self, text: str, field: bytes = b"content") -> bytes:
-        """Put together from bytes, as this is the one frame there are many of."""
+        """Return the chunk of a text, put together from bytes, as there are many of these."""
         named = b""
         if self._place is not None:
             text = self._place.rest(text)[1]
@@ -294,7 +290,7 @@ class ChatFrames:
         if "ids" in sent:
             sent["tokens"] = len(sent.pop("ids"))
         if isinstance(event, StepChosen | AggregationSkipped):
-            del sent["text"]  # the client has it: it is in the answer, or was written by `source`
+            del sent["text"]  # the client has it in the answer, or from `source`
             sent.pop("reasoning", None)
         chunk = data_frame({**self._base, "choices": [], "agent_event": sent})
         return b"event: %s\n%s" % (name.encode(), chunk)
@@ -308,11 +304,11 @@ class AgentFrames:
         self._request = request
 
     def wants(self, event: Event) -> bool:
-        """All but how the agent ended: the last frame says that."""
+        """Return whether the event is written; the last frame has the agent's end."""
         return not isinstance(event, AgentFinished | AgentErred)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a whole answer."""
         request = self._request
         return {
             **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
@@ -328,20 +324,17 @@ class AgentFrames:
         }
 
     def events(self, events: Sequence[Event]) -> bytes:
-        """One typed object per event."""
+        """Return a typed object per event."""
         return b"".join(self._frame(event) for event in coalesced(events))
 
     def answer(self, answer: Answer) -> bytes:
-        """The finished event, which holds the whole answer, and the end mark."""
+        """Return the finished event, which holds the whole answer, and the end mark."""
         return data_frame({"type": "finished", **self.whole(answer)}) + DONE
 
     def error(self, envelope: dict[str, Any]) -> bytes:
-        """The error event."""
+        """Return the error event."""
         return data_frame({"type": "error", **envelope})
 
     def _frame(self, event: Event) -> bytes:
-        if isinstance(event, AgentTokens):
-            kind = "token"
-        else:
-            kind = KINDS[type(event)]
+        kind = "token" if isinstance(event, AgentTokens) else KINDS[type(event)]
         return data_frame({"type": kind, **facts(event, self._run.trace.started_s)})

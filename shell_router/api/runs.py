@@ -1,7 +1,7 @@
 """A run of a request: its trace, its metrics, and its lines in the trace files.
 
-Under an Idempotency-Key it also has a journal. Then it outlives its router, and may be asked for
-again at any router, or followed.
+Under an Idempotency-Key it also has a journal. Then it outlives its router, and clients may ask for
+it again at any router, or follow it.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 
 HEADER = "Idempotency-Key"
 KEY_HEADER = "idempotency-key"
-"""As requests' headers are looked up."""
+"""The name under which requests' headers hold it."""
 KEY = re.compile(r"[!-~]{1,255}")
 LONGEST_POLL_S = 1.0
 
 
 def key_of(request: Request) -> str:
-    """The key of a request that has one. Raises InvalidField."""
+    """Return the key of a request that has one. Raises InvalidField."""
     key = request.headers[KEY_HEADER]
     if KEY.fullmatch(key):
         return key
@@ -51,7 +51,7 @@ def key_of(request: Request) -> str:
 
 
 def refuse_key(request: Request, what: str) -> None:
-    """Raise InvalidField where a request of this kind, which is not kept, has a key."""
+    """Raise InvalidField if a request of a kind that is not kept has a key."""
     if KEY_HEADER in request.headers:
         raise _refusal(
             f"cannot go with {what}",
@@ -60,26 +60,27 @@ def refuse_key(request: Request, what: str) -> None:
 
 
 def end_of(record: bytes) -> dict[str, Any] | None:
-    """What a journal's last record says of its run's end; None where it has not ended."""
+    """Return the end of the run whose journal's last record this is; None if it has not ended."""
     kind, _, *fields = orjson.loads(record) if record else ("", "")
     return fields[0] if kind == END else None
 
 
 def place_of(request: Request) -> StreamPosition | None:
-    """Where the stream of a kept run begins; None where the run is not kept. Raises
-    InvalidField."""
+    """Return where the stream of a kept run begins, None without a key. Raises InvalidField."""
     if KEY_HEADER in request.headers:
         return StreamPosition(request.headers.get(LAST_EVENT))
     return None
 
 
 class Run:
-    """A chat completion, or one agent of a framework's program, under way. `id` is fresh, and its
-    trace's.
+    """A chat completion, or one agent of a framework's program, under way.
 
-    A chat has a `graph`. Where an agent has one, that is run in its place, and events of its answer
-    get the agent's name. Metrics and traces call what is run `target`. The tokens of `answering`
-    agents are the answer; at most `agents` run at a time.
+    Attributes:
+        id: Its own, and its trace's.
+        asked: The request.
+        answering: The agents whose tokens are the answer.
+        agents: The most agents that run at a time.
+        kept: Its journaled form, if it has a key.
     """
 
     def __init__(
@@ -91,12 +92,17 @@ class Run:
         graph: Graph | None,
         target: str,
     ) -> None:
+        """Prepare the run of `graph`; None for an agent that one model serves.
+
+        If an agent has a graph, events of its answer get the agent's name. Metrics and traces call
+        the run `target`.
+        """
         self._services = services
         self._drain = drain
         self._graph = graph
         self.asked = asked
         self.id = id
-        self.answering = ({asked.agent}) if (graph is None) else (graph.answering)
+        self.answering = {asked.agent} if graph is None else graph.answering
         self.agents = 1 if graph is None else graph.most_agents
         wall_s = services.wall()
         client = CURRENT.get()
@@ -127,13 +133,17 @@ class Run:
         self.kept: KeptRun | None = None
 
     def answer(self, also: Emit | None = None) -> Coroutine[Any, Any, Answer]:
-        """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
+        """Run and return the answer; `also` gets the events.
+
+        Raises:
+            RouterStopping: The server ended first.
+        """
         if self.kept is None:
             return self.run(self.asked, also)
         return self.kept.follow(also)
 
     async def run(self, asked: MoaRequest | AgentRequest, also: Emit | None) -> Answer:
-        """Run as `asked`, for one or several requests."""
+        """Run `asked`, whose seed or journal may differ from the client's request."""
         services = self._services
         self._also = also
         outcome = "failed"
@@ -143,7 +153,7 @@ class Run:
             if self._spans is not None:
                 CURRENT.set(self.trace.span)  # engine requests are part of its spans
             try:
-                answer = await self._answered(asked)
+                answer = await self._start(asked)
                 outcome = "finished"
                 return answer
             except asyncio.CancelledError:
@@ -153,9 +163,9 @@ class Run:
                 text = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                self._ended(outcome, text)
+                self._close(outcome, text)
 
-    def _answered(self, asked: MoaRequest | AgentRequest) -> Awaitable[Answer]:
+    def _start(self, asked: MoaRequest | AgentRequest) -> Awaitable[Answer]:
         services = self._services
         graph = self._graph
         if isinstance(asked, AgentRequest) and graph is None:
@@ -165,7 +175,7 @@ class Run:
             return services.executor.run(graph, asked, self._emit)
         also = self._also
 
-        def name(event: Event) -> None:
+        def rename(event: Event) -> None:
             if also is not None and (text := answer_in(event, graph.answering)):
                 also(
                     AgentTokens(
@@ -176,7 +186,7 @@ class Run:
                     )
                 )
 
-        self._also = name
+        self._also = rename
         return services.programs.run_graph(asked, graph, services.executor.run, self._emit)
 
     def _emit(self, event: Event) -> None:
@@ -187,7 +197,7 @@ class Run:
         if self._also is not None:
             self._also(event)
 
-    def _ended(self, outcome: str, error: str) -> None:
+    def _close(self, outcome: str, error: str) -> None:
         at_s = self._services.clock()
         self.trace.close(at_s, outcome, error)
         self._services.rates.add(self.trace.tenant, sum(self.trace.usage), at_s)
@@ -199,7 +209,7 @@ class Run:
 
 
 class KeptRuns:
-    """The runs under a key at this router. `store` is None where the deployment shares no cache."""
+    """The runs under keys at this router; `store` is None if the deployment shares no cache."""
 
     def __init__(self, store: Journals | None, drain: Drain) -> None:
         self.store = store
@@ -207,8 +217,14 @@ class KeptRuns:
         self._runs: WeakValueDictionary[tuple[type, str, str], Run] = WeakValueDictionary()
 
     def join(self, run: Run, key: str, body: Fields, head: str = "") -> Run:
-        """The run that goes on under this key, or else `run`; its journal begins with `head`, or
-        what stands for `body`. Raises InvalidField and KeyReused."""
+        """Return the open run under this key, or else `run`.
+
+        Its journal begins with `head`, or with a fingerprint of the body.
+
+        Raises:
+            InvalidField: The deployment has no store for it.
+            KeyReused: The key was sent before with another body.
+        """
         if self.store is None:
             raise _refusal(
                 "needs a store that outlives the router",
@@ -234,11 +250,14 @@ KEPT_RUNS = Key[KeptRuns]("KEPT_RUNS")
 
 
 class KeptRun:
-    """One run under a key. All requests with that key at this router follow it; without any it is
-    cancelled.
+    """One run under a key, which all requests with that key at this router follow.
 
-    Its journal ends with what a `last_record` says of the answer or error; where there is one,
-    losing the journal ends the run.
+    Without followers it is cancelled.
+
+    Attributes:
+        last_record: Makes the last record of the journal from the answer or the error. If it is
+            set, losing the journal ends the run.
+        is_open: Whether it can be followed.
     """
 
     def __init__(
@@ -263,21 +282,20 @@ class KeptRun:
         self._followers: list[Emit] = []
         self._task: asyncio.Task[Answer] | None = None
         self.is_open = True
-        """Whether it can be followed."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request follows it, or is about to."""
+        """Whether a request has followed it, or is about to."""
         return self._run is None or self.last_record is not None
 
     async def follow(self, emit: Emit | None) -> Answer:
-        """The answer; `emit` gets all events, also those of before."""
+        """Return the answer; `emit` gets all events, also earlier ones."""
         emit = emit or _ignore
         if self._run is not None:
-            # what is run refers to this: it would be held until a collection
+            # the run refers to this object, and would wait for the garbage collector
             run = self._run
             self._run = None
-            self._task = asyncio.create_task(self._kept(run), name="kept-run")
+            self._task = asyncio.create_task(self._keep(run), name="kept-run")
         task = self._task
         assert task is not None, "all of its followers had left"
         for event in self._events:
@@ -288,7 +306,7 @@ class KeptRun:
         finally:
             self._followers.remove(emit)
             if not self._followers:
-                await self._left(task)
+                await self._close(task)
         if task.cancelled():
             raise errors.ResponseCancelled(
                 "The response was cancelled, or another router has gone on with it."
@@ -299,12 +317,11 @@ class KeptRun:
         if self._task is not None:
             self._task.cancel()
 
-    async def _left(self, task: asyncio.Task[Answer]) -> None:
-        """Cancel the run, which nothing follows, unless a request that has joined it is about
-        to."""
+    async def _close(self, task: asyncio.Task[Answer]) -> None:
+        """Cancel the run, which nothing follows, unless a joined request is about to."""
         self.is_open = False
         try:
-            await asyncio.sleep(0)  # those that have joined it follow by then
+            await asyncio.sleep(0)  # requests that have joined it follow by then
         finally:
             self.is_open = bool(self._followers)
             if not self.is_open:
@@ -318,8 +335,9 @@ class KeptRun:
         for emit in self._followers:
             emit(event)
 
-    async def _kept(self, run: Callable[[Any, Emit], Awaitable[Answer]]) -> Answer:
-        journal = await self._journal()
+    async def _keep(self, run: Callable[[Any, Emit], Awaitable[Answer]]) -> Answer:
+        """Run with a journal, and end the journal as the run ended."""
+        journal = await self._open_journal()
         ended = False
         last = self.last_record
         self.last_record = None  # it refers to this, too
@@ -341,15 +359,14 @@ class KeptRun:
         finally:
             await journal.close(void=not ended)
 
-    async def _journal(self) -> RunJournal | None:
-        """The run's journal, once no other router runs it; None without a store that can keep
-        it."""
+    async def _open_journal(self) -> RunJournal | None:
+        """Return the run's journal once no other router runs it, None if no store can keep it."""
         asked = self._asked
         store = self._store
         limit_s = self._asked.timeout_s
         try:
             with self._drain.deadline(limit_s):
-                records = await self._records()
+                records = await self._claim()
         except JournalDiffers:
             raise reused() from None
         except CacheUnavailable as error:
@@ -361,10 +378,8 @@ class KeptRun:
                 remedy="Ask again with the same key.",
             ) from None
         try:
-            if records:
-                failed = (end_of(records[-1]) or {}).get("error")
-            else:
-                failed = None
+            end = end_of(records[-1]) if records else None
+            failed = end.get("error") if end else None
             journal = RunJournal(store, asked.tenant, self._key, self.id, records)
         except (LookupError, TypeError, ValueError) as error:
             log.warning("run %s is not kept: its journal makes no sense: %r", self.id, error)
@@ -376,10 +391,13 @@ class KeptRun:
             journal.lost = self._lose
         return journal
 
-    async def _records(self) -> Sequence[bytes]:
-        """What is in the journal, once its lease is this run's. Raises CacheUnavailable where the
-        store is away for longer than a lease, and no other router was seen to run this: it would go
-        on meanwhile."""
+    async def _claim(self) -> Sequence[bytes]:
+        """Return the journal's records once its lease is this run's.
+
+        Raises:
+            CacheUnavailable: The store is away for longer than a lease, and no other router was
+                seen to run this, which would go on meanwhile.
+        """
         asked = self._asked
         store = self._store
         clock = asyncio.get_running_loop().time
@@ -399,7 +417,7 @@ class KeptRun:
 
 
 def _ignore(_: Event) -> None:
-    """Nothing is wanted of the events."""
+    """Take no notice of the event."""
 
 
 def _fingerprint(body: Fields) -> str:
@@ -414,6 +432,7 @@ def _refusal(what: str, remedy: str) -> errors.InvalidField:
 
 
 def reused() -> errors.KeyReused:
+    """Return the error for a key that was sent with another body."""
     return errors.KeyReused(
         f"The {HEADER} was sent before, with another body.",
         remedy="Send the same body again, or a new key for a new request.",

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 RECORDS_PER_WRITE = 256
 ORDER_S = 10.0
-"""The longest wait of a repeated end for earlier ones; only a run that goes another way takes it."""
+"""The longest wait of a repeated end for earlier ones; a run that goes another way takes it."""
 
 END = "end"
 """The kind of the last record of a run whose answer can be asked for."""
