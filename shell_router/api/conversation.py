@@ -1,240 +1,286 @@
-"""Chats in requests: messages, the functions that a model may call, its calls, and the results of
-clients.
+"""Chats in requests: messages, the functions that a model may call, its calls, and their results.
 
-In their texts may be markers, which stand for lazy answers.
+Texts may hold markers, which stand for lazy answers.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
+from annotated_types import MaxLen, MinLen
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
-from shell_router.api.fields import Fields, as_object, refused, shown
 from shell_router.core.sampling import check_depth
+from shell_router.core.validation import Array, Name, field_error, json_object, show
 from shell_router.moa.calls import ToolOffer
 from shell_router.moa.requests import OutputOf, Segment
 
-FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 CALL_ID_CHARACTERS = 128
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 2**18
-"""Of all tools together as JSON: every one of them is part of the prompt."""
+"""The limit of all tools together as JSON: each of them is part of the prompt."""
 
-TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+CallId = Annotated[str, MinLen(1), MaxLen(CALL_ID_CHARACTERS)]
 
 
-def read_tools(body: Fields) -> ToolOffer | None:
-    """The body's `tools`, `tool_choice` and `parallel_tool_calls`; None where none may be called.
-    Raises InvalidField.
+@json_object
+class ContentPart(TypedDict):
+    """A part of a message: a text, or an image that only an engine's own chats read."""
 
-    Of a function that must be called the others are no part of the prompt, as in SGLang.
+    type: Name
+    text: NotRequired[str | None]
+
+
+Content = str | Array[ContentPart]
+
+
+@json_object
+class CalledFunction(TypedDict):
+    """A function with the arguments of a call, a JSON object as text."""
+
+    name: FunctionName
+    arguments: str | dict[str, Any]
+
+
+@json_object
+class Call(TypedDict):
+    """A call that an assistant's message holds."""
+
+    id: CallId
+    type: NotRequired[Literal["function"] | None]
+    function: CalledFunction
+
+
+@json_object
+class TextMessage(TypedDict):
+    """A message of the client; `developer` counts as `system`."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+@json_object
+class AssistantMessage(TypedDict):
+    """A message that a model wrote."""
+
+    role: Literal["assistant"]
+    content: NotRequired[Content | None]
+    tool_calls: NotRequired[Annotated[Array[Call], MaxLen(MAX_TOOLS)] | None]
+    reasoning_content: NotRequired[str | None]
+
+
+@json_object
+class ToolMessage(TypedDict):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: CallId
+
+
+Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[Array[Message], MinLen(1)]
+
+Parameters = with_config(ConfigDict(strict=True))(
+    TypedDict("Parameters", {"$defs": NotRequired[dict[str, Any] | None]})
+)
+
+
+@json_object
+class Function(TypedDict):
+    """A function that a model may call."""
+
+    name: FunctionName
+    description: NotRequired[str | None]
+    parameters: NotRequired[Parameters | None]
+    strict: NotRequired[bool | None]
+
+
+@json_object
+class Tool(TypedDict):
+    """A function tool; the router runs no tools of its own."""
+
+    type: Literal["function"]
+    function: Function
+
+
+@json_object
+class NamedFunction(TypedDict):
+    """A function by its name."""
+
+    name: Name
+
+
+@json_object
+class NamedChoice(TypedDict):
+    """The choice of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolFields(TypedDict, total=False):
+    """The functions that a model may call."""
+
+    tools: Annotated[Array[Tool], MaxLen(MAX_TOOLS)]
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice
+    parallel_tool_calls: bool
+
+
+def read_tools(body: ToolFields, sent: Mapping[str, Any]) -> ToolOffer | None:
+    """Return the offer of a validated body; None if no function may be called.
+
+    If one function must be called, the others are no part of the prompt, as in SGLang. `sent` is
+    the body as it was sent: templates write a function's fields in the client's order.
+
+    Raises:
+        InvalidField: A name repeats, the choice has no tool, or the tools are too large.
     """
-    listed = body.listed("tools") or []
-    parallel = body.raw("parallel_tool_calls") is None or body.flag("parallel_tool_calls")
-    if len(listed) > MAX_TOOLS:
-        raise body.refuse("tools", f"holds {len(listed)} tools", f"Send at most {MAX_TOOLS}.")
-    check_depth(listed, "tools")
-    tools = tuple([_tool(one) for one in body.objects("tools")])
-    names = [tool["function"]["name"] for tool in tools]
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            raise refused(f"tools[{at}].function.name", f"repeats {name!r}")
-    if listed and (size := len(orjson.dumps(listed))) > MAX_TOOLS_BYTES:
-        raise body.refuse("tools", f"takes {size} bytes", f"Send at most {MAX_TOOLS_BYTES}.")
-    choice, named = _choice(body, names)
-    if choice == "none":
+    tools = _read_fitting(sent.get("tools") or ())
+    choice = body.get("tool_choice") or "auto"
+    if choice == "none" or (choice == "auto" and not tools):
         return None
-    return ToolOffer((tools[names.index(named)],) if named else tools, choice != "auto", parallel)
+    if not tools:
+        raise field_error("tool_choice", "needs tools", "Send tools, or leave tool_choice out.")
+    if not isinstance(choice, str):
+        name = choice["function"]["name"]
+        tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
+        if not tools:
+            raise field_error(
+                "tool_choice.function.name",
+                f"is {show(name)}, which is none of the tools",
+                "Name one of tools.",
+            )
+    return ToolOffer(tools, choice != "auto", body.get("parallel_tool_calls", True))
 
 
-def _tool(tool: Fields) -> Mapping[str, Any]:
-    if tool.text("type") != "function":
-        raise tool.refuse("type", "must be function", "Only function tools are served.")
-    function = tool.object("function")
-    if function is None:
-        raise tool.refuse("function", "is missing")
-    described: dict[str, Any] = {"name": function_name(function)}
-    if (description := function.text("description")) is not None:
-        described["description"] = description
-    if (parameters := function.object("parameters")) is not None:
-        parameters.object("$defs")
-        described["parameters"] = function.raw("parameters")
-    if function.raw("strict") is not None:
-        described["strict"] = function.flag("strict")
-    given = tool.raw("function")  # its order is kept: templates write it as it is
-    return {
-        "type": "function",
-        "function": {name: described[name] for name in given if name in described},
-    }
-
-
-def function_name(function: Fields) -> str:
-    """Its `name`: 1 to 64 letters, digits, _ or -."""
-    name = function.required_text("name")
-    if not FUNCTION_NAME.fullmatch(name):
-        raise function.refuse("name", "may hold 1 to 64 letters, digits, _ and -")
-    return name
-
-
-def _choice(body: Fields, names: Sequence[str]) -> tuple[str, str]:
-    """None, auto or required, and the function that is, where one is named."""
-    choice = body.raw("tool_choice")
-    if choice is None or choice in ("none", "auto"):
-        return (choice or "auto" if names else "none"), ""
-    if choice != "required" and not isinstance(choice, dict):
-        remedy = "Send none, auto, required, or an object that names a function."
-        raise body.refuse("tool_choice", f"is {shown(choice)}", remedy)
-    if not names:
-        raise body.refuse("tool_choice", "needs tools", "Send tools, or leave tool_choice out.")
-    if choice == "required":
-        return "required", ""
-    named = as_object(choice, "tool_choice")
-    function = named.object("function")
-    if named.text("type") != "function" or function is None:
-        raise named.refuse(
-            "type", "must be function, with the function's name in its field 'function'"
-        )
-    if (name := function.required_text("name")) not in names:
-        raise function.refuse(
-            "name", f"is {shown(name)}, which is none of the tools", "Name one of tools."
-        )
-    return "required", name
-
-
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
-
-def read_messages(
-    body: Fields, content: Callable[[Fields], str | list[Any]]
-) -> list[Mapping[str, Any]]:
-    """The body's `messages`, with the contents that `content` reads. Raises InvalidField.
-
-    The last one must be a user's or a tool's, and each tool's the one answer to an earlier call.
-    """
-    listed = body.listed("messages")
-    if not listed:
-        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
-    messages: list[Mapping[str, Any]] = []
-    for at, one in enumerate(listed):
-        if (
-            isinstance(one, dict)
-            and one.keys() == PLAIN
-            and one["role"] in PLAIN_ROLES
-            and type(one["content"]) is str
-        ):
-            messages.append(one)
-        else:
-            messages.append(_message(as_object(one, f"messages[{at}]"), content))
-    if messages[-1]["role"] not in ("user", "tool"):
-        where = f"messages[{len(messages) - 1}].role"
-        raise body.refuse(
-            where,
-            "must be user or tool",
-            "Put the question, or a call's result, in the last message.",
-        )
-    _check_answers(messages)
-    return messages
+def _read_fitting(sent: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return validated tools with the fields that templates know; raises InvalidField."""
+    check_depth(sent, "tools")
+    size = len(orjson.dumps(sent))
+    if size > MAX_TOOLS_BYTES:
+        raise field_error("tools", f"takes {size} bytes", f"Send at most {MAX_TOOLS_BYTES}.")
+    names = set[str]()
+    tools = []
+    for at, tool in enumerate(sent):
+        function = {
+            name: value
+            for name, value in tool["function"].items()
+            if name in Function.__annotations__ and value is not None
+        }
+        if function["name"] in names:
+            raise field_error(f"tools[{at}].function.name", f"repeats {function['name']!r}")
+        names.add(function["name"])
+        tools.append({"type": "function", "function": function})
+    return tuple(tools)
 
 
 PLAIN = {"role", "content"}
-PLAIN_ROLES = ("user", "system")
 
 
-def _message(message: Fields, content: Callable[[Fields], str | list[Any]]) -> Mapping[str, Any]:
-    role = message.text("role")
-    if role not in ROLES:
-        raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
-    lacks_content = role == "assistant" and message.raw("content") is None
-    found: dict[str, Any] = {
-        "role": ROLES[role],
-        "content": "" if lacks_content else content(message),
+def read_messages(messages: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return validated messages with their texts alone, as chat templates take them.
+
+    Raises:
+        InvalidField: A part is no text, or an order or a call is wrong.
+    """
+    read: list[Mapping[str, Any]] = []
+    for at, message in enumerate(messages):
+        is_plain = len(message) == len(PLAIN) and isinstance(message.get("content"), str)
+        if is_plain and message["role"] != "developer":
+            read.append(message)
+        else:
+            read.append(_read_message(message, f"messages[{at}]"))
+    check_order(read)
+    if not any(message["role"] == "user" for message in read):
+        raise field_error("messages", "hold no user message", "Send the question before the calls.")
+    return tuple(read)
+
+
+def check_order(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidField unless the last message asks, and each result answers an earlier call."""
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise field_error(
+            f"messages[{len(messages) - 1}].role",
+            "must be user or tool",
+            "Put the question, or a call's result, in the last message.",
+        )
+    open_calls: set[str] = set()
+    for at, message in enumerate(messages):
+        open_calls.update(call["id"] for call in message.get("tool_calls") or ())
+        if message["role"] == "tool":
+            if message["tool_call_id"] not in open_calls:
+                remedy = "Send the assistant message with that call before its one result."
+                path = f"messages[{at}].tool_call_id"
+                raise field_error(path, "answers no earlier call", remedy)
+            open_calls.remove(message["tool_call_id"])
+
+
+def _read_message(message: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    role = message["role"]
+    read: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": join_texts(message.get("content") or "", f"{path}.content"),
     }
     if role == "tool":
-        found["tool_call_id"] = _call_id(message, "tool_call_id")
-    if role == "assistant":
-        if calls := _calls(message):
-            found["tool_calls"] = calls
-        if thinking := message.text("reasoning_content"):
-            found["reasoning_content"] = thinking
-    return found
+        read["tool_call_id"] = message["tool_call_id"]
+    if calls := message.get("tool_calls"):
+        read["tool_calls"] = read_calls(calls, f"{path}.tool_calls")
+    if thinking := message.get("reasoning_content"):
+        read["reasoning_content"] = thinking
+    return read
 
 
-def text_of(message: Fields) -> str:
-    """Its `content`, a string or parts that are texts. Raises InvalidField."""
-    return "".join(message.parts("content", _text, "text parts"))
+def join_texts(content: str | Sequence[ContentPart], path: str) -> str:
+    """Return a content's text; raises InvalidField for a part that is none."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for at, part in enumerate(content):
+        if part["type"] != "text":
+            remedy = "Only text is served; leave other parts out."
+            raise field_error(f"{path}[{at}].type", "must be text", remedy)
+        text = part.get("text")
+        if text is None:
+            raise field_error(f"{path}[{at}].text", "is missing")
+        texts.append(text)
+    return "".join(texts)
 
 
-def _text(part: Fields) -> str:
-    if part.text("type") != "text":
-        raise part.refuse("type", "must be text", "Only text is served; leave other parts out.")
-    text = part.text("text")
-    if text is None:
-        raise part.refuse("text", "is missing")
-    return text
+def read_calls(calls: Sequence[Call], path: str) -> tuple[Mapping[str, Any], ...]:
+    """Return an assistant message's calls with their arguments as objects; raises InvalidField."""
+    return tuple(
+        [
+            {"id": call["id"], "type": "function", "function": _read_called(call, f"{path}[{at}]")}
+            for at, call in enumerate(calls)
+        ]
+    )
 
 
-def _calls(message: Fields) -> tuple[Mapping[str, Any], ...]:
-    """An assistant message's `tool_calls`, with their `arguments` as objects."""
-    listed = message.listed("tool_calls") or []
-    if len(listed) > MAX_TOOLS:
-        raise message.refuse(
-            "tool_calls", f"holds {len(listed)} calls", f"Send at most {MAX_TOOLS}."
-        )
-    return tuple([_call(one) for one in message.objects("tool_calls")])
-
-
-def _call(call: Fields) -> Mapping[str, Any]:
-    function = call.object("function")
-    if call.text("type") not in ("function", None) or function is None:
-        raise call.refuse("type", "must be function, with the call in the field 'function'")
-    arguments = function.raw("arguments")
+def _read_called(call: Call, path: str) -> Mapping[str, Any]:
+    function = call["function"]
+    arguments: Any = function["arguments"]
+    path = f"{path}.function.arguments"
     if isinstance(arguments, str):
         try:
             arguments = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:
-            raise function.refuse(
-                "arguments", "is not JSON", "Send the model's own arguments."
-            ) from None
+            remedy = "Send the model's own arguments."
+            raise field_error(path, "is not JSON", remedy) from None
     if not isinstance(arguments, dict):
-        raise function.refuse("arguments", "must be a JSON object, as text")
-    check_depth(arguments, function.path("arguments"))
-    called = {"name": function_name(function), "arguments": arguments}
-    return {"id": _call_id(call, "id"), "type": "function", "function": called}
-
-
-def _call_id(message: Fields, name: str) -> str:
-    found = message.required_text(name)
-    if len(found) > CALL_ID_CHARACTERS:
-        raise message.refuse(name, f"has over {CALL_ID_CHARACTERS} characters")
-    return found
-
-
-def _check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InvalidField for a tool message whose `tool_call_id` is not that of an earlier call,
-    or the second one.
-    """
-    open_calls: set[str] = set()
-    for at, message in enumerate(messages):
-        open_calls.update(call["id"] for call in message.get("tool_calls", ()))
-        if message["role"] == "tool":
-            if message["tool_call_id"] not in open_calls:
-                remedy = "Send the assistant message with that call before its one result."
-                raise refused(f"messages[{at}].tool_call_id", "answers no earlier call", remedy)
-            open_calls.remove(message["tool_call_id"])
+        raise field_error(path, "must be a JSON object, as text")
+    check_depth(arguments, path)
+    return {"name": function["name"], "arguments": arguments}
 
 
 def calls_schema(offer: ToolOffer) -> str:
-    """The JSON schema of the calls that must be made, an array, as SGLang has it; empty where none
-    must be.
+    """Return the JSON schema of an array of calls, as SGLang has it; "" if no call must be made.
 
-    Raises InvalidField where two tools define a type of one name differently.
+    Raises:
+        InvalidField: Two tools define a type of one name differently.
     """
     if not offer.must_call:
         return ""
@@ -246,7 +292,7 @@ def calls_schema(offer: ToolOffer) -> str:
         for name, kind in (parameters.pop("$defs", None) or {}).items():
             if kinds.setdefault(name, kind) != kind:
                 path = f"tools[{at}].function.parameters.$defs.{name}"
-                raise refused(path, "differs from that of another tool", "Rename one of them.")
+                raise field_error(path, "differs from that of another tool", "Rename one of them.")
         called = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
         items.append(
             {
@@ -284,39 +330,36 @@ alone it is a word.
 
 
 def marker_of(agent: str) -> str:
-    """The text that stands for the agent's output. JSON, HTML and template languages leave all of
-    it as it is.
-    """
+    """Return the text that stands for the agent's output; JSON, HTML and templates keep it."""
     return f"[[{WORD}:{agent}]]"
 
 
 def split_text(text: str, path: str) -> tuple[Segment, ...]:
-    """`text` with slots where markers stood. Raises InvalidField for altered markers."""
+    """Return `text` with slots in place of markers; raises InvalidField for altered markers."""
     if not holds_marker(text):
         return (text,)
     pieces = MARKER.split(text)
     if any(map(holds_marker, pieces[::2])):
         remedy = (
             "Send markers whole. Where code cuts or reads text, ask without lazy, or first "
-            "get the text from"
+            "get the text from GET /v1/agent/outputs/{marker}."
         )
-        remedy += " GET /v1/agent/outputs/{marker}."
-        raise refused(path, "holds a lazy answer's marker that was altered", remedy)
+        raise field_error(path, "holds a lazy answer's marker that was altered", remedy)
     return tuple(OutputOf(piece) if odd % 2 else piece for odd, piece in enumerate(pieces) if piece)
 
 
 def holds_marker(text: str) -> bool:
-    """Whether there is a marker in `text`, whole or altered."""
+    """Return whether there is a marker in `text`, whole or altered."""
     return any(word in text and form.search(text) for word, form in _FORMS.items())
 
 
 def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there is a lazy answer's marker in them, whole or altered."""
+    """Return whether a lazy answer's marker is in the messages, whole or altered."""
     return holds_marker("\n".join([turn["content"] for turn in messages])) or any(
         map(marked_elsewhere, messages)
     )
 
 
 def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
-    """Whether a marker is in the message's calls of tools, or in its thinking."""
+    """Return whether a marker is in the message's calls of tools, or in its thinking."""
     return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())

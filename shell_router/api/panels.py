@@ -1,149 +1,195 @@
-"""What requests bring to be run: a topology of their own, or a panel of models and a judge
-(fusion).
-"""
+"""Topologies that requests bring: their own, or a panel of models and a judge (fusion)."""
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
-from shell_router.api.fields import MAX_TOKENS, Fields, as_object, shown
+from annotated_types import Ge, Interval
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from shell_router.api.fields import Names, Tokens
 from shell_router.core.engine import ServedModel
-from shell_router.errors import InvalidField
+from shell_router.core.sampling import RANGES
+from shell_router.core.validation import Array, field_error, without_nulls
 from shell_router.topology import INLINE
 from shell_router.topology.prompting import AGGREGATOR
 
 FUSIONS = frozenset({"fusion", "openrouter/fusion", "litellm/fusion-1"})
 """Names of models that stand for a panel; a topology or a model may have them, too."""
-BRINGING = frozenset({"topology", "fusion", "judge", "plugins"})
-"""Fields with which a request may bring something."""
-PANEL_FIELDS = frozenset({"models", "quorum", "grace_s", "criteria"})
-"""Fields that describe a panel, as `judge` does."""
 MAX_PANEL = 32
 DEFAULT_PANEL = 8
 PANEL = "fusion"
 
 Brought = tuple[Mapping[str, Any], str]
-"""A topology inside of a request: its document, and what metrics and traces call it."""
+"""The document of a topology inside of a request, and its name in metrics and traces."""
+closed_object = with_config(ConfigDict(strict=True, extra="forbid"))
+Models = str | Array[str]
 
 
-def brought_by(
-    body: Fields, models: Mapping[str, ServedModel], served: Container[str]
+@closed_object
+class JudgeFields(TypedDict):
+    """A judge and its criteria, as LiteLLM's."""
+
+    model: Names
+    criteria: NotRequired[str | None]
+
+
+Judge = Models | Annotated[JudgeFields, without_nulls]
+
+
+class PanelFields(TypedDict, total=False):
+    """A panel as fields of a chat."""
+
+    models: Models
+    quorum: Annotated[int, Ge(1)]
+    grace_s: Annotated[float, Interval(ge=0, le=86_400)]
+    criteria: str
+
+
+class _OwnFields(PanelFields, total=False):
+    judge: Judge
+    analysis_models: Models
+    synthesis_model: Judge
+    model: Judge
+    max_completion_tokens: Tokens
+    temperature: Annotated[float, RANGES["temperature"]]
+
+
+@closed_object
+class FusionFields(_OwnFields, total=False):
+    """A panel as an object of its own, in the names of OpenRouter, LiteLLM and Merge, too."""
+
+
+@closed_object
+class PluginFields(_OwnFields, total=False):
+    """A panel as OpenRouter's plugin."""
+
+    id: Literal["fusion"]
+    enabled: Literal[True]
+
+
+class BringingFields(TypedDict, total=False):
+    """Fields with which a request brings its topology."""
+
+    topology: dict[str, Any]
+    fusion: Annotated[FusionFields, without_nulls]
+    judge: Judge
+    plugins: Array[Annotated[PluginFields, without_nulls]]
+
+
+BRINGING = frozenset(BringingFields.__annotations__)
+PANEL_FIELDS = frozenset(PanelFields.__annotations__)
+
+
+def read_brought(
+    body: Mapping[str, Any], models: Mapping[str, ServedModel], served: Container[str]
 ) -> Brought | None:
-    """What the body brings; None where its `model` says what to run. `models` may be on a panel.
+    """Return the topology that the validated body brings; None if its `model` names one.
 
-    A name of FUSIONS that is `served` is what is served under it. Raises InvalidField.
+    Args:
+        body: The body.
+        models: The models that may be on a panel.
+        served: Names that are no panel's, although they are in FUSIONS.
+
+    Raises:
+        InvalidField: The body brings two topologies, or its panel cannot be.
     """
-    name = body.raw("model")
+    name = body.get("model")
     fused = isinstance(name, str) and name in FUSIONS and name not in served
-    given = body.given(BRINGING)
-    if not (fused or given):
+    brings = [field for field in body if field in BRINGING]
+    if not (fused or brings):
         return None
-    if "topology" in given:
-        if fused or len(given) > 1:
-            raise body.refuse("topology", "goes without a panel of models", "Send one of the two.")
-        body.object("topology")
-        return body.raw("topology"), INLINE
-    if len(given) > 1:
-        raise body.refuse(given[1], f"describes a panel, as {given[0]} does", "Describe it once.")
-    block = body.object("fusion") or (_plugin(body) if "plugins" in given else body)
-    return _document(block, body, models), PANEL
-
-
-def _plugin(body: Fields) -> Fields:
-    """The one entry of OpenRouter's `plugins`."""
-    plugins = body.listed("plugins") or []
-    if len(plugins) != 1:
-        raise body.refuse("plugins", f"has {len(plugins)} entries", "Send the fusion plugin alone.")
-    plugin = as_object(plugins[0], "plugins[0]")
-    if plugin.raw("id") != "fusion" or plugin.raw("enabled") is False:
-        raise plugin.refuse(
-            "id", "must be fusion, and the plugin enabled", "Leave other plugins out."
+    if "topology" in brings:
+        if fused or len(brings) > 1:
+            raise field_error("topology", "goes without a panel of models", "Send one of the two.")
+        return body["topology"], INLINE
+    if len(brings) > 1:
+        raise field_error(
+            brings[1], f"describes a panel, as {brings[0]} does", "Describe it once."
         )
-    return plugin
+    if "fusion" in brings:
+        return _panel(body["fusion"], "fusion.", name, models), PANEL
+    if "plugins" in brings:
+        plugins = body["plugins"]
+        if len(plugins) != 1 or plugins[0].get("id") is None:
+            raise field_error("plugins", "must be the fusion plugin alone", "Leave others out.")
+        return _panel(plugins[0], "plugins[0].", name, models), PANEL
+    return _panel(body, "", name, models), PANEL
 
 
-def _document(block: Fields, body: Fields, known: Mapping[str, ServedModel]) -> Mapping[str, Any]:
-    """The topology: members answer the request as it is, and the judge reads their answers.
+def _panel(
+    block: Mapping[str, Any], path: str, outer: object, known: Mapping[str, ServedModel]
+) -> Mapping[str, Any]:
+    """Return the topology: members answer the request as it is, and the judge reads their answers.
 
-    A panel's fields have several names: ours, and those of OpenRouter, LiteLLM and Merge.
+    `block` is the body itself where `path` is empty; `outer` is the body's model.
     """
     bases = [name for name, model in known.items() if model.base is None]
-    members = _named(block, ("models", "analysis_models"), known) or tuple(bases[:DEFAULT_PANEL])
+    members = _first_models(block, path, ("models", "analysis_models"), known)
+    members = members or tuple(bases[:DEFAULT_PANEL])
     if len(members) > MAX_PANEL:
-        raise block.refuse("models", f"names {len(members)} models", f"Name at most {MAX_PANEL}.")
-    is_own = block is not body
-    outer = body.raw("model")
-    judges, criteria = _judges(
-        block, ("judge", "synthesis_model", *(("model",) if is_own else ())), known
-    )
-    judges = judges or ((outer,) if isinstance(outer, str) and outer in known else ())
-    criteria = criteria or block.text("criteria") or ""
-    quorum = block.integer("quorum", 1, len(members)) or len(members)
-    exits = {
+        raise field_error(
+            f"{path}models", f"names {len(members)} models", f"Name at most {MAX_PANEL}."
+        )
+    judge_fields = ("judge", "synthesis_model", "model") if path else ("judge",)
+    judges = _first_models(block, path, judge_fields, known)
+    if not judges and isinstance(outer, str) and outer in known:
+        judges = (outer,)
+    quorum = block.get("quorum") or len(members)
+    if quorum > len(members):
+        raise field_error(
+            f"{path}quorum", f"must be from 1 to {len(members)}, the models of the panel"
+        )
+    early_exit = {
         "policy": "quorum",
         "min_completed": quorum,
-        "grace_s": block.number("grace_s", 0, 86_400) or 0.0,
+        "grace_s": block.get("grace_s") or 0.0,
     }
-    asked: dict[str, Any] = {"on_failure": "drop"}
-    if is_own:
-        tokens = block.integer("max_completion_tokens", 1, MAX_TOKENS)
-        sampling = {"temperature": block.number("temperature", 0, 2), "max_new_tokens": tokens}
-        if sampling := {name: said for name, said in sampling.items() if said is not None}:
-            asked["sampling"] = sampling
-        _refuse_unread(block)
     agents: dict[str, Any] = {
-        f"panel-{n}": {"model": model, **asked} for n, model in enumerate(members, start=1)
+        f"panel-{n}": {"model": model, **_member(block if path else {})}
+        for n, model in enumerate(members, start=1)
     }
+    cluster = {"agents": list(agents), "early_exit": early_exit}
     first, *others = dict.fromkeys((*judges, *members))
     judge: dict[str, Any] = {"model": first, "fallbacks": others[:16], "precursors": list(agents)}
-    if criteria:
-        wanted = criteria.replace("{", "{{").replace("}", "}}")
-        judge["prompt"] = {"prefix": f"{AGGREGATOR.prefix}\n\nJudge them by this: {wanted}"}
-    clusters = {"panel": {"agents": list(agents), "early_exit": exits}}
-    return {"name": PANEL, "agents": {**agents, "judge": judge}, "clusters": clusters}
+    if criteria := _criteria(block, judge_fields):
+        escaped = criteria.replace("{", "{{").replace("}", "}}")
+        judge["prompt"] = {"prefix": f"{AGGREGATOR.prefix}\n\nJudge them by this: {escaped}"}
+    return {"name": PANEL, "agents": {**agents, "judge": judge}, "clusters": {"panel": cluster}}
 
 
-def _judges(
-    block: Fields, names: Sequence[str], known: Mapping[str, ServedModel]
-) -> tuple[tuple[str, ...], str]:
-    """The judges in order, and criteria; an object names one judge and its criteria, as
-    LiteLLM's."""
-    given = [name for name in names if block.raw(name) is not None]
-    if not given or not isinstance(block.raw(given[0]), dict):
-        return _named(block, given[:1], known), ""
-    name = given[0]
-    judge = as_object(block.raw(name), block.path(name))
-    criteria = judge.text("criteria") or ""
-    models = _known(judge, "model", judge.names("model"), known)
-    _refuse_unread(judge)
-    return models, criteria
+def _member(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    names = {"temperature": "temperature", "max_completion_tokens": "max_new_tokens"}
+    sampling = {native: block[name] for name, native in names.items() if name in block}
+    if not sampling:
+        return {"on_failure": "drop"}
+    return {"on_failure": "drop", "sampling": sampling}
 
 
-def _named(
-    block: Fields, names: Sequence[str], known: Mapping[str, ServedModel]
+def _criteria(block: Mapping[str, Any], judges: Sequence[str]) -> str:
+    judge = next((block[name] for name in judges if name in block), None)
+    own = judge.get("criteria") if isinstance(judge, dict) else None
+    return own or block.get("criteria") or ""
+
+
+def _first_models(
+    block: Mapping[str, Any], path: str, names: Sequence[str], known: Mapping[str, ServedModel]
 ) -> tuple[str, ...]:
-    """The models that the first field of these that is set names."""
-    for name in block.given(names):
-        value = block.raw(name)
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-            raise block.refuse(name, f"must be names of models, not {shown(value)}")
-        return _known(block, name, tuple(listed), known)
-    return ()
-
-
-def _known(
-    where: Fields, name: str, models: tuple[str, ...], known: Mapping[str, ServedModel]
-) -> tuple[str, ...]:
+    """Return the models in the first of these fields that is set; raises InvalidField."""
+    name = next((name for name in names if name in block), None)
+    if name is None:
+        return ()
+    value = block[name]
+    where = f"{path}{name}"
+    if isinstance(value, dict):
+        value = value["model"]
+        where += ".model"
+    models = (value,) if isinstance(value, str) else tuple(value)
     for at, model in enumerate(models):
         if model not in known:
-            path = f"{where.path(name)}[{at}]"
-            served = ", ".join(sorted(known))
-            raise InvalidField(
-                f"{path}: no model is named {model!r}.", field=path, remedy=f"Known: {served}."
+            raise field_error(
+                f"{where}[{at}]",
+                f"is {model!r}, and no model is named so",
+                f"Known: {', '.join(sorted(known))}.",
             )
     return models
-
-
-def _refuse_unread(block: Fields) -> None:
-    if unread := block.unread:
-        raise block.refuse(unread[0], "is not served", f"Leave {unread[0]} out.")

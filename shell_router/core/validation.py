@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import orjson
 from annotated_types import MinLen
-from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError, with_config
+from pydantic import BeforeValidator, ConfigDict, FailFast, TypeAdapter, ValidationError, with_config
 
 from shell_router.errors import InvalidField, InvalidRequest
 
@@ -59,6 +59,17 @@ _EXPECTED: Mapping[str, str] = {
 """The expectation behind each of pydantic's types of errors, as words of an error's `ctx`."""
 
 
+def drop_nulls(value: Any) -> Any:
+    """Return an object without its fields that are null, and any other value as it is."""
+    if isinstance(value, Mapping) and None in value.values():
+        return {name: field for name, field in value.items() if field is not None}
+    return value
+
+
+without_nulls = BeforeValidator(drop_nulls)
+"""Has null fields of an object inside another one count as absent."""
+
+
 class JsonObject(Generic[T]):
     """A kind of JSON object, of the TypedDict `kind`, with remedies by the names of its fields."""
 
@@ -73,8 +84,7 @@ class JsonObject(Generic[T]):
         Raises:
             InvalidField: A field is missing or wrong. `path` is the object's own path.
         """
-        if None in sent.values():
-            sent = {name: value for name, value in sent.items() if value is not None}
+        sent = drop_nulls(sent)
         try:
             fields: T = self.adapter.validator.validate_python(sent)
         except ValidationError as failure:
