@@ -5,21 +5,27 @@ import codecs
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, Required
+
+from annotated_types import Ge
+from typing_extensions import TypedDict
 
 from shell_router.api.admission import ADMISSION
+from shell_router.api.chat_body import (
+    IDENTIFIER_PATTERN,
+    Identifier,
+    PrefillField,
+    PrefillFields,
+)
 from shell_router.api.conversation import holds_marker
 from shell_router.api.drain import DRAIN
 from shell_router.api.fields import (
-    SAMPLING,
-    Fields,
-    as_object,
-    parse_body,
+    Names,
+    OpenAISampling,
+    check_template_kwargs,
     read_body,
+    read_models,
     read_sampling,
-    read_template_kwargs,
-    refused,
-    shown,
 )
 from shell_router.api.frames import AgentFrames
 from shell_router.api.keys import permit
@@ -27,146 +33,157 @@ from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
 from shell_router.api.streaming import respond
+from shell_router.core.validation import (
+    Array,
+    JsonObject,
+    field_error,
+    json_object,
+    parse_object,
+)
 from shell_router.errors import InvalidRequest
 from shell_router.http.app import BodyTooLarge, Reply, Request, Response
 from shell_router.moa.expectations import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
 
-IDENTIFIER = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
 DEFAULT_WAIT_S = 60.0
 
 
-def read_agent_body(body: Fields, tenant: str, max_timeout_s: float) -> tuple[AgentRequest, bool]:
-    """The request, and whether its tokens shall be streamed. Raises InvalidField for what is
-    missing or wrong.
-    """
-    timeout_s = body.number("timeout_s", 0.001, max_timeout_s) or max_timeout_s
-    wait_s = body.number("wait_s", 0.0, max_timeout_s)
-    prompt = _prompt(body)
-    messages = _messages(body)
+@json_object
+class SegmentFields(TypedDict):
+    """A part of a prompt: a text, or another agent's output."""
+
+    text: NotRequired[str | None]
+    output_of: NotRequired[Identifier | None]
+
+
+Segments = str | Array[str | SegmentFields]
+
+
+@json_object
+class AgentMessage(TypedDict):
+    """A message of an agent's chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Segments
+
+
+@json_object
+class AgentBody(OpenAISampling, total=False):
+    """A request of one agent."""
+
+    program: Required[Identifier]
+    agent: Required[Identifier]
+    model: Required[Names]
+    prompt: Segments
+    messages: Array[AgentMessage]
+    chat_template_kwargs: dict[str, Any]
+    sampling_params: dict[str, Any]
+    stream: bool
+    wait_s: Annotated[float, Ge(0)]
+    timeout_s: Annotated[float, Ge(0.001)]
+    prefill: PrefillField
+
+
+AGENT = JsonObject(AgentBody)
+
+
+def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentRequest:
+    """Return the request of a validated body; raises InvalidField."""
+    timeout_s = body.get("timeout_s", max_timeout_s)
+    wait_s = body.get("wait_s", min(DEFAULT_WAIT_S, timeout_s))
+    for name, limit_s in (("timeout_s", timeout_s), ("wait_s", wait_s)):
+        if limit_s > max_timeout_s:
+            raise field_error(name, f"must be at most {max_timeout_s:g}")
+    prompt = read_segments(body.get("prompt") or (), "prompt")
+    messages = body.get("messages") or []
     if bool(prompt) == bool(messages):
-        raise body.refuse(
-            "prompt", "or messages must be set, and not both", "Send exactly one of them."
-        )
-    template_kwargs = read_template_kwargs(body)
+        what = "or messages must be set, and not both"
+        raise field_error("prompt", what, "Send exactly one of them.")
+    template_kwargs = body.get("chat_template_kwargs", {})
+    check_template_kwargs(template_kwargs)
     if prompt and template_kwargs:
-        raise body.refuse(
-            "chat_template_kwargs",
-            "has no effect on a raw prompt",
-            "Send messages, or leave it out.",
-        )
-    models = body.names("model")
-    request = AgentRequest(
+        what = "has no effect on a raw prompt"
+        raise field_error("chat_template_kwargs", what, "Send messages, or leave it out.")
+    models = read_models(body)
+    return AgentRequest(
         tenant=tenant,
-        program=identifier(body, "program"),
-        agent=identifier(body, "agent"),
+        program=body["program"],
+        agent=body["agent"],
         model=models[0] if len(models) == 1 else AUTO,
         candidates=models if len(models) > 1 else (),
         prompt=prompt,
-        messages=messages,
-        sampling=_sampling(body),
-        prefill=read_prefill(body.object("prefill")),
-        wait_s=min(DEFAULT_WAIT_S, timeout_s) if wait_s is None else wait_s,
+        messages=tuple(
+            [
+                (message["role"], read_segments(message["content"], f"messages[{at}].content"))
+                for at, message in enumerate(messages)
+            ]
+        ),
+        sampling=_read_sampling(body),
+        prefill=read_prefill(body.get("prefill")),
+        wait_s=wait_s,
         timeout_s=timeout_s,
         chat_template_kwargs=template_kwargs,
     )
-    stream = body.flag("stream")
-    body.check_spelling(SAMPLING)
-    return request, stream
 
 
-def identifier(body: Fields, name: str) -> str:
-    """A program's or agent's id, fit for URLs and cache keys."""
-    value = body.required_text(name)
-    if not IDENTIFIER.fullmatch(value):
-        raise body.refuse(name, "may hold 1 to 128 letters, digits and any of _ . : @ -")
-    return value
+def check_identifier(value: str, name: str) -> None:
+    """Raise InvalidField for a program's or agent's id that is unfit for URLs and cache keys."""
+    if not re.fullmatch(IDENTIFIER_PATTERN, value):
+        raise field_error(name, "may hold 1 to 128 letters, digits and any of _ . : @ -")
 
 
-def _prompt(body: Fields) -> tuple[Segment, ...]:
-    value = body.raw("prompt")
-    if isinstance(value, str):
-        if value:
-            return (_unmarked(value, body.path("prompt")),)
-        return ()
-    return _segments(body.listed("prompt") or [], body.path("prompt"))
+def read_segments(segments: Segments | tuple[()], path: str) -> tuple[Segment, ...]:
+    """Return validated segments, of which a text may be the only one; raises InvalidField."""
+    if isinstance(segments, str):
+        return (_require_unmarked(segments, path),)
+    return tuple([_read_segment(segment, f"{path}[{at}]") for at, segment in enumerate(segments)])
 
 
-def _segments(listed: list[Any], path: str) -> tuple[Segment, ...]:
-    return tuple(_segment(one, f"{path}[{at}]") for at, one in enumerate(listed))
-
-
-def _segment(value: Any, path: str) -> Segment:
-    if isinstance(value, str):
-        return _unmarked(value, path)
-    segment = as_object(value, path)
-    text = segment.text("text")
-    if (segment.raw("output_of") is None) == (text is None):
-        raise refused(path, "must hold either text or output_of")
+def _read_segment(segment: str | SegmentFields, path: str) -> Segment:
+    if isinstance(segment, str):
+        return _require_unmarked(segment, path)
+    text = segment.get("text")
+    agent = segment.get("output_of")
+    if (agent is None) == (text is None):
+        raise field_error(path, "must hold either text or output_of")
     if text is None:
-        return OutputOf(identifier(segment, "output_of"))
-    return _unmarked(text, path)
+        return OutputOf(str(agent))
+    return _require_unmarked(text, path)
 
 
-def _unmarked(text: str, path: str) -> str:
+def _require_unmarked(text: str, path: str) -> str:
     if holds_marker(text):
         remedy = 'Agent requests name it: send {"output_of": "<what stands behind the colon>"}.'
-        raise refused(path, "holds a lazy answer's marker", remedy)
+        raise field_error(path, "holds a lazy answer's marker", remedy)
     return text
 
 
-def _messages(body: Fields) -> tuple[tuple[str, tuple[Segment, ...]], ...]:
-    return tuple([_message(one) for one in body.objects("messages")])
-
-
-def _message(message: Fields) -> tuple[str, tuple[Segment, ...]]:
-    role = message.required_text("role")
-    content = message.raw("content")
-    if role not in ("system", "user", "assistant"):
-        raise message.refuse("role", f"must be one of system, user, assistant, not {role!r}")
-    if isinstance(content, str):
-        return role, (_unmarked(content, message.path("content")),)
-    if not isinstance(content, list):
-        raise message.refuse(
-            "content", f"must be a string or an array of segments, not {shown(content)}"
-        )
-    return role, _segments(content, message.path("content"))
-
-
-def _sampling(body: Fields) -> Mapping[str, Any]:
-    """Either SGLang's own `sampling_params`, sent unread, or OpenAI's fields."""
+def _read_sampling(body: AgentBody) -> Mapping[str, Any]:
+    """Return either SGLang's own `sampling_params`, or OpenAI's fields."""
     named = read_sampling(body)
-    native = body.object("sampling_params")
+    native = body.get("sampling_params")
     if native is None:
         return named
     if named:
-        raise body.refuse(
-            "sampling_params", f"cannot go with {next(iter(named))}", "Send only one kind."
-        )
-    params: Mapping[str, Any] = body.raw("sampling_params")
-    return params
+        what = f"cannot go with {next(iter(named))}"
+        raise field_error("sampling_params", what, "Send only one kind.")
+    return native
 
 
-def read_prefill(body: Fields | None) -> Prefill:
-    """When the prompt is prefilled while it grows. Raises InvalidField."""
-    if body is None:
+def read_prefill(fields: PrefillFields | None) -> Prefill:
+    """Return when the prompt is prefilled while it grows."""
+    if fields is None:
         return Prefill()
-    incremental = body.raw("incremental") is None or body.flag("incremental")
-    chunk = body.raw("chunk_tokens")
-    if chunk is not None and chunk != "adaptive":
-        chunk = body.integer("chunk_tokens", 1, 2**20)
-    if body.unread:
-        raise body.refuse(body.unread[0], "is unknown", "Known are incremental and chunk_tokens.")
-    return Prefill(incremental, "adaptive" if chunk is None else chunk)
+    return Prefill(fields.get("incremental", True), fields.get("chunk_tokens", "adaptive"))
 
 
 async def run_agent(request: Request) -> Reply:
     """POST: run one agent to its end."""
-    body = parse_body(await read_body(request))
-    asked, streamed = read_agent_body(
-        body, request[TENANT], request.app[SETTINGS].request_timeout_s
-    )
+    sent = parse_object(await read_body(request))
+    body = AGENT.read(sent)
+    asked = read_agent(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
+    ignored = AGENT.find_unknown(sent)
     permit(request, asked.candidates or (asked.model,))
     graph = request.app[SERVICES].topologies.get(asked.model)
     if graph is not None:
@@ -177,26 +194,23 @@ async def run_agent(request: Request) -> Reply:
     run = Run(services, request.app[DRAIN], services.new_id(), asked, graph, AGENT_REQUEST)
     request.app[ADMISSION].count(request, run.agents - 1)
     if KEY_HEADER in request.headers:
-        run = kept.join(run, key_of(request), body)
+        run = kept.join(run, key_of(request), sent)
     request[TRACE] = run.trace
-    warnings = note_ignored(request, body.unread)
-    return await respond(
-        request, run.answer, AgentFrames(run, asked), stream=streamed, warnings=warnings
-    )
+    warnings = note_ignored(request, ignored)
+    frames = AgentFrames(run, asked)
+    is_streamed = body.get("stream", False)
+    return await respond(request, run.answer, frames, stream=is_streamed, warnings=warnings)
 
 
-def _require_chat(body: Fields, asked: AgentRequest) -> None:
-    """Raise InvalidField for what a topology cannot be asked."""
+def _require_chat(body: AgentBody, asked: AgentRequest) -> None:
+    """Raise InvalidField for a request that a topology cannot answer."""
+    kind = f"{asked.model!r} is a topology:"
     for name in ("prompt", "prefill"):
-        if body.raw(name) is not None:
-            raise body.refuse(
-                name,
-                "is for models",
-                f"{asked.model!r} is a topology: send messages, without {name}.",
-            )
+        if name in body:
+            remedy = f"{kind} send messages, without {name}."
+            raise field_error(name, "is for models", remedy)
     if asked.messages[-1][0] != "user":
-        remedy = f"{asked.model!r} is a topology: put the question last."
-        raise body.refuse("messages", "must end with a user's", remedy)
+        raise field_error("messages", "must end with a user's", f"{kind} put the question last.")
 
 
 async def show_program(request: Request) -> Response:
@@ -223,7 +237,10 @@ async def write_output(request: Request) -> Response:
 
     Other agents read it as it comes.
     """
-    program, agent = (identifier(Fields(request.match), name) for name in ("program", "agent"))
+    program = request.match["program"]
+    agent = request.match["agent"]
+    check_identifier(program, "program")
+    check_identifier(agent, "agent")
     asked = AgentRequest(request[TENANT], program, agent, "")
     settings = request.app[SETTINGS]
     programs = request.app[SERVICES].programs

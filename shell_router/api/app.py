@@ -74,6 +74,7 @@ def create_app(services: Services, settings: ApiSettings) -> App:
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
+    app[openapi.BODIES] = dict(openapi.ROUTER_BODIES)
     app[CHATS] = Chats(services, settings, app[TARGETS], drain)
     app[KEPT_RUNS] = KeptRuns(services.journals, drain)
     app[embeddings.EMBEDDING] = asyncio.Semaphore()

@@ -1,167 +1,80 @@
-"""POST /v1/chat/completions: a topology, or a single model, answers."""
+"""POST /v1/chat/completions: a topology, or a single model, answers.
 
-import zlib
-from collections.abc import Awaitable, Callable, Mapping
+The first row that fits says which function answers a request:
+
+| A request that ...                                                | leads to            |
+|-------------------------------------------------------------------|---------------------|
+| asks a model on SGLang for choices, images, log probabilities ... | `forward_to_engine` |
+| is lazy                                                           | `answer_lazily`     |
+| holds markers of lazy answers                                     | `read_markers`      |
+| is a response in the background                                   | `run_in_background` |
+| has an idempotency key                                            | `run_kept`          |
+| has none of these                                                 | `run_once`          |
+
+A topology or a panel that the request brings takes the place of its model in all but the first row.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from shell_router.api.admission import ADMISSION
-from shell_router.api.conversation import (
-    TOOL_FIELDS,
-    calls_schema,
-    has_markers,
-    read_messages,
-    read_tools,
-    text_of,
+from shell_router.api.chat_body import (
+    CHAT,
+    ChatBody,
+    ChatRequest,
+    find_ignored,
+    read_chat,
 )
+from shell_router.api.conversation import has_markers
 from shell_router.api.drain import Drain
-from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
-from shell_router.api.fields import (
-    MAX_TOKENS,
-    SAMPLING,
-    Fields,
-    parse_body,
-    read_body,
-    read_end_user,
-    read_sampling,
-    read_template_kwargs,
-)
+from shell_router.api.engine_chat import asks_engine, read_engine_chat
+from shell_router.api.fields import read_body, read_end_user, read_models
 from shell_router.api.frames import ChatFrames
 from shell_router.api.keys import permit
-from shell_router.api.lazy import LAZY_HEADER, PROGRAM_HEADER, begin_lazy, of_program, read_wish
+from shell_router.api.lazy import Wish, begin_lazy, read_program, read_wish
 from shell_router.api.models import Targets
 from shell_router.api.native import forwarded
-from shell_router.api.panels import BRINGING, FUSIONS, brought_by
+from shell_router.api.panels import BRINGING, read_brought
 from shell_router.api.replies import note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, respond
 from shell_router.api.translation import ItemTranslation, TranslatedFrames
-from shell_router.core.engine import UNSTREAMED_INTERVAL, value
+from shell_router.core.engine import Relay
+from shell_router.core.validation import field_error, parse_object
 from shell_router.http.app import Key, Reply, Request
 from shell_router.moa.expectations import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.topology import AUTO, Graph
 
-INERT = frozenset(
-    {
-        "parallel_tool_calls",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-    }
-)
-"""OpenAI fields that never change an answer: billing, storage, speed."""
-
-REFUSED = {name: nothing for name, nothing in ENGINE_FIELDS.items() if name != "tools"} | NOT_SERVED
-
-PROMPTING = TOOL_FIELDS | {"chat_template_kwargs", "max_thinking_tokens", "prediction"}
-"""Fields with which a request changes the prompt, or what of the output is the answer."""
-
-KNOWN = frozenset(
-    {*INERT, *REFUSED, *SAMPLING, *PROMPTING, *BRINGING, "lazy", "prefill", "program"}
-)
+Background = Callable[[Run, str, Mapping[str, Any]], Awaitable[Reply]]
+"""Answers for a run, which it counts, by the run, its model's name and the body."""
 
 
-@value
-class ChatRequest(MoaRequest):
-    """A chat completion as asked. Of several `models` one is to be chosen. `labels` are the body's
-    `metadata`.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The graph that answers a chat: its name in metrics and traces, and the model in answers.
+
+    `models` are the names in the request, and `ignored` its fields without effect.
     """
 
-    models: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    include_agents: bool = False
+    graph: Graph
+    name: str
+    model: str
+    models: Sequence[str]
+    ignored: Sequence[str]
+    is_brought: bool
 
-
-def read_chat(
-    body: Fields, run_id: str, tenant: str, timeout_s: float, default: str | None = None
-) -> ChatRequest:
-    """Raises InvalidField for what is missing, wrong or not served. Without a `seed` one is made
-    from `run_id`.
-
-    `default` is the model where the body may go without one.
-    """
-    for name in body.given(REFUSED):
-        if body.raw(name) not in REFUSED[name]:
-            remedy = f"Leave {name} out"
-            if name in ENGINE_FIELDS:
-                remedy += (
-                    ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
-                )
-            raise body.refuse(name, "has a value that is not supported", remedy + ".")
-    options = body.object("stream_options")
-    metadata = body.object("metadata")
-    stream = body.flag("stream")
-    sampling = read_sampling(body)
-    seed = body.raw("seed")
-    if body.given(PROMPTING):
-        prompting = _prompting(body, sampling)
-    else:
-        prompting = {}
-    chat = ChatRequest(
-        id=run_id,
-        tenant=tenant,
-        messages=_messages(body),
-        sampling=sampling if stream else {"stream_interval": UNSTREAMED_INTERVAL, **sampling},
-        seed=zlib.crc32(run_id.encode()) if seed is None else seed,
-        timeout_s=timeout_s,
-        labels=_labels(metadata) if metadata else {},
-        models=body.names("model")
-        if default is None or body.raw("model") is not None
-        else (default,),
-        stream=stream,
-        include_usage=options.flag("include_usage") if options else False,
-        include_agents=body.flag("include_agents"),
-        end_user=read_end_user(body),
-        **prompting,
-    )
-    body.check_spelling(KNOWN)
-    return chat
-
-
-def _prompting(body: Fields, sampling: dict[str, Any]) -> dict[str, Any]:
-    """What PROMPTING asks for. Calls that must come are a constraint in `sampling`."""
-    offer = read_tools(body)
-    if constraint := next(
-        (name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""
-    ):
-        if offer is not None:
-            raise body.refuse(
-                "tools", f"cannot go with response_format or {constraint}", "Send only one of them."
-            )
-    elif offer is not None and (schema := calls_schema(offer)):
-        sampling["json_schema"] = schema
-    return {
-        "prediction": _prediction(body),
-        "chat_template_kwargs": read_template_kwargs(body),
-        "max_thinking_tokens": body.integer("max_thinking_tokens", 1, MAX_TOKENS),
-        "offer": offer,
-    }
-
-
-def _labels(metadata: Fields) -> Mapping[str, str]:
-    return {name: text for name in metadata.unread if (text := metadata.text(name)) is not None}
-
-
-def _prediction(body: Fields) -> str:
-    found = body.object("prediction")
-    if found is None:
-        return ""
-    if found.text("type") != "content":
-        raise found.refuse("type", "must be content")
-    return text_of(found)
-
-
-def _messages(body: Fields) -> tuple[Mapping[str, Any], ...]:
-    messages = read_messages(body, text_of)
-    if not any(message["role"] == "user" for message in messages):
-        raise body.refuse("messages", "hold no user message", "Send the question before the calls.")
-    return tuple(messages)
+    @property
+    def permitted(self) -> Sequence[str]:
+        """The models that a key must permit."""
+        if not self.is_brought:
+            return self.models
+        agents = [agent for part in self.graph.parts for agent in part.agents.values()]
+        names = [(agent.model, *agent.candidates, *agent.fallbacks) for agent in agents]
+        return [name for of_agent in names for name in of_agent if name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,131 +86,213 @@ class Chats:
     targets: Targets
     drain: Drain
 
-    async def read(self, body: Fields, tenant: str) -> tuple[ChatRequest, Graph, str, str]:
-        """What is asked, of which graph, and the names of target and model. Raises InvalidRequest.
-
-        A graph that the request brings has another name than its target.
-        """
+    async def read(
+        self, body: ChatBody, sent: Mapping[str, Any], tenant: str
+    ) -> tuple[ChatRequest, Target]:
+        """Return the chat of a validated body and its target; raises InvalidRequest."""
         services = self.services
         limit_s = self.settings.request_timeout_s
-        brings = body.given(BRINGING) or body.raw("model") in [*FUSIONS]
-        if brings:
-            brought = brought_by(body, services.models, self.targets)
-        else:
-            brought = None
+        brought = read_brought(body, services.models, self.targets)
+        is_brought = brought is not None
+        chat = read_chat(body, sent, services.new_id(), tenant, limit_s)
+        ignored = find_ignored(body, sent, is_brought=is_brought)
         if brought is None:
-            chat = read_chat(body, services.new_id(), tenant, limit_s)
-            if len(chat.models) == 1:
-                alone = self.targets.alone.get(chat.models[0])
-            else:
-                alone = None
-            graph = alone or self.targets.choice(chat.models)
-            return chat, graph, graph.name, graph.name
-        document, target = brought
-        chat = read_chat(body, services.new_id(), tenant, limit_s, target)
-        return chat, await services.topologies.inline(document), target, chat.models[0]
+            models = read_models(body)
+            graph = self.targets.choice(models)
+            return chat, Target(graph, graph.name, graph.name, models, ignored, is_brought)
+        document, name = brought
+        models = read_models(body) if "model" in body else (name,)
+        graph = await services.topologies.inline(document)
+        return chat, Target(graph, name, models[0], models, ignored, is_brought)
 
-    async def begin(self, body: Fields, tenant: str) -> tuple[Run, ChatFrames]:
-        """A run to be answered as one object. Checks all that can be checked before. Raises
-        InvalidRequest.
-        """
-        chat, graph, target, model = await self.read(body, tenant)
+    async def begin(self, sent: Mapping[str, Any], tenant: str) -> tuple[Run, ChatFrames]:
+        """Return a run to be answered as one object; raises InvalidRequest."""
+        chat, target = await self.read(CHAT.read(sent), sent, tenant)
         if has_markers(chat.messages):
-            raise body.refuse(
-                "messages", "hold a lazy answer's marker", "Send the text that it stands for."
-            )
-        run = self.run(chat, graph, target)
-        return run, ChatFrames(run, model, chat.include_usage, chat.include_agents)
+            remedy = "Send the text that it stands for."
+            raise field_error("messages", "hold a lazy answer's marker", remedy)
+        run = self.run(chat, target)
+        return run, ChatFrames(run, target.model, chat.include_usage, chat.include_agents)
 
-    def run(self, asked: MoaRequest | AgentRequest, graph: Graph, target: str) -> Run:
-        """The run of `graph`, or of an agent of a program."""
+    def run(self, asked: MoaRequest | AgentRequest, target: Target) -> Run:
+        """Return the run of the target's graph, or of an agent of a program."""
+        services = self.services
         if isinstance(asked, AgentRequest):
-            return Run(
-                self.services, self.drain, self.services.new_id(), asked, None, AGENT_REQUEST
-            )
-        return Run(self.services, self.drain, asked.id, asked, graph, target)
+            return Run(services, self.drain, services.new_id(), asked, None, AGENT_REQUEST)
+        return Run(services, self.drain, asked.id, asked, target.graph, target.name)
 
 
 CHATS = Key[Chats]("CHATS")
 
 
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A chat completion that the router itself is to answer.
+
+    `body` is what was `sent`, validated. The answer has the form that `translation` gives it.
+    """
+
+    request: Request
+    sent: Mapping[str, Any]
+    body: ChatBody
+    translation: ItemTranslation | None
+    background: Background | None
+    wish: Wish
+    chat: ChatRequest
+    target: Target
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether one model answers, chosen or named, and no topology."""
+        return self.target.graph.name in (*self.request.app[SERVICES].models, AUTO)
+
+    def run(self, asked: MoaRequest | AgentRequest) -> Run:
+        """Return the run of the chat, or of an agent in its place, counted as running."""
+        run = self.request.app[CHATS].run(asked, self.target)
+        self.request.app[ADMISSION].count(self.request, run.agents - 1)
+        return run
+
+    def keep(self, run: Run) -> Run:
+        """Return the run that goes on under the request's key, or else `run`; raises KeyReused."""
+        return self.request.app[KEPT_RUNS].join(run, key_of(self.request), self.sent)
+
+
 async def chat_completions(request: Request) -> Reply:
     """Answer a chat with a topology, a model or a panel."""
-    return await answer_chat(request, parse_body(await read_body(request)))
+    return await answer_chat(request, parse_object(await read_body(request)))
 
 
 async def answer_chat(
     request: Request,
-    body: Fields,
+    sent: Mapping[str, Any],
     translation: ItemTranslation | None = None,
-    background: Callable[[Run, str, Fields], Awaitable[Reply]] | None = None,
+    background: Background | None = None,
 ) -> Reply:
-    """The answer to a chat completion's body, in the form that `translation` gives it, or what
-    `background` gives for the run, which it counts, its model's name and the body."""
-    headers = request.headers
-    model = body.one_of("model")
-    app = request.app
-    relay = app[SERVICES].relays.get(model)
-    wishes = body.given(("program", "lazy")) or PROGRAM_HEADER in headers or LAZY_HEADER in headers
-    program, lazy = read_wish(body, headers) if wishes else (None, False)
-    if (
-        relay is not None
-        and relay.chat is not None
-        and asks_engine(body)
-        and not body.given(BRINGING)
-    ):
-        if background is not None:
-            raise body.refuse(
-                "background", "cannot go with what the engine does itself", "Send it without."
-            )
-        if lazy:
-            raise body.refuse(
-                "lazy", "cannot go with tools, nor with what else the engine does itself"
-            )
-        permit(request, (model,))
-        end_user = read_end_user(body)
-        bodies = read_engine_chat(body, model, relay.chat)
-        return await forwarded(request, relay, "v1/chat/completions", bodies, translation, end_user)
-    chats = app[CHATS]
-    chat, graph, target, model = await chats.read(body, request[TENANT])
-    is_brought = graph.name != target
-    permit(request, models_of(graph) if is_brought else chat.models, target)
-    if lazy or has_markers(chat.messages):
-        if background is not None:
-            raise body.refuse(
-                "background", "cannot go with lazy answers or their markers", "Send it without."
-            )
-        is_model = graph.name in (*chats.services.models, AUTO)
-        if lazy and not is_model:
-            raise body.refuse("lazy", f"cannot go with {model!r}, a topology", "Name a model.")
-        asked = await of_program(
-            request, body, chat, chat.models if is_model else (), program, lazy=lazy
-        )
-        run = chats.run(asked, graph, target)
-        model = asked.model if isinstance(asked, AgentRequest) else model
-    else:
-        run = chats.run(chat, graph, target)
-    if background is not None:
-        return await background(run, model, body)
-    app[ADMISSION].count(request, run.agents - 1)
-    if KEY_HEADER in headers:
-        run = app[KEPT_RUNS].join(run, key_of(request), body)
+    """Answer the chat completion that was `sent`; see the table above."""
+    body = CHAT.read(sent)
+    wish = read_wish(body, request.headers)
+    relay = find_relay(request, body)
+    if relay is not None:
+        _check_forwarded(wish, background)
+        return await forward_to_engine(request, body, sent, relay, translation)
+    chat, target = await request.app[CHATS].read(body, sent, request[TENANT])
+    permit(request, target.permitted, target.name)
+    call = ChatCall(request, sent, body, translation, background, wish, chat, target)
+    for fits, answer in PRODUCTS:
+        if fits(call):
+            return await answer(call)
+    return await run_once(call)
+
+
+def find_relay(request: Request, body: ChatBody) -> Relay | None:
+    """Return the way to the engines whose own chats must answer; None if the router can."""
+    relay = request.app[SERVICES].relays.get(find_only_model(body))
+    if relay is None or relay.chat is None or not asks_engine(body):
+        return None
+    return relay if body.keys().isdisjoint(BRINGING) else None
+
+
+async def forward_to_engine(
+    request: Request,
+    body: ChatBody,
+    sent: Mapping[str, Any],
+    relay: Relay,
+    translation: ItemTranslation | None,
+) -> Reply:
+    """Have the model's engines answer on their own OpenAI route."""
+    model = find_only_model(body)
+    permit(request, (model,))
+    assert relay.chat is not None, "it was found by its chats"
+    bodies = read_engine_chat(body, sent, model, relay.chat)
+    end_user = read_end_user(body)
+    return await forwarded(request, relay, "v1/chat/completions", bodies, translation, end_user)
+
+
+async def answer_lazily(call: ChatCall) -> Reply:
+    """Answer with a marker at once; the agent of a program runs on by itself."""
+    _check_not_in_background(call)
+    if not call.asks_model:
+        what = f"cannot go with {call.target.model!r}, a topology"
+        raise field_error("lazy", what, "Name a model.")
+    asked = await read_program(call.request, call.body, call.chat, call.target.models, call.wish)
+    assert isinstance(asked, AgentRequest), "a model answers"
+    run = call.run(asked)
+    return await _respond(call, run, asked.model, partial(begin_lazy, call.request, run))
+
+
+async def read_markers(call: ChatCall) -> Reply:
+    """Run the chat with the outputs that its markers stand for."""
+    _check_not_in_background(call)
+    models = call.target.models if call.asks_model else ()
+    asked = await read_program(call.request, call.body, call.chat, models, call.wish)
+    run = call.run(asked)
+    if isinstance(asked, AgentRequest):
+        return await _respond(call, run, asked.model, run.answer)
+    if KEY_HEADER in call.request.headers:
+        run = call.keep(run)
+    return await _respond(call, run, call.target.model, run.answer, ignored=("prefill",))
+
+
+async def run_in_background(call: ChatCall) -> Reply:
+    """Run without the client, which asks for the response by its id."""
+    assert call.background is not None, "the table says so"
+    run = call.request.app[CHATS].run(call.chat, call.target)
+    return await call.background(run, call.target.model, call.sent)
+
+
+async def run_kept(call: ChatCall) -> Reply:
+    """Run, or go on with the run that has the request's key."""
+    run = call.keep(call.run(call.chat))
+    return await _respond(call, run, call.target.model, run.answer, ignored=("prefill",))
+
+
+async def run_once(call: ChatCall) -> Reply:
+    """Run for this request alone."""
+    run = call.run(call.chat)
+    return await _respond(call, run, call.target.model, run.answer, ignored=("prefill",))
+
+
+PRODUCTS: Sequence[tuple[Callable[[ChatCall], bool], Callable[[ChatCall], Awaitable[Reply]]]] = (
+    (lambda call: call.wish.is_lazy, answer_lazily),
+    (lambda call: has_markers(call.chat.messages), read_markers),
+    (lambda call: call.background is not None, run_in_background),
+    (lambda call: KEY_HEADER in call.request.headers, run_kept),
+)
+"""The rows of the table that the router itself answers; `run_once` answers all other chats."""
+
+
+async def _respond(
+    call: ChatCall, run: Run, model: str, answer: Any, ignored: Sequence[str] = ()
+) -> Reply:
+    request = call.request
+    chat = call.chat
     request[TRACE] = run.trace
-    place = None if translation else place_of(request)
+    place = place_of(request) if call.translation is None else None
     frames: Frames = ChatFrames(run, model, chat.include_usage, chat.include_agents, place)
-    if translation is not None:
-        frames = TranslatedFrames(frames, translation)
-    answer = (partial(begin_lazy, request, run)) if (lazy) else (run.answer)
-    warnings = note_ignored(request, [name for name in body.unread if name not in INERT])
+    if call.translation is not None:
+        frames = TranslatedFrames(frames, call.translation)
+    without_effect = [*call.target.ignored, *(name for name in ignored if name in call.body)]
+    warnings = note_ignored(request, without_effect)
     return await respond(request, answer, frames, stream=chat.stream, warnings=warnings)
 
 
-def models_of(graph: Graph) -> set[str]:
-    """What a graph that a request has brought may ask."""
-    agents = [agent for part in graph.parts for agent in part.agents.values()]
-    return {
-        name
-        for agent in agents
-        for name in (agent.model, *agent.candidates, *agent.fallbacks)
-        if name
-    }
+def find_only_model(body: ChatBody) -> str:
+    """Return the one model that the body names; empty for a choice of several, or none."""
+    model = body.get("model", "")
+    if isinstance(model, str):
+        return model
+    return model[0] if len(model) == 1 else ""
+
+
+def _check_forwarded(wish: Wish, background: Background | None) -> None:
+    if background is not None:
+        what = "cannot go with what the engine does itself"
+        raise field_error("background", what, "Send it without.")
+    if wish.is_lazy:
+        raise field_error("lazy", "cannot go with tools, nor with what else the engine does itself")
+
+
+def _check_not_in_background(call: ChatCall) -> None:
+    if call.background is not None:
+        what = "cannot go with lazy answers or their markers"
+        raise field_error("background", what, "Send it without.")

@@ -28,6 +28,7 @@ from shell_router.api.fields import (
     check_asks_nothing,
     check_template_kwargs,
     read_end_user,
+    read_labels,
     read_sampling,
 )
 from shell_router.api.panels import BRINGING, BringingFields, PanelFields
@@ -39,7 +40,8 @@ MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_CHUNK_TOKENS = 2**20
 
-Identifier = Annotated[str, Field(pattern="^[A-Za-z0-9_.:@-]{1,128}$")]
+IDENTIFIER_PATTERN = r"^[A-Za-z0-9_.:@-]{1,128}$"
+Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
 """A program's or agent's id, fit for URLs and cache keys."""
 
 
@@ -147,17 +149,17 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "top_a": (0,),
 }
-"""Fields that would change the answer and that no chat serves, with the values that ask for nothing.
-"""
+"""Fields that would change the answer and that no chat serves, with values that ask for nothing."""
 
 NOT_BY_ROUTER = {name: ENGINE_FIELDS[name] for name in ENGINE_FIELDS if name != "tools"}
+UNSUPPORTED = "has a value that is not supported"
+ELSEWHERE = ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
 
 
 @value
 class ChatRequest(MoaRequest):
-    """A chat completion, read. One of several `models` is to be chosen."""
+    """A chat completion, read."""
 
-    models: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     include_agents: bool = False
@@ -178,10 +180,13 @@ def read_chat(
     Raises:
         InvalidField: A field asks for something that is not served.
     """
-    check_served(sent)
+    check_asks_nothing(sent, NOT_SERVED, UNSUPPORTED)
+    check_asks_nothing(sent, NOT_BY_ROUTER, UNSUPPORTED, ELSEWHERE)
     stream = body.get("stream", False)
     sampling = read_sampling(body)
-    offer = read_tools(body, sent)
+    offer = None
+    if not body.keys().isdisjoint(ToolFields.__annotations__):
+        offer = read_tools(body, sent)
     if offer is not None:
         _constrain_calls(sampling, calls_schema(offer))
     if not stream:
@@ -189,7 +194,6 @@ def read_chat(
     template_kwargs = body.get("chat_template_kwargs")
     if template_kwargs:
         check_template_kwargs(template_kwargs)
-    metadata = body.get("metadata")
     prediction = body.get("prediction")
     options = body.get("stream_options")
     return ChatRequest(
@@ -199,7 +203,7 @@ def read_chat(
         sampling=sampling,
         seed=body["seed"] if "seed" in body else zlib.crc32(run_id.encode()),
         timeout_s=timeout_s,
-        labels=_read_labels(metadata) if metadata else {},
+        labels=read_labels(body["metadata"]) if "metadata" in body else {},
         stream=stream,
         include_usage=bool(options and options.get("include_usage")),
         include_agents=body.get("include_agents", False),
@@ -211,35 +215,13 @@ def read_chat(
     )
 
 
-def check_served(sent: Mapping[str, Any]) -> None:
-    """Raise InvalidField for a field that the router's own chats do not serve."""
-    what = "has a value that is not supported"
-    elsewhere = ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
-    check_asks_nothing(sent, NOT_SERVED, what)
-    check_asks_nothing(sent, NOT_BY_ROUTER, what, elsewhere)
-
-
-def read_models(body: SharedFields) -> tuple[str, ...]:
-    """Return the names in `model`; raises InvalidField if there is none."""
-    model = body.get("model")
-    if model is None:
-        raise field_error("model", "is missing", "Set it to a name, or an array of names.")
-    if isinstance(model, str):
-        return (model,)
-    return tuple(model)
-
-
-def find_ignored(
-    body: ChatBody, sent: Mapping[str, Any], *, is_brought: bool, reads_prefill: bool
-) -> list[str]:
+def find_ignored(body: ChatBody, sent: Mapping[str, Any], *, is_brought: bool) -> list[str]:
     """Return the fields without effect, of a body that brings its topology or does not.
 
     Raises:
         InvalidField: A name is nearly a known one.
     """
     ignored = CHAT.find_unknown(sent, NOT_SERVED)
-    if not reads_prefill and "prefill" in body:
-        ignored.append("prefill")
     if not is_brought or not body.keys().isdisjoint(OBJECTS_OF_PANELS):
         ignored += [name for name in body if name in PanelFields.__annotations__]
     return ignored
@@ -257,11 +239,3 @@ def _constrain_calls(sampling: dict[str, Any], schema: str) -> None:
         raise field_error("tools", what, "Send only one of them.")
     if schema:
         sampling["json_schema"] = schema
-
-
-def _read_labels(metadata: Mapping[str, Any]) -> Mapping[str, str]:
-    labels = {name: text for name, text in metadata.items() if text is not None}
-    for name, text in labels.items():
-        if not isinstance(text, str):
-            raise field_error(f"metadata.{name}", "must be a string")
-    return labels

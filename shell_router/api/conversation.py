@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
 from annotated_types import MaxLen, MinLen
-from pydantic import ConfigDict, Field, with_config
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from shell_router.core.sampling import check_depth
@@ -84,10 +84,6 @@ class ToolMessage(TypedDict):
 Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 Messages = Annotated[Array[Message], MinLen(1)]
 
-Parameters = with_config(ConfigDict(strict=True))(
-    TypedDict("Parameters", {"$defs": NotRequired[dict[str, Any] | None]})
-)
-
 
 @json_object
 class Function(TypedDict):
@@ -95,7 +91,7 @@ class Function(TypedDict):
 
     name: FunctionName
     description: NotRequired[str | None]
-    parameters: NotRequired[Parameters | None]
+    parameters: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
 
 
@@ -171,6 +167,10 @@ def _read_fitting(sent: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
             for name, value in tool["function"].items()
             if name in Function.__annotations__ and value is not None
         }
+        definitions = function.get("parameters", {}).get("$defs")
+        if not isinstance(definitions, dict | None):
+            path = f"tools[{at}].function.parameters.$defs"
+            raise field_error(path, f"must be an object, not {show(definitions)}")
         if function["name"] in names:
             raise field_error(f"tools[{at}].function.name", f"repeats {function['name']!r}")
         names.add(function["name"])
@@ -188,14 +188,16 @@ def read_messages(messages: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
         InvalidField: A part is no text, or an order or a call is wrong.
     """
     read: list[Mapping[str, Any]] = []
+    has_question = False
     for at, message in enumerate(messages):
-        is_plain = len(message) == len(PLAIN) and isinstance(message.get("content"), str)
-        if is_plain and message["role"] != "developer":
+        role = message["role"]
+        has_question = has_question or role == "user"
+        if len(message) == 2 and role != "developer" and isinstance(message.get("content"), str):
             read.append(message)
         else:
             read.append(_read_message(message, f"messages[{at}]"))
     check_order(read)
-    if not any(message["role"] == "user" for message in read):
+    if not has_question:
         raise field_error("messages", "hold no user message", "Send the question before the calls.")
     return tuple(read)
 
@@ -210,7 +212,8 @@ def check_order(messages: Sequence[Mapping[str, Any]]) -> None:
         )
     open_calls: set[str] = set()
     for at, message in enumerate(messages):
-        open_calls.update(call["id"] for call in message.get("tool_calls") or ())
+        if calls := message.get("tool_calls"):
+            open_calls.update([call["id"] for call in calls])
         if message["role"] == "tool":
             if message["tool_call_id"] not in open_calls:
                 remedy = "Send the assistant message with that call before its one result."

@@ -5,24 +5,55 @@ with.
 import asyncio
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Literal, Required
 
 import numpy as np
+from annotated_types import Interval, MaxLen, MinLen
+from typing_extensions import TypedDict
 
 from shell_router.api.drain import DRAIN
-from shell_router.api.fields import Fields, parse_body, read_body
+from shell_router.api.fields import NoEffect, read_body
 from shell_router.api.keys import permit
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TOKENS
 from shell_router.core.predictors import Embedder, TokenStates
+from shell_router.core.validation import (
+    Array,
+    JsonObject,
+    Name,
+    field_error,
+    json_object,
+    parse_object,
+)
 from shell_router.errors import DeadlineExceeded, UnknownModel
 from shell_router.http.app import Key, Reply, Request
 
 MAX_TEXTS = 1024
 MAX_CHARACTERS = 2**15
-"""Of one text, and of those that the embedder gets at a time: what early exit asks waits no longer
-than for those.
-"""
+"""The limit of one text, and of all in a call of the embedder: early exit waits no longer."""
 MAX_TOGETHER = 16
+
+Text = Annotated[str, MinLen(1), MaxLen(MAX_CHARACTERS)]
+
+
+@json_object
+class EmbeddingsBody(TypedDict, total=False):
+    """Texts to embed."""
+
+    model: Required[Name]
+    input: Required[Text | Annotated[Array[Text], MinLen(1), MaxLen(MAX_TEXTS)]]
+    encoding_format: Literal["float", "base64"]
+    dimensions: Annotated[int, Interval(ge=1, le=2**20)]
+    user: NoEffect
+
+
+EMBEDDINGS = JsonObject(
+    EmbeddingsBody,
+    {
+        "input": "Send texts, not token ids: in LangChain with check_embedding_ctx_length=False. "
+        f"At most {MAX_TEXTS} texts of {MAX_CHARACTERS} characters fit."
+    },
+)
 
 EMBEDDING = Key[asyncio.Semaphore]("EMBEDDING")
 """Held while texts of a request are with the embedder."""
@@ -30,9 +61,10 @@ EMBEDDING = Key[asyncio.Semaphore]("EMBEDDING")
 
 async def create_embeddings(request: Request) -> Reply:
     """The texts' vectors, in their order."""
-    body = parse_body(await read_body(request))
+    sent = parse_object(await read_body(request))
+    body = EMBEDDINGS.read(sent)
     services = request.app[SERVICES]
-    name = body.required_text("model")
+    name = body["model"]
     permit(request, (name,))
     if name not in services.embedders:
         if services.embedders:
@@ -40,21 +72,18 @@ async def create_embeddings(request: Request) -> Reply:
         else:
             known = "Set embedder.model."
         raise UnknownModel(f"No embedder is named {name!r}.", remedy=known)
-    texts = _texts(body)
-    as_text = _as_text(body)
-    dimensions = body.integer("dimensions", 1, 2**20)
-    body.raw("user")
-    body.check_spelling()
-    warnings = note_ignored(request, body.unread)
+    texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
+    as_text = body.get("encoding_format") == "base64"
+    dimensions = body.get("dimensions")
+    warnings = note_ignored(request, EMBEDDINGS.find_unknown(sent))
     limit_s = request.app[SETTINGS].request_timeout_s
     try:
         with request.app[DRAIN].deadline(limit_s):
             states = []
             async for one in _embedded(services.embedders[name], texts, request.app[EMBEDDING]):
                 if dimensions not in (None, width := one[0].size):
-                    raise body.refuse(
-                        "dimensions", f"must be {width}, what {name} has", "Leave it out."
-                    )
+                    what = f"must be {width}, as {name} has"
+                    raise field_error("dimensions", what, "Leave it out.")
                 states.append(one)
     except TimeoutError:
         raise DeadlineExceeded(
@@ -71,34 +100,6 @@ async def create_embeddings(request: Request) -> Reply:
     return json_reply(
         request, {"object": "list", "data": data, "model": name, "usage": usage, **warnings}
     )
-
-
-def _texts(body: Fields) -> list[str]:
-    given = body.raw("input")
-    texts = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(texts, list)
-        or not texts
-        or not all(isinstance(one, str) and one for one in texts)
-    ):
-        remedy = "Send texts, not token ids: in LangChain with check_embedding_ctx_length=False."
-        raise body.refuse(
-            "input", "must be a string or an array of strings, none of them empty", remedy
-        )
-    if len(texts) > MAX_TEXTS:
-        raise body.refuse(
-            "input", f"holds {len(texts)} texts", f"Send at most {MAX_TEXTS} at a time."
-        )
-    for at, one in enumerate(texts):
-        if len(one) > MAX_CHARACTERS:
-            raise body.refuse(f"input[{at}]", f"has over {MAX_CHARACTERS} characters", "Split it.")
-    return texts
-
-
-def _as_text(body: Fields) -> bool:
-    if (form := body.text("encoding_format")) not in (None, "float", "base64"):
-        raise body.refuse("encoding_format", "must be float or base64")
-    return form == "base64"
 
 
 async def _embedded(

@@ -1,65 +1,54 @@
 """Chats that a model's own servers answer on their OpenAI routes: tools, several choices, log
 probabilities, images.
 
-The router's own way renders a prompt and reads tokens. What it does not do itself goes to both
+The router's own way renders a prompt and reads tokens. A chat that it cannot serve goes to both
 servers of a pair as the client sent it, and the answer comes back as it is.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, Required
 
 import orjson
+from annotated_types import Interval
 
-from shell_router.api.conversation import read_messages, read_tools
+from shell_router.api.chat_body import (
+    CHAT,
+    ENGINE_FIELDS,
+    MAX_TOP_LOGPROBS,
+    NOT_SERVED,
+    ChatBody,
+    ForwardedFields,
+)
+from shell_router.api.conversation import check_order, read_calls, read_tools
 from shell_router.api.fields import (
-    MAX_SEED,
-    SAMPLING,
-    Fields,
+    EndUserFields,
+    Names,
+    ResponseFormat,
+    SamplingFields,
+    StopField,
+    Tokens,
     as_json,
+    check_asks_nothing,
     check_few,
+    check_template_kwargs,
     read_sampling,
-    read_template_kwargs,
 )
 from shell_router.core.engine import ChatServing, Relayed
+from shell_router.core.sampling import RANGES
+from shell_router.core.validation import JsonObject, field_error, json_object
 from shell_router.engines.wire import EventSplitter
 
-MAX_CHOICES = 16
 MAX_CHOICES_BYTES = 2**25
-"""Of all bodies that the choices of one request are sent in."""
-MAX_TOP_LOGPROBS = 20
+"""The limit of all bodies that the choices of one request are sent in."""
 
-ENGINE_FIELDS: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "tools": ([],),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "separate_reasoning": (True,),
-    "reasoning_effort": (),
+CHOSEN_HERE: dict[str, tuple[Any, ...]] = {
+    "routed_dp_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "data_parallel_rank": (),
 }
-"""What only an engine's own chats do, with the values that ask for nothing."""
-
-CHOSEN_HERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"), ()
-)
 """SGLang's fields for routers: a wrong one makes servers answer 500."""
-
-NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "verbosity": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "top_a": (0,),
-}
-"""Fields that would make the answer another one and that no chat has here, with the values that ask
-for nothing.
-"""
 
 NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
@@ -73,91 +62,100 @@ READ_HERE = frozenset({"lazy", "prefill", "program", "prompt_cache_options"})
 """Fields that a chat may have wherever it is answered, and that mean nothing to engines."""
 
 
-def asks_engine(body: Fields) -> bool:
-    """Whether the body asks for something that only an engine's own chats do."""
-    if any(body.raw(name) not in ENGINE_FIELDS[name] for name in body.given(ENGINE_FIELDS)):
+def asks_engine(body: ChatBody) -> bool:
+    """Return whether a validated body asks for something that only an engine's own chats do."""
+    fields: Mapping[str, Any] = body
+    if any(fields[name] not in ENGINE_FIELDS[name] for name in ENGINE_FIELDS.keys() & fields):
         return True
-    messages = body.raw("messages")
-    return isinstance(messages, list) and any(
-        isinstance(one, dict) and _beyond_text(one) for one in messages
-    )
+    return any(map(_is_beyond_text, body["messages"]))
 
 
-def _beyond_text(message: dict[str, Any]) -> bool:
+def _is_beyond_text(message: Mapping[str, Any]) -> bool:
+    if message["role"] == "tool" or message.get("tool_calls"):
+        return True
     content = message.get("content")
-    if isinstance(content, list) and any(
-        isinstance(part, dict) and part.get("type") != "text" for part in content
-    ):
-        return True
-    return message.get("role") == "tool" or bool(message.get("tool_calls"))
+    return isinstance(content, list) and any(part["type"] != "text" for part in content)
 
 
-def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]:
-    """The bodies to send, one for each of the `n` choices. Raises InvalidField for what the engine
-    would misread.
+def read_engine_chat(
+    body: ChatBody, sent: Mapping[str, Any], model: str, chat: ChatServing
+) -> list[bytes]:
+    """Return the bodies to send, one for each of the `n` choices.
+
+    Raises:
+        InvalidField: The engine would misread a field, or has no parser for tools.
     """
-    body.refuse_unless(NOT_FORWARDED, "is not served together with what the engine does itself")
-    if (
-        read_tools(body) is not None and chat.tool_parser is None
-    ):  # SGLang parses forced calls by it, too
-        raise body.refuse(
+    what = "is not served together with what the engine does itself"
+    check_asks_nothing(sent, NOT_FORWARDED, what)
+    if read_tools(body, sent) is not None and chat.tool_parser is None:
+        # SGLang parses forced calls by it, too
+        raise field_error(
             "tools",
             f"need a parser that finds calls in the outputs of {model}, and its servers have none",
-            (
-                "Start all of them with --tool-call-parser and the name of the model's format, "
-                "then "
-                "restart the router."
-            ),
+            "Start all of them with --tool-call-parser and the name of the model's format, then "
+            "restart the router.",
         )
-    read_messages(body, _content)
+    _check_messages(body, sent)
     read_sampling(body)
-    _check_values(body)
-    bodies = _each_choice(body, model, {}, {*NOT_FORWARDED, *READ_HERE})
-    body.check_spelling({*ENGINE_FIELDS, *NOT_FORWARDED, *SAMPLING})
+    if body.get("top_logprobs") and not body.get("logprobs"):
+        raise field_error("top_logprobs", "needs logprobs", "Set logprobs to true.")
+    check_template_kwargs(body.get("chat_template_kwargs", {}))
+    bodies = _write_choices(body.get("n", 1), sent, {"model": model}, {*NOT_FORWARDED, *READ_HERE})
+    CHAT.find_unknown(sent, NOT_FORWARDED)
     return bodies
 
 
-def _check_values(body: Fields) -> None:
-    for flag in ("logprobs", "separate_reasoning", "stream"):
-        body.flag(flag)
-    if body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) and not body.flag("logprobs"):
-        raise body.refuse("top_logprobs", "needs logprobs", "Set logprobs to true.")
-    for name in ("logit_bias", "stream_options", "metadata"):
-        body.object(name)
-    read_template_kwargs(body)
+def _check_messages(body: ChatBody, sent: Mapping[str, Any]) -> None:
+    for at, message in enumerate(sent["messages"]):
+        if message.get("tools") is not None:  # SGLang would add them to the body's, unchecked
+            path = f"messages[{at}].tools"
+            raise field_error(path, "is not served", "Put them into the body's tools.")
+    for at, checked in enumerate(body["messages"]):
+        fields: Mapping[str, Any] = checked
+        read_calls(fields.get("tool_calls") or (), f"messages[{at}].tool_calls")
+    check_order(body["messages"])
 
 
-def _content(message: Fields) -> str | list[str]:
-    if message.raw("tools") is not None:  # SGLang would add them to the body's, unchecked
-        raise message.refuse("tools", "is not served", "Put them into the body's tools.")
-    return message.parts("content", lambda part: part.required_text("type"))
+@json_object
+class CompletionBody(SamplingFields, StopField, ForwardedFields, EndUserFields, total=False):
+    """A completion of a prompt."""
+
+    model: Required[Names]
+    prompt: Required[str | list[Any]]
+    stream: bool
+    max_tokens: Tokens
+    response_format: ResponseFormat
+    logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-def read_completion(body: Fields, model: str) -> list[bytes]:
-    """The bodies of /v1/completions to send, one for each of the `n` choices. Raises
-    InvalidField."""
-    prompt = _one_prompt(body.raw("prompt"))
-    ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
-    if not ids and not (isinstance(prompt, str) and prompt):
-        raise body.refuse(
+COMPLETION = JsonObject(CompletionBody)
+
+
+def read_completion(body: CompletionBody, sent: Mapping[str, Any], model: str) -> list[bytes]:
+    """Return the bodies of a completion to send, one for each of the `n` choices.
+
+    Raises:
+        InvalidField: The engine would misread a field.
+    """
+    prompt = _read_prompt(body["prompt"])
+    ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not prompt or not (ids or isinstance(prompt, str)):
+        raise field_error(
             "prompt", "must be a string or an array of token ids", "Send a request for each prompt."
         )
-    body.refuse_unless(NOT_COMPLETED, "is not served")
+    check_asks_nothing(sent, NOT_COMPLETED, "is not served")
     read_sampling(body)
-    body.integer("logprobs", 0, MAX_TOP_LOGPROBS)
-    body.flag("stream")
-    for name in ("logit_bias", "stream_options"):
-        body.object(name)
-    bodies = _each_choice(body, model, {"prompt": prompt}, {*NOT_COMPLETED, "prompt_cache_key"})
-    body.check_spelling({*SAMPLING, *NOT_COMPLETED})
+    own = {"prompt": prompt, "model": model}
+    bodies = _write_choices(body.get("n", 1), sent, own, {*NOT_COMPLETED, "prompt_cache_key"})
+    COMPLETION.find_unknown(sent, NOT_COMPLETED)
     return bodies
 
 
-def _one_prompt(given: Any) -> Any:
-    """The prompt of a list that holds one, as LangChain and lm-eval send it."""
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
-        return given[0]
-    return given
+def _read_prompt(prompt: Any) -> Any:
+    """Return the prompt of a list that holds one, as LangChain and lm-eval send it."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return prompt[0]
+    return prompt
 
 
 NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
@@ -170,37 +168,42 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _each_choice(
-    body: Fields, model: str, own: Mapping[str, Any], left_out: Collection[str]
+def _write_choices(
+    choices: int, sent: Mapping[str, Any], own: Mapping[str, Any], left_out: Collection[str]
 ) -> list[bytes]:
-    """A body for each choice: a pair answers a request once. Seeds follow each other, or all would
-    be the same.
+    """Return a body for each choice: a pair answers a request once.
 
-    `own` fields are put in; those that are `left_out` ask for nothing.
+    Seeds follow each other, or all choices would be the same.
+
+    Args:
+        choices: Their number.
+        sent: The client's body.
+        own: The router's fields, put in.
+        left_out: Names of fields that ask for nothing.
     """
-    choices = body.integer("n", 1, MAX_CHOICES) or 1
-    rid = body.text("rid")
+    rid = sent.get("rid")
+    if rid is not None and not isinstance(rid, str):
+        raise field_error("rid", "must be a string")
     whole = {
-        name: said
-        for name, said in body.as_dict().items()
-        if said is not None and name not in left_out
+        name: value for name, value in sent.items() if value is not None and name not in left_out
     }
-    whole |= {**own, "model": model}
+    whole |= own
     if choices == 1:
         return [as_json(whole)]
     if rid is not None:
-        raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
-    seed = body.raw("seed")
-    seeds = [
-        {} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)
-    ]
-    bodies = [as_json(whole | own | {"n": 1}) for own in seeds[:1]]
-    if len(bodies[0]) * choices > MAX_CHOICES_BYTES:
-        raise body.refuse(
+        raise field_error("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
+    whole["n"] = 1
+    first = as_json(whole)
+    if len(first) * choices > MAX_CHOICES_BYTES:
+        raise field_error(
             "n", f"times the body's size is over {MAX_CHOICES_BYTES} bytes", "Send fewer at a time."
         )
-    check_few(bodies[0], choices)
-    return bodies + [orjson.dumps(whole | own | {"n": 1}) for own in seeds[1:]]
+    check_few(first, choices)
+    if "seed" not in whole:
+        return [first] * choices
+    highest = RANGES["sampling_seed"].high
+    seeds = [min(whole["seed"] + place, highest) for place in range(1, choices)]
+    return [first, *(orjson.dumps({**whole, "seed": seed}) for seed in seeds)]
 
 
 Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]

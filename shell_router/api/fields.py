@@ -3,17 +3,17 @@
 import asyncio
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, Required
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
 from annotated_types import Ge, Interval, MaxLen, MinLen
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 from typing_extensions import TypedDict
 
 from shell_router.api.services import SETTINGS
 from shell_router.core.sampling import MAX_INTEGER, MAX_STOPS, MAX_TOKEN_IDS, RANGES, check_depth
-from shell_router.core.validation import Array, Name, field_error, json_object
+from shell_router.core.validation import Array, Name, field_error, json_object, show
 from shell_router.errors import InvalidRequest
 from shell_router.http.app import Request
 
@@ -65,7 +65,7 @@ def count_values(body: bytes) -> tuple[int, int]:
 
 
 def as_json(body: Mapping[str, Any], option: int = 0) -> bytes:
-    """Return a client's body as JSON; raises InvalidRequest if it nests too deeply to be written."""
+    """Return a client's body as JSON; raises InvalidRequest if it nests too deeply."""
     try:
         return orjson.dumps(body, option=option)
     except orjson.JSONEncodeError as error:
@@ -88,7 +88,9 @@ def query_number(query: Mapping[str, str], name: str, default: float, most: floa
 def check_asks_nothing(
     sent: Mapping[str, Any], nothing: Mapping[str, Collection[Any]], what: str, remedy: str = ""
 ) -> None:
-    """Raise InvalidField, saying `what`, for a field with another value than `nothing` has for it."""
+    """Raise InvalidField, saying `what`, for a value that is none of the field's in `nothing`."""
+    if nothing.keys().isdisjoint(sent):
+        return
     for name in nothing.keys() & sent.keys():
         value = sent[name]
         if value is not None and value not in nothing[name]:
@@ -106,10 +108,21 @@ def _require_different(names: list[str]) -> list[str]:
 
 Names = Name | Annotated[Array[Name], MinLen(1), AfterValidator(_require_different)]
 """One name, or several different ones."""
+
+
+def read_models(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names in a validated body's `model`; raises InvalidField if there is none."""
+    model = body.get("model")
+    if model is None:
+        raise field_error("model", "is missing", "Set it to a name, or an array of names.")
+    return (model,) if isinstance(model, str) else tuple(model)
+
+
 Tokens = Annotated[int, Interval(ge=1, le=MAX_INTEGER)]
 """A limit of what is written: an answer has at least one token."""
 NoEffect = Annotated[Any, Field(description="Accepted without effect.")]
-Labels = Annotated[dict[str, Any], Field(json_schema_extra={"additionalProperties": {"type": "string"}})]
+STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+Labels = Annotated[dict[str, Any], WithJsonSchema(STRINGS)]
 """An object of strings. They are checked where they are read, as there may be thousands."""
 MAX_TEMPLATE_BYTES = 2**14
 """The limit of a chat template's variables as JSON: it may write one for every message."""
@@ -195,18 +208,16 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         native = NATIVE_NAMES.get(name)
         if native is None:
             continue
-        if name in CONSTRAINTS:
-            value = _read_constraint(name, value)
-            if value is None:
-                continue
+        if name not in CONSTRAINTS:
+            if params.get(native, value) != value:
+                what = "differs from max_completion_tokens"
+                raise field_error("max_tokens", what, "Send only one of them.")
+            params[native] = value
+        elif (text := _read_constraint(name, value)) is not None:
             if constraint:
                 raise field_error(name, f"cannot go with {constraint}", "Send only one of them.")
             constraint = name
-        elif params.get(native, value) != value:
-            raise field_error(
-                "max_tokens", "differs from max_completion_tokens", "Send only one of them."
-            )
-        params[native] = value
+            params[native] = text
     return params
 
 
@@ -238,6 +249,15 @@ def read_end_user(body: EndUserFields) -> str | None:
     if not key:
         return None
     return blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def read_labels(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return an object of strings without its nulls; raises InvalidField."""
+    labels = {name: text for name, text in metadata.items() if text is not None}
+    for name, text in labels.items():
+        if not isinstance(text, str):
+            raise field_error(f"metadata.{name}", f"must be a string, not {show(text)}")
+    return labels
 
 
 def check_template_kwargs(variables: Mapping[str, Any]) -> None:

@@ -6,18 +6,20 @@ still write. So a framework that knows nothing of the router overlaps its agents
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from shell_router.api.admission import ADMISSION
-from shell_router.api.agents import identifier, read_prefill
+from shell_router.api.agents import check_identifier, read_prefill
+from shell_router.api.chat_body import SharedFields
 from shell_router.api.conversation import MARKER, PLAIN, marker_of, split_text
 from shell_router.api.drain import DRAIN
-from shell_router.api.fields import Fields, query_number, refused
+from shell_router.api.fields import query_number
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, refuse_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
 from shell_router.core.events import AgentTokens, Emit, Event
+from shell_router.core.validation import field_error
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
 from shell_router.http.app import Request, Response
 from shell_router.moa.programs import Programs
@@ -30,7 +32,7 @@ from shell_router.moa.requests import (
     Segment,
 )
 from shell_router.routing.increments import tokens_per_event
-from shell_router.topology import AUTO
+from shell_router.topology import AUTO, Prefill
 
 PROGRAM_HEADER = "x-shell-router-program"
 LAZY_HEADER = "x-shell-router-lazy"
@@ -39,90 +41,105 @@ OUTPUT_WAIT_S = 30.0
 C = TypeVar("C", bound=MoaRequest)
 
 
-def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, bool]:
-    """The program that a chat completion belongs to, and whether it is lazy. Raises
-    InvalidField."""
-    if body.raw("program") is None:
-        program = None
-    else:
-        program = identifier(body, "program")
-    if PROGRAM_HEADER in headers:
-        named = identifier(Fields(headers), PROGRAM_HEADER)
-        if program not in (None, named):
-            raise body.refuse(
-                "program", f"differs from the header {PROGRAM_HEADER}", "Send only one of them."
-            )
-        program = named
-    asked = headers.get(LAZY_HEADER, "false").lower()
-    if asked not in ("true", "false"):
-        raise InvalidField(f"The header {LAZY_HEADER} must be true or false.", field=LAZY_HEADER)
-    is_lazy = body.flag("lazy") or asked == "true"
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The program that a chat completion belongs to, and whether its answer is lazy."""
+
+    program: str | None = None
+    is_lazy: bool = False
+
+
+NO_WISH = Wish()
+
+
+def read_wish(body: SharedFields, headers: Mapping[str, str]) -> Wish:
+    """Return the wish in a validated body or in the headers; raises InvalidField."""
+    program = body.get("program")
+    is_lazy = body.get("lazy", False)
+    header = headers.get(PROGRAM_HEADER)
+    lazy_header = headers.get(LAZY_HEADER)
+    if program is header is lazy_header is None and not is_lazy:
+        return NO_WISH
+    if header is not None:
+        check_identifier(header, PROGRAM_HEADER)
+        if program not in (None, header):
+            what = f"differs from the header {PROGRAM_HEADER}"
+            raise field_error("program", what, "Send only one of them.")
+        program = header
+    if lazy_header is not None:
+        if lazy_header.lower() not in ("true", "false"):
+            what = f"The header {LAZY_HEADER} must be true or false."
+            raise InvalidField(what, field=LAZY_HEADER)
+        is_lazy = is_lazy or lazy_header.lower() == "true"
     if is_lazy and program is None:
-        raise body.refuse(
-            "program",
-            "is missing",
-            "A lazy answer needs one: name it with an id of your own per run.",
-        )
-    return program, is_lazy
+        remedy = "A lazy answer needs one: name it with an id of your own per run."
+        raise field_error("program", "is missing", remedy)
+    return Wish(program, is_lazy)
 
 
-async def of_program(
-    request: Request,
-    body: Fields,
-    chat: C,
-    models: Sequence[str],
-    program: str | None,
-    *,
-    lazy: bool,
+async def read_program(
+    request: Request, body: SharedFields, chat: C, models: Sequence[str], wish: Wish
 ) -> AgentRequest | C:
-    """A chat that is lazy or has markers, as an agent of its program; where it asks no `models` but
-    a topology, with the outputs in its messages. Raises InvalidField, AgentFailed and
-    PrecursorTimeout."""
+    """Return a chat that is lazy or has markers as an agent of its program.
+
+    Without `models` a topology is to answer, and the chat comes back with the outputs in its
+    messages.
+
+    Raises:
+        InvalidField: A marker is altered or another program's, or the chat has tools.
+        AgentFailed: An agent that a topology would read has failed.
+        PrecursorTimeout: It has written nothing in time.
+    """
     if chat.offer is not None or any(turn.keys() - PLAIN for turn in chat.messages):
         what = (
             "cannot go with tools, nor with their calls, results or reasoning_content in messages"
         )
-        if lazy:  # code reads calls and their results
-            raise body.refuse("lazy", what, "Ask without it.")
+        if wish.is_lazy:  # code reads calls and their results
+            raise field_error("lazy", what, "Ask without it.")
         remedy = "First get the text from GET /v1/agent/outputs/{marker}."
-        raise body.refuse("messages", f"hold a lazy answer's marker, which {what}", remedy)
-    said, reads = _split(chat.messages)
-    program = _program_read(request.app[SERVICES].programs, chat.tenant, reads, program)
+        raise field_error("messages", f"hold a lazy answer's marker, which {what}", remedy)
+    turns, reads = _split(chat.messages)
+    program = _program_read(request.app[SERVICES].programs, chat.tenant, reads, wish.program)
     if models:
         refuse_key(request, "lazy answers or their markers")
-        return _agent_of(request, body, chat, models, program, said, lazy=lazy)
+        agent = request.app[SERVICES].new_id()
+        prefill = read_prefill(body.get("prefill"))
+        return _agent_of(chat, models, program, agent, turns, prefill, is_lazy=wish.is_lazy)
     texts = await _outputs(request, program, reads, chat.timeout_s)
     messages = tuple(
-        {
-            "role": role,
-            "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in turn),
-        }
-        for role, turn in said
+        {"role": role, "content": "".join(_text_of(segment, texts) for segment in segments)}
+        for role, segments in turns
     )
     return replace(chat, messages=messages)
 
 
-Said = tuple[tuple[str, tuple[Segment, ...]], ...]
-"""Messages split at their markers, by their roles."""
+def _text_of(segment: Segment, texts: Mapping[str, str]) -> str:
+    return segment if isinstance(segment, str) else texts[segment.agent]
 
 
-def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Said, tuple[str, ...]]:
-    """The messages split, and the agents that their markers stand for, each once. Raises
-    InvalidField for altered markers."""
-    said = tuple(
+Turns = tuple[tuple[str, tuple[Segment, ...]], ...]
+"""Messages split at their markers, with their roles."""
+
+
+def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Turns, tuple[str, ...]]:
+    """Return the messages split, and the agents that their markers stand for, each once.
+
+    Raises:
+        InvalidField: A marker is altered.
+    """
+    turns = tuple(
         (turn["role"], split_text(turn["content"], f"messages[{at}].content"))
         for at, turn in enumerate(messages)
     )
-    found = (one.agent for _, segments in said for one in segments if isinstance(one, OutputOf))
-    return said, tuple(dict.fromkeys(found))
+    segments = [segment for _, of_turn in turns for segment in of_turn]
+    agents = [segment.agent for segment in segments if isinstance(segment, OutputOf)]
+    return turns, tuple(dict.fromkeys(agents))
 
 
 def _program_read(
     programs: Programs, tenant: str, reads: Sequence[str], program: str | None
 ) -> str:
-    """The program of these agents, and of the request that reads them. Raises InvalidField for
-    another's markers.
-    """
+    """Return the program of these agents; raises InvalidField for another one's markers."""
     for agent in reads:
         found = programs.find_chat_program(tenant, agent)
         if found is None or (program is not None and found != program):
@@ -130,59 +147,52 @@ def _program_read(
                 f"hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}"
             )
             remedy = "It has expired, was altered, or is another program's: begin the program anew."
-            raise refused("messages", what, remedy)
+            raise field_error("messages", what, remedy)
         program = found
     assert program is not None, "a request that is not lazy reads an agent"
     return program
 
 
 def _agent_of(
-    request: Request,
-    body: Fields,
     chat: MoaRequest,
     models: Sequence[str],
     program: str,
-    said: Said,
+    agent: str,
+    turns: Turns,
+    prefill: Prefill,
     *,
-    lazy: bool,
+    is_lazy: bool,
 ) -> AgentRequest:
-    """The chat completion as an agent of `program`, with the prompt that the model gets from the
-    same plain chat.
-
-    A `lazy` one writes in pieces: readers that are not known yet want them early.
-    """
-    if lazy:
-        pieces = {"stream_interval": tokens_per_event(0.0, judged=False)}
-    else:
-        pieces = {}
-    system = [segments for role, segments in said if role == "system"]
-    if system:
-        first = [("system", tuple(one for turn in system for one in ("\n\n", *turn))[1:])]
-    else:
-        first = []
+    """Return the chat as an agent of `program`, with the prompt of the same plain chat."""
+    sampling = chat.sampling
+    if is_lazy:  # readers that are not known yet want small pieces
+        sampling = {**sampling, "stream_interval": tokens_per_event(0.0, judged=False)}
+    system: list[Segment] = []
+    for role, segments in turns:
+        if role == "system":
+            system += ("\n\n", *segments)
+    first = [("system", tuple(system[1:]))] if system else []
     return AgentRequest(
         tenant=chat.tenant,
         end_user=chat.end_user,
         program=program,
-        agent=request.app[SERVICES].new_id(),
+        agent=agent,
         model=models[0] if len(models) == 1 else AUTO,
         candidates=tuple(models) if len(models) > 1 else (),
-        messages=(*first, *(turn for turn in said if turn[0] != "system")),
-        sampling={**chat.sampling, **pieces},
-        prefill=read_prefill(body.object("prefill")),
+        messages=(*first, *(turn for turn in turns if turn[0] != "system")),
+        sampling=sampling,
+        prefill=prefill,
         wait_s=chat.timeout_s,
         timeout_s=chat.timeout_s,
         chat=True,
         chat_template_kwargs=chat.chat_template_kwargs,
         max_thinking_tokens=chat.max_thinking_tokens,
-        is_read=lazy,
+        is_read=is_lazy,
     )
 
 
 async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
-    """The marker in place of the agent's answer. The agent runs on by itself; raises what is
-    refused before that.
-    """
+    """Return the marker in place of the answer, once the agent has begun; it runs on by itself."""
     asked = run.asked
     assert isinstance(asked, AgentRequest), "only agents are lazy"
     begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -208,7 +218,7 @@ async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
 async def _outputs(
     request: Request, program: str, reads: Sequence[str], limit_s: float
 ) -> Mapping[str, str]:
-    """What these agents wrote, once all have ended. Raises AgentFailed and PrecursorTimeout."""
+    """Return the outputs once all have ended; raises AgentFailed and PrecursorTimeout."""
     services = request.app[SERVICES]
     texts = {}
     ends_s = services.clock() + limit_s

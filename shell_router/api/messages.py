@@ -1,193 +1,329 @@
-"""POST /v1/messages: Anthropic's shape of a chat, translated to a chat completion and back. Nothing
-is stored.
+"""POST /v1/messages: Anthropic's messages, translated to a chat completion and back.
+
+Nothing is stored.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired, Required
 
 import orjson
+from annotated_types import MinLen
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from shell_router.api.chat import answer_chat
-from shell_router.api.conversation import function_name
-from shell_router.api.fields import (
-    MAX_TOKENS,
-    SAMPLING,
-    Fields,
-    as_object,
-    parse_body,
-    read_body,
-    shown,
-)
-from shell_router.api.panels import BRINGING, PANEL_FIELDS
+from shell_router.api.chat_body import SharedFields
+from shell_router.api.conversation import FunctionName
+from shell_router.api.fields import NoEffect, Tokens, read_body
 from shell_router.api.replies import anthropic_error, note_ignored
 from shell_router.api.services import SERVICES
-from shell_router.api.translation import Events, ItemTranslation, Kind, joined
+from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
+from shell_router.core.validation import Array, JsonObject, Name, json_object, parse_object
 from shell_router.http.app import Reply, Request
 
-OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
-SAME = (
-    frozenset({*SAMPLING, "chat_template_kwargs", "lazy", "model", "prefill", "program", "stream"})
-    - OTHERWISE
+
+@json_object
+class TextBlock(TypedDict):
+    """A text."""
+
+    type: Literal["text"]
+    text: NotRequired[str | None]
+
+
+@json_object
+class ImageData(TypedDict):
+    """An image inside the body."""
+
+    type: Literal["base64"]
+    media_type: Name
+    data: Name
+
+
+@json_object
+class ImageUrl(TypedDict):
+    """An image elsewhere."""
+
+    type: Literal["url"]
+    url: Name
+
+
+@json_object
+class ImageBlock(TypedDict):
+    """An image, which only engines' own chats read."""
+
+    type: Literal["image"]
+    source: Annotated[ImageData | ImageUrl, Field(discriminator="type")]
+
+
+Parts = Array[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
+
+
+@json_object
+class ToolResult(TypedDict):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: NotRequired[str | Parts | None]
+
+
+@json_object
+class ToolUse(TypedDict):
+    """A call that the model wrote."""
+
+    type: Literal["tool_use"]
+    name: Name
+    id: Name
+    input: NotRequired[Any]
+
+
+@json_object
+class Thinking(TypedDict):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: NotRequired[str | None]
+
+
+@json_object
+class RedactedThinking(TypedDict):
+    """Thinking that only the API that wrote it can read; left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResult, Field(discriminator="type")]
+AssistantBlock = Annotated[
+    TextBlock | ImageBlock | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")
+]
+
+
+@json_object
+class UserMessage(TypedDict):
+    """A message of the user, with the results of calls."""
+
+    role: Literal["user"]
+    content: str | Array[UserBlock]
+
+
+@json_object
+class WrittenMessage(TypedDict):
+    """A message that a model wrote."""
+
+    role: Literal["assistant"]
+    content: str | Array[AssistantBlock]
+
+
+@json_object
+class CustomTool(TypedDict):
+    """A function; the router runs no tools of its own."""
+
+    type: NotRequired[Literal["custom"] | None]
+    name: FunctionName
+    description: NotRequired[str | None]
+    input_schema: NotRequired[Any]
+
+
+@json_object
+class ToolChoice(TypedDict):
+    """The calls that the model may or must make."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: NotRequired[str | None]
+    disable_parallel_tool_use: NotRequired[bool | None]
+
+
+@json_object
+class ThinkingChoice(TypedDict):
+    """Whether, and how long, the model thinks."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: NotRequired[Tokens | None]
+
+
+@json_object
+class OutputFormat(TypedDict):
+    """The form of the answer."""
+
+    type: str
+    schema: NotRequired[Any]
+
+
+@json_object
+class OutputConfig(TypedDict):
+    """The effort and the form of the answer."""
+
+    effort: NotRequired[str | None]
+    format: NotRequired[OutputFormat | None]
+
+
+@json_object
+class Client(TypedDict):
+    """The tenant's own user."""
+
+    user_id: NotRequired[str | None]
+
+
+class InertFields(TypedDict, total=False):
+    """Fields that never change an answer."""
+
+    cache_control: NoEffect
+    service_tier: NoEffect
+    speed: NoEffect
+
+
+@json_object
+class MessagesBody(SharedFields, InertFields, total=False):
+    """A request of Anthropic's messages."""
+
+    messages: Required[
+        Annotated[
+            Array[Annotated[UserMessage | WrittenMessage, Field(discriminator="role")]], MinLen(1)
+        ]
+    ]
+    max_tokens: Required[Tokens]
+    system: str | Parts
+    stop_sequences: Array[str]
+    tools: Array[CustomTool]
+    tool_choice: ToolChoice
+    thinking: ThinkingChoice
+    output_config: OutputConfig
+    metadata: Client
+
+
+MESSAGES = JsonObject(
+    MessagesBody,
+    {
+        "max_tokens": "Set it to the most tokens that may be written.",
+        "messages": "Send at least one user message; instructions go into system.",
+        "tools": "The router runs no tools of its own: run them in the client.",
+    },
 )
-SAME |= BRINGING | PANEL_FIELDS
-"""Fields that mean the same in a chat completion."""
-INERT = frozenset({"cache_control", "service_tier", "speed"})
-"""Fields that never change an answer."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def as_chat(body: Fields) -> dict[str, Any]:
-    """The chat completion's body that asks for the same. Raises InvalidField."""
-    chat = {name: value for name in body.given(SAME) if (value := body.raw(name)) is not None}
-    if (limit := body.integer("max_tokens", 1, MAX_TOKENS)) is None:
-        raise body.refuse(
-            "max_tokens", "is missing", "Set it to the most tokens that may be written."
-        )
-    chat |= {"max_completion_tokens": limit, "messages": _messages(body)}
-    if (stops := body.listed("stop_sequences")) is not None:
-        chat["stop"] = stops
-    if tools := [_tool(one) for one in body.objects("tools")]:
-        chat["tools"] = tools
-    if (choice := body.object("tool_choice")) is not None:
-        kind = choice.text("type")
-        if kind not in (*CHOICES, "tool"):
-            raise choice.refuse("type", f"is {shown(kind)}", "Send auto, any, tool or none.")
-        named = {"type": "function", "function": {"name": choice.text("name")}}
-        chat["tool_choice"] = named if kind == "tool" else CHOICES[kind]
-        chat["parallel_tool_calls"] = not choice.flag("disable_parallel_tool_use")
-    _read_thinking(body, chat)
-    if (output := body.object("output_config")) is not None:
-        if (effort := output.text("effort")) is not None:
-            chat["reasoning_effort"] = effort
-        if (form := output.object("format")) is not None:
-            named = {"name": "answer", "schema": form.raw("schema")}
-            chat["response_format"] = {"type": form.text("type"), "json_schema": named}
-    if (client := body.object("metadata")) is not None:
-        chat["user"] = client.text("user_id")
-    if body.flag("stream"):
+def as_chat(body: MessagesBody) -> dict[str, Any]:
+    """Return the chat completion's body that asks for the same as a validated body."""
+    chat: dict[str, Any] = {
+        name: value for name, value in body.items() if name in SharedFields.__annotations__
+    }
+    chat["max_completion_tokens"] = body["max_tokens"]
+    chat["messages"] = _read_messages(body)
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    if "tools" in body:
+        chat["tools"] = [_read_tool(tool) for tool in body["tools"]]
+    choice = body.get("tool_choice")
+    if choice is not None:
+        kind = choice["type"]
+        function = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = CHOICES.get(kind, function)
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+    chat |= _read_thinking(body) | _read_output(body.get("output_config", {}))
+    chat["user"] = body.get("metadata", {}).get("user_id")
+    if body.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
 
 
-def _read_thinking(body: Fields, chat: dict[str, Any]) -> None:
-    thinking = body.object("thinking")
+def _read_thinking(body: MessagesBody) -> dict[str, Any]:
+    thinking = body.get("thinking")
     if thinking is None:
-        return
-    kind = thinking.text("type")
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise thinking.refuse("type", f"is {shown(kind)}", "Send enabled, disabled or adaptive.")
-    body.object("chat_template_kwargs")  # refused by name where it is no object
+        return {}
+    fields: dict[str, Any] = {}
+    kind = thinking["type"]
     if kind != "adaptive":
-        chat["chat_template_kwargs"] = {
-            "enable_thinking": kind == "enabled",
-            **chat.get("chat_template_kwargs", {}),
-        }
-    if (budget := thinking.integer("budget_tokens", 1, MAX_TOKENS)) is not None:
-        chat["max_thinking_tokens"] = budget
+        own = body.get("chat_template_kwargs", {})
+        fields["chat_template_kwargs"] = {"enable_thinking": kind == "enabled", **own}
+    if (budget := thinking.get("budget_tokens")) is not None:
+        fields["max_thinking_tokens"] = budget
+    return fields
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    if tool.text("type") not in (None, "custom"):
-        raise tool.refuse(
-            "type", "must be custom", "The router runs no tools of its own: run them in the client."
-        )
-    found = {"name": function_name(tool), "parameters": tool.raw("input_schema")}
-    if (description := tool.text("description")) is not None:
-        found["description"] = description
-    return {"type": "function", "function": found}
+def _read_output(output: OutputConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {"reasoning_effort": output.get("effort")}
+    form = output.get("format")
+    if form is not None:
+        named = {"name": "answer", "schema": form.get("schema")}
+        fields["response_format"] = {"type": form["type"], "json_schema": named}
+    return fields
 
 
-def _messages(body: Fields) -> list[dict[str, Any]]:
+def _read_tool(tool: CustomTool) -> dict[str, Any]:
+    function = {"name": tool["name"], "parameters": tool.get("input_schema")}
+    if (description := tool.get("description")) is not None:
+        function["description"] = description
+    return {"type": "function", "function": function}
+
+
+def _read_messages(body: MessagesBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    if body.raw("system") is not None:
-        messages.append(
-            {"role": "system", "content": joined(body.parts("system", _part, "blocks"))}
-        )
-    if not (listed := body.objects("messages")):
-        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
-    for message in listed:
-        if (role := message.text("role")) not in ("user", "assistant"):
-            raise message.refuse(
-                "role", f"is {shown(role)}", "Send user or assistant; instructions go into system."
-            )
-        messages += _asked(message) if role == "user" else [_said(message)]
+    if "system" in body:
+        messages.append({"role": "system", "content": _read_parts(body["system"])})
+    for message in body["messages"]:
+        content = message["content"]
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if message["role"] == "user":
+            messages += _read_user(blocks)
+        else:
+            messages.append(_read_assistant(blocks))
     return messages
 
 
-def _blocks(message: Fields) -> list[Fields]:
-    given = message.parts("content", lambda block: block, "blocks")
-    if isinstance(given, str):
-        return [Fields({"type": "text", "text": given})]
-    return given
+def _read_parts(content: str | Parts) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return join_parts([_read_part(block) for block in content])
 
 
-def _part(block: Fields) -> dict[str, Any]:
-    kind = block.text("type")
-    if kind == "text":
-        return {"type": "text", "text": block.text("text") or ""}
-    if kind == "image":
-        source = as_object(block.raw("source"), block.path("source"))
-        if (form := source.text("type")) not in ("base64", "url"):
-            raise source.refuse(
-                "type", f"is {shown(form)}, which is not served here", "Send base64 or url."
-            )
-        url = source.required_text("url" if form == "url" else "data")
-        if form == "base64":
-            url = f"data:{source.required_text('media_type')};base64,{url}"
-        return {"type": "image_url", "image_url": {"url": url}}
-    raise block.refuse(
-        "type", f"is {shown(kind)}, which is not served here", "Send text, or an image of a user."
-    )
+def _read_part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+    if block["type"] == "text":
+        return {"type": "text", "text": block.get("text") or ""}
+    source = block["source"]
+    if source["type"] == "url":
+        url = source["url"]
+    else:
+        url = f"data:{source['media_type']};base64,{source['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _asked(message: Fields) -> list[dict[str, Any]]:
-    """A user's message: first the results of calls, each a message of its own in a chat."""
+def _read_user(blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a user's message behind the results of calls, each a message of its own in a chat."""
     results = []
     parts = []
-    for block in _blocks(message):
-        if block.text("type") == "tool_result":
-            content = (
-                ("")
-                if (block.raw("content") is None)
-                else (joined(block.parts("content", _part, "blocks")))
-            )
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.required_text("tool_use_id"),
-                    "content": content,
-                }
-            )
+    for block in blocks:
+        if block["type"] == "tool_result":
+            content = _read_parts(block.get("content") or "")
+            result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+            results.append(result)
         else:
-            parts.append(_part(block))
-    return results + ([] if results and not parts else [{"role": "user", "content": joined(parts)}])
+            parts.append(_read_part(block))
+    if results and not parts:
+        return results
+    return [*results, {"role": "user", "content": join_parts(parts)}]
 
 
-def _said(message: Fields) -> dict[str, Any]:
-    """An assistant's message."""
+def _read_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
     texts = []
     thoughts = []
     calls = []
-    for block in _blocks(message):
-        match block.text("type"):
+    for block in blocks:
+        match block["type"]:
             case "tool_use":
-                function = {"name": block.required_text("name"), "arguments": block.raw("input")}
-                calls.append(
-                    {"id": block.required_text("id"), "type": "function", "function": function}
-                )
+                function = {"name": block["name"], "arguments": block.get("input")}
+                calls.append({"id": block["id"], "type": "function", "function": function})
             case "thinking":
-                thoughts.append(block.text("thinking") or "")
+                thoughts.append(block.get("thinking") or "")
             case "redacted_thinking":
-                pass  # only the API that wrote it can read it
+                pass
             case _:
-                texts.append(_part(block))
-    found = {
-        "role": "assistant",
-        "content": joined(texts),
-        "reasoning_content": "".join(thoughts),
-        "tool_calls": calls,
-    }
-    return {name: said for name, said in found.items() if said or name == "content"}
+                texts.append(_read_part(block))
+    message: dict[str, Any] = {"role": "assistant", "content": join_parts(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 class MessageTranslation(ItemTranslation):
@@ -291,10 +427,9 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 async def create_message(request: Request) -> Reply:
-    """Answer as a chat completion, in the shape of Anthropic's messages."""
-    body = parse_body(await read_body(request))
-    chat = as_chat(body)
-    body.check_spelling(SAME | INERT)
-    warnings = note_ignored(request, [name for name in body.unread if name not in INERT])
-    translation = MessageTranslation(request.app[SERVICES].new_id(), body.as_dict(), warnings)
-    return await answer_chat(request, Fields(chat), translation)
+    """Answer in the shape of Anthropic's messages, by way of a chat completion."""
+    sent = parse_object(await read_body(request))
+    body = MESSAGES.read(sent)
+    warnings = note_ignored(request, MESSAGES.find_unknown(sent))
+    translation = MessageTranslation(request.app[SERVICES].new_id(), sent, warnings)
+    return await answer_chat(request, as_chat(body), translation)

@@ -6,14 +6,16 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import orjson
+from typing_extensions import TypedDict
 
 from shell_router.api.admission import ADMISSION
 from shell_router.api.conversation import WORD, holds_marker
 from shell_router.api.drain import DRAIN
-from shell_router.api.engine_chat import choices_as_one, read_completion
-from shell_router.api.fields import parse_body, read_body, read_end_user
+from shell_router.api.engine_chat import COMPLETION, choices_as_one, read_completion
+from shell_router.api.fields import read_body, read_end_user, read_models
 from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import json_reply, stream_error, whole_reply
@@ -31,10 +33,31 @@ from shell_router.api.services import (
 from shell_router.api.streaming import open_stream
 from shell_router.api.translation import ItemTranslation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
+from shell_router.core.validation import JsonObject, field_error, json_object, parse_object
 from shell_router.engines.wire import EventSplitter, index_of
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 from shell_router.http.app import ClientGone, Reply, Request, Stream
 from shell_router.http.sse import data_frame
+
+
+@json_object
+class NativeBody(TypedDict, total=False):
+    """SGLang's fields of `/generate`. The router reads `model`; engines check the others."""
+
+    model: str
+    text: Any
+    input_ids: Any
+    sampling_params: Any
+    stream: Any
+    return_logprob: Any
+    logprob_start_len: Any
+    top_logprobs_num: Any
+    token_ids_logprob: Any
+    return_text_in_logprobs: Any
+    return_prompt_token_ids: Any
+
+
+NATIVE = JsonObject(NativeBody)
 
 
 async def generate(request: Request) -> Reply:
@@ -54,9 +77,9 @@ def pick_relay(services: Services, header: str | None, body: bytes) -> tuple[str
     Adapters are only meant where they are named.
     """
     relays = services.relays
-    name = header or (
-        parse_body(body).text("model") if b'"model"' in body else None
-    )  # mostly nothing is parsed
+    name = header
+    if name is None and b'"model"' in body:  # mostly nothing is parsed
+        name = NATIVE.read(parse_object(body)).get("model")
     if name is None:
         adapters = {name for name, model in services.models.items() if model.base is not None}
         if len(meant := relays.keys() - adapters) != 1:
@@ -76,18 +99,18 @@ def _known(relays: Mapping[str, Relay]) -> str:
 
 async def completions(request: Request) -> Reply:
     """POST /v1/completions: a prompt as it is, without a chat template."""
-    body = parse_body(await read_body(request))
-    model = body.one_of("model")
-    permit(request, (model,))
-    relay = request.app[SERVICES].relays.get(model)
+    sent = parse_object(await read_body(request))
+    body = COMPLETION.read(sent)
+    models = read_models(body)
+    permit(request, models)
+    relay = request.app[SERVICES].relays.get(models[0]) if len(models) == 1 else None
     if relay is None or relay.chat is None:
-        request.app[TARGETS].choice(body.names("model"))
+        request.app[TARGETS].choice(models)
         remedy = "Name a plain model on SGLang, or ask /v1/chat/completions."
-        raise body.refuse("model", "does not complete prompts", remedy)
+        raise field_error("model", "does not complete prompts", remedy)
+    bodies = read_completion(body, sent, models[0])
     end_user = read_end_user(body)
-    return await forwarded(
-        request, relay, "v1/completions", read_completion(body, model), end_user=end_user
-    )
+    return await forwarded(request, relay, "v1/completions", bodies, end_user=end_user)
 
 
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:

@@ -104,9 +104,7 @@ def read_brought(
             raise field_error("topology", "goes without a panel of models", "Send one of the two.")
         return body["topology"], INLINE
     if len(brings) > 1:
-        raise field_error(
-            brings[1], f"describes a panel, as {brings[0]} does", "Describe it once."
-        )
+        raise field_error(brings[1], f"describes a panel, as {brings[0]} does", "Describe it once.")
     if "fusion" in brings:
         return _panel(body["fusion"], "fusion.", name, models), PANEL
     if "plugins" in brings:

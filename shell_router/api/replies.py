@@ -6,9 +6,10 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import orjson
+from typing_extensions import TypedDict
 
 from agent_cache import CacheUnavailable
 from shell_router import errors

@@ -9,26 +9,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, Required
 
 import orjson
+from annotated_types import MinLen
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypedDict
 
 from agent_cache import JournalDiffers, Journals, JournalState
 from shell_router.api.admission import ADMISSION
-from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.chat import answer_chat
-from shell_router.api.conversation import function_name
+from shell_router.api.chat_body import SharedFields
+from shell_router.api.conversation import FunctionName
 from shell_router.api.fields import (
-    END_USER,
-    SAMPLING,
-    Fields,
+    EndUserFields,
+    Labels,
+    NoEffect,
+    StopField,
+    Tokens,
     as_json,
-    parse_body,
     read_body,
-    shown,
 )
 from shell_router.api.frames import ChatFrames
-from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.replies import json_reply, note_ignored, shared_fields, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
@@ -38,138 +40,283 @@ from shell_router.api.streaming import (
     open_stream,
     respond,
 )
-from shell_router.api.translation import Events, ItemTranslation, Kind, TranslatedFrames, joined
+from shell_router.api.translation import Events, ItemTranslation, Kind, TranslatedFrames, join_parts
 from shell_router.core.sampling import check_depth
+from shell_router.core.validation import (
+    Array,
+    JsonObject,
+    Name,
+    field_error,
+    json_object,
+    parse_object,
+    show,
+)
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
 from shell_router.http.app import Reply, Request
 from shell_router.http.sse import DONE, data_frame
 from shell_router.moa.journal import END
 from shell_router.moa.requests import Answer
 
-SAME = (
-    frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"}
-    | BRINGING
-    | PANEL_FIELDS
-    | {"chat_template_kwargs", "metadata", "model", "parallel_tool_calls", "stream", *END_USER}
-    | {"lazy", "prefill", "program"}
+NO_TOOLS = "The router runs no tools of its own: run them in the client."
+
+
+@json_object
+class TextPart(TypedDict):
+    """A text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: NotRequired[str | None]
+
+
+@json_object
+class RefusalPart(TypedDict):
+    """A text in which a model refused."""
+
+    type: Literal["refusal"]
+    refusal: NotRequired[str | None]
+
+
+@json_object
+class ImagePart(TypedDict):
+    """An image, which only engines' own chats read."""
+
+    type: Literal["input_image"]
+    image_url: Name
+
+
+Parts = str | Array[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]]
+
+
+@json_object
+class MessageItem(TypedDict):
+    """A message."""
+
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+
+
+@json_object
+class CallItem(TypedDict):
+    """A call that a model wrote."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: NotRequired[Any]
+
+
+@json_object
+class OutputItem(TypedDict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Parts
+
+
+@json_object
+class ReasoningItem(TypedDict):
+    """Thinking of before, which is no part of a template's history."""
+
+    type: Literal["reasoning"]
+
+
+Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Field(discriminator="type")]
+
+
+Items = Annotated[Array[Item], MinLen(1)]
+
+
+def _name_kinds(items: Any) -> Any:
+    """Have an item without a type be a message."""
+    if not isinstance(items, list):
+        return items
+    return [
+        item if not isinstance(item, dict) or item.get("type") else {**item, "type": "message"}
+        for item in items
+    ]
+
+
+@json_object
+class FunctionTool(TypedDict):
+    """A function."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: NotRequired[Any]
+    parameters: NotRequired[Any]
+    strict: NotRequired[Any]
+
+
+@json_object
+class TextFormat(TypedDict):
+    """The form of the answer."""
+
+    type: NotRequired[str | None]
+    name: NotRequired[Any]
+    schema: NotRequired[Any]
+    strict: NotRequired[Any]
+
+
+@json_object
+class TextConfig(TypedDict):
+    """The form of the answer."""
+
+    format: NotRequired[TextFormat | None]
+
+
+@json_object
+class Reasoning(TypedDict):
+    """The effort of the model's thinking."""
+
+    effort: NotRequired[str | None]
+
+
+class InertFields(TypedDict, total=False):
+    """Fields that never change an answer, or ask for parts of it that there are none of."""
+
+    client_metadata: NoEffect
+    include: NoEffect
+    prompt_cache_options: NoEffect
+    prompt_cache_retention: NoEffect
+    safety_identifier: NoEffect
+    service_tier: NoEffect
+    stream_options: NoEffect
+
+
+class SameFields(SharedFields, StopField, EndUserFields, total=False):
+    """Fields that mean the same in a chat completion."""
+
+    metadata: Labels
+    parallel_tool_calls: bool
+
+
+@json_object
+class ResponseBody(SameFields, InertFields, total=False):
+    """A request of OpenAI's responses."""
+
+    input: Required[
+        Annotated[str | Annotated[Array[Item], MinLen(1)], BeforeValidator(_name_kinds)]
+    ]
+    instructions: str
+    max_output_tokens: Tokens
+    tools: Array[FunctionTool]
+    tool_choice: Any
+    text: TextConfig
+    reasoning: Reasoning
+    truncation: Literal["disabled"]
+    background: bool
+    store: Annotated[bool, Field(description="Only responses in the background are stored.")]
+
+
+RESPONSE = JsonObject(
+    ResponseBody,
+    {
+        "input": "Send a text, or message, function_call, function_call_output or reasoning items, "
+        "each with its whole content.",
+        "tools": NO_TOOLS,
+        "truncation": "Shorten the input: a text that does not fit is refused.",
+    },
 )
-"""Fields that mean the same in a chat completion."""
-
-INERT = CHAT_INERT - {"parallel_tool_calls", "store"} | {
-    "client_metadata",
-    "include",
-    "stream_options",
-}
-"""Fields that never change an answer, or ask for parts of it that there are none of."""
-
 STATEFUL = {
-    **dict.fromkeys(("previous_response_id", "conversation"), "Send all earlier items in input."),
+    "previous_response_id": "Send all earlier items in input.",
+    "conversation": "Send all earlier items in input.",
     "prompt": "Nothing is stored: send the prompt's text in instructions.",
 }
-ROLES = ("system", "developer", "user", "assistant")
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def as_chat(body: Fields) -> dict[str, Any]:
-    """The chat completion's body that asks for the same. Raises InvalidField."""
+def as_chat(sent: Mapping[str, Any]) -> tuple[ResponseBody, dict[str, Any]]:
+    """Return the validated body, and that of the chat completion that asks for the same.
+
+    Raises:
+        InvalidField: A field is wrong, or needs a stored state.
+    """
     for name, remedy in STATEFUL.items():
-        if body.raw(name) not in (None, False):
-            raise body.refuse(name, "is not served", remedy)
-    chat = {name: value for name in body.given(SAME) if (value := body.raw(name)) is not None}
-    if (instructions := body.text("instructions")) is not None:
-        chat["messages"] = [{"role": "system", "content": instructions}]
-    chat["messages"] = [*chat.get("messages", ()), *_messages(body)]
-    if (limit := body.integer("max_output_tokens", 1, 2**31 - 1)) is not None:
-        chat["max_completion_tokens"] = limit
-    if tools := [_tool(one) for one in body.objects("tools")]:
-        chat["tools"] = tools
-    choice = body.raw("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    if choice is not None and (choice != "auto" or tools):
-        chat["tool_choice"] = choice
-    if (text := body.object("text")) is not None and (form := text.object("format")) is not None:
-        chat["response_format"] = _response_format(form)
-    if (reasoning := body.object("reasoning")) is not None and (
-        effort := reasoning.text("effort")
-    ) is not None:
-        chat["reasoning_effort"] = effort
-    if body.flag("stream") or body.flag("background"):
-        chat["stream_options"] = {"include_usage": True}
-    if body.raw("truncation") not in (None, "disabled"):
-        raise body.refuse(
-            "truncation", "must be disabled", "Shorten the input: what does not fit is refused."
-        )
-    return chat
-
-
-def _response_format(form: Fields) -> dict[str, Any]:
-    if form.text("type") != "json_schema":
-        return {"type": form.text("type")}
-    return {
-        "type": "json_schema",
-        "json_schema": {key: form.raw(key) for key in ("name", "schema", "strict")},
+        if sent.get(name) not in (None, False):
+            raise field_error(name, "is not served", remedy)
+    for name in REPEATED_OBJECTS & sent.keys():
+        check_depth(sent[name], name)
+    body = RESPONSE.read(sent)
+    chat: dict[str, Any] = {
+        name: value for name, value in body.items() if name in SameFields.__annotations__
     }
+    messages = _read_items(body["input"])
+    if "instructions" in body:
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    chat["messages"] = messages
+    chat["max_completion_tokens"] = body.get("max_output_tokens")
+    tools = body.get("tools", [])
+    if tools:
+        chat["tools"] = [_read_tool(tool) for tool in sent["tools"]]
+    if tools or body.get("tool_choice") != "auto":
+        chat["tool_choice"] = _read_choice(body.get("tool_choice"))
+    chat["response_format"] = _read_format(body.get("text", {}).get("format"))
+    chat["reasoning_effort"] = body.get("reasoning", {}).get("effort")
+    if body.get("stream") or body.get("background"):
+        chat["stream_options"] = {"include_usage": True}
+    return body, chat
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    if tool.text("type") != "function":
-        raise tool.refuse(
-            "type",
-            "must be function",
-            "The router runs no tools of its own: run them in the client.",
-        )
-    function_name(tool)
-    given = tool.given(("name", "description", "parameters", "strict"))
-    return {"type": "function", "function": {name: tool.raw(name) for name in given}}
+def _read_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
-def _messages(body: Fields) -> list[dict[str, Any]]:
-    given = body.raw("input")
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise body.refuse("input", f"must be a string or an array of items, not {shown(given)}")
+def _read_format(form: TextFormat | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if form.get("type") != "json_schema":
+        return {"type": form.get("type")}
+    named = {"name": form.get("name"), "schema": form.get("schema"), "strict": form.get("strict")}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool as a chat has it, with the fields in the client's order."""
+    names = FunctionTool.__annotations__.keys() - {"type"}
+    function = {name: value for name, value in tool.items() if name in names}
+    return {"type": "function", "function": function}
+
+
+def _read_items(items: str | list[Item]) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
-    for item in body.objects("input"):
-        kind = item.text("type") or "message"
-        if kind == "message":
-            if (role := item.required_text("role")) not in ROLES:
-                raise item.refuse("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-            messages.append({"role": role, "content": joined(item.parts("content", _part))})
-        elif kind == "function_call_output":
-            result = {"role": "tool", "tool_call_id": item.required_text("call_id")}
-            messages.append(result | {"content": joined(item.parts("output", _part))})
-        elif kind == "function_call":
-            _add_call(messages, item)
-        elif kind != "reasoning":  # what a model thought before is not part of a template's history
-            remedy = (
-                "Send message, function_call, function_call_output or reasoning items, each "
-                "with its whole content."
-            )
-            raise item.refuse("type", f"is {shown(kind)}, which is not served", remedy)
+    for item in items:
+        match item["type"]:
+            case "message":
+                content = _read_parts(item["content"])
+                messages.append({"role": item["role"], "content": content})
+            case "function_call_output":
+                result = {"role": "tool", "tool_call_id": item["call_id"]}
+                messages.append({**result, "content": _read_parts(item["output"])})
+            case "function_call":
+                _add_call(messages, item)
     return messages
 
 
-def _add_call(messages: list[dict[str, Any]], item: Fields) -> None:
-    """Calls of one turn are one message in a chat, together with the text before them."""
-    function = {"name": item.required_text("name"), "arguments": item.raw("arguments")}
+def _add_call(messages: list[dict[str, Any]], item: CallItem) -> None:
+    """Add a call; calls of one turn are one message in a chat, together with the text before."""
+    function = {"name": item["name"], "arguments": item.get("arguments")}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     calls = messages[-1].setdefault("tool_calls", [])
-    calls.append({"id": item.required_text("call_id"), "type": "function", "function": function})
+    calls.append({"id": item["call_id"], "type": "function", "function": function})
 
 
-def _part(part: Fields) -> dict[str, Any]:
-    kind = part.text("type")
-    if kind in TEXT_PARTS:
-        return {"type": "text", "text": part.text("text") or ""}
-    if kind == "refusal":
-        return {"type": "text", "text": part.text("refusal") or ""}
-    if kind == "input_image" and (url := part.text("image_url")):
-        return {"type": "image_url", "image_url": {"url": url}}
-    remedy = "Send input_text, or input_image with image_url."
-    raise part.refuse("type", f"is {shown(kind)}, which is not served", remedy)
+def _read_parts(parts: Parts) -> str | list[dict[str, Any]]:
+    if isinstance(parts, str):
+        return parts
+    return join_parts([_read_part(part) for part in parts])
+
+
+def _read_part(part: TextPart | RefusalPart | ImagePart) -> dict[str, Any]:
+    if part["type"] == "input_image":
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    text = part.get("refusal") if part["type"] == "refusal" else part.get("text")
+    return {"type": "text", "text": text or ""}
 
 
 class ResponseTranslation(ItemTranslation):
@@ -291,7 +438,8 @@ class ResponseTranslation(ItemTranslation):
 
 
 REPEATED = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user")
-"""What the answer repeats as it was sent."""
+REPEATED_OBJECTS = frozenset({"metadata", "reasoning", "text", "tool_choice", "tools"})
+"""Fields that the answer repeats as they were sent."""
 OWN: Mapping[Kind, tuple[str, dict[str, Any]]] = {
     "message": ("msg", {"role": "assistant", "content": []}),
     "reasoning": ("rs", {"summary": [], "content": []}),
@@ -365,9 +513,8 @@ class BackgroundResponse:
             return await now._ended(end)
         if state is not None and state.is_leased and not now.stream:
             return now.standing("queued" if state.last == state.first else "in_progress")
-        return await answer_chat(
-            now.request, Fields(as_chat(Fields(orjson.loads(now.head)))), None, now._run
-        )
+        _, chat = as_chat(orjson.loads(now.head))
+        return await answer_chat(now.request, chat, None, now._run)
 
     async def cancel(self) -> None:
         """Have its router end it, which learns of it with its next record; one that has ended stays
@@ -380,12 +527,12 @@ class BackgroundResponse:
         """It has no output yet, or will have none."""
         return json_reply(self.request, self._translation().standing(status))
 
-    async def _run(self, run: Run, model: str, body: Fields) -> Reply:
+    async def _run(self, run: Run, model: str, sent: Mapping[str, Any]) -> Reply:
         request = self.request
         head = self.head.decode()
         store = self._store
         named = (self.request[TENANT], self.key)
-        join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
+        join = partial(request.app[KEPT_RUNS].join, run, self.key, sent, head)
         admission = request.app[ADMISSION]
         counted = request.get(AGENTS, 0)
         run = join()
@@ -467,37 +614,30 @@ class BackgroundResponse:
 
 
 async def create_response(request: Request) -> Reply:
-    """Answer as a chat completion, in the shape of OpenAI's responses."""
-    body = parse_body(await read_body(request))
-    chat = as_chat(body)
-    for name in body.given(
-        ("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")
-    ):  # are repeated
-        check_depth(body.raw(name), name)
-    in_background = body.flag("background")
-    is_stored = body.flag("store")
-    is_keyed = KEY_HEADER in request.headers
-    body.check_spelling(SAME | INERT)
-    ignored = ["store"] * (is_stored and not in_background) + [
-        name for name in body.unread if name not in INERT
-    ]
+    """Answer in the shape of OpenAI's responses, by way of a chat completion."""
+    sent = parse_object(await read_body(request))
+    body, chat = as_chat(sent)
+    ignored = RESPONSE.find_unknown(sent, STATEFUL)
+    if body.get("store") and not body.get("background"):
+        ignored.insert(0, "store")
     services = request.app[SERVICES]
     warnings = note_ignored(request, ignored)
     id = services.new_id()
     created = int(services.wall())
-    streamed = body.flag("stream")
-    if in_background:
+    is_streamed = body.get("stream", False)
+    if body.get("background"):
+        is_keyed = KEY_HEADER in request.headers
         if is_keyed:
             id = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
-        head = as_json(body.as_dict(), orjson.OPT_SORT_KEYS)
-        one = BackgroundResponse(request, PREFIX + id, head, created, streamed, 0, warnings)
-        state = await one.look() if is_keyed else None
+        head = as_json(sent, orjson.OPT_SORT_KEYS)
+        response = BackgroundResponse(request, PREFIX + id, head, created, is_streamed, 0, warnings)
+        state = await response.look() if is_keyed else None
         if state is not None and state.head != head:
             raise reused()
-        return await one.shown(state)
-    translation = ResponseTranslation(id, created, body.as_dict(), warnings)
-    translation.place = place_of(request) if streamed else None
-    return await answer_chat(request, Fields(chat), translation)
+        return await response.shown(state)
+    translation = ResponseTranslation(id, created, sent, warnings)
+    translation.place = place_of(request) if is_streamed else None
+    return await answer_chat(request, chat, translation)
 
 
 async def show_response(request: Request) -> Reply:
@@ -518,7 +658,7 @@ async def _found(request: Request) -> tuple[BackgroundResponse, JournalState]:
     after = request.query.get("starting_after", "-1")
     if not re.fullmatch("-1|[0-9]{1,12}", after, re.ASCII):
         raise InvalidField(
-            f"starting_after must be a sequence_number, not {shown(after)}.", field="starting_after"
+            f"starting_after must be a sequence_number, not {show(after)}.", field="starting_after"
         )
     is_streamed = request.query.get("stream", "false").lower() == "true"
     one = BackgroundResponse(

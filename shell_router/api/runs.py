@@ -9,7 +9,7 @@ import hashlib
 import logging
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -19,7 +19,7 @@ import orjson
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
 from shell_router import errors
 from shell_router.api.drain import Drain
-from shell_router.api.fields import Fields, as_json
+from shell_router.api.fields import as_json
 from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in
@@ -216,10 +216,10 @@ class KeptRuns:
         self._drain = drain
         self._runs: WeakValueDictionary[tuple[type, str, str], Run] = WeakValueDictionary()
 
-    def join(self, run: Run, key: str, body: Fields, head: str = "") -> Run:
+    def join(self, run: Run, key: str, sent: Mapping[str, Any], head: str = "") -> Run:
         """Return the open run under this key, or else `run`.
 
-        Its journal begins with `head`, or with a fingerprint of the body.
+        Its journal begins with `head`, or with a fingerprint of the body that was `sent`.
 
         Raises:
             InvalidField: The deployment has no store for it.
@@ -231,11 +231,11 @@ class KeptRuns:
                 "Set cache.backend to redis, or leave it out.",
             )
         named = (type(run.asked), run.asked.tenant, key)
-        head = head or _fingerprint(body)
+        head = head or _fingerprint(sent)
         found = self._runs.get(named)
         if found is None or found.kept is None or not found.kept.is_open:
             asked = run.asked
-            if isinstance(asked, MoaRequest) and body.raw("seed") is None:
+            if isinstance(asked, MoaRequest) and sent.get("seed") is None:
                 asked = replace(
                     asked, seed=zlib.crc32(key.encode())
                 )  # draws are the same at every router
@@ -420,11 +420,9 @@ def _ignore(_: Event) -> None:
     """Take no notice of the event."""
 
 
-def _fingerprint(body: Fields) -> str:
-    """What two requests under one key must have in common."""
-    return hashlib.blake2b(
-        as_json(body.as_dict(), orjson.OPT_SORT_KEYS), digest_size=16
-    ).hexdigest()
+def _fingerprint(sent: Mapping[str, Any]) -> str:
+    """Return what two requests under one key must have in common."""
+    return hashlib.blake2b(as_json(sent, orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
 def _refusal(what: str, remedy: str) -> errors.InvalidField:

@@ -20,9 +20,9 @@ Events = Sequence[tuple[str, Mapping[str, Any]]]
 ABORTED = "The engine ended the answer early. Send the request again."
 
 
-def joined(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A chat's content of these parts: a text where all of them are."""
-    if isinstance(parts, str) or any(part["type"] != "text" for part in parts):
+def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a chat's content of these parts, a text if all of them are."""
+    if any(part["type"] != "text" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
 

@@ -12,8 +12,9 @@ from importlib.resources import files
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from typing_extensions import TypedDict
 
-from shell_router.api.fields import Fields, as_object, parse_body, query_number, read_body
+from shell_router.api.fields import query_number, read_body
 from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import json_reply, note_ignored, whole_reply
@@ -26,6 +27,7 @@ from shell_router.api.services import (
     TENANT,
     ReadinessCheck,
 )
+from shell_router.core.validation import JsonObject, Name, json_object, parse_object
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
 from shell_router.http.app import App, Key, Request, Response, Route
 from shell_router.telemetry import Trace
@@ -33,6 +35,34 @@ from shell_router.telemetry.trace import OUTCOMES
 from shell_router.topology.document import read_document
 
 log = logging.getLogger(__name__)
+
+
+class TopologyBody(TypedDict, total=False):
+    """A topology's document, as a topology file has it."""
+
+    name: str
+
+
+@json_object
+class EnginesBody(TypedDict):
+    """One more pair of a model, as in the settings."""
+
+    model: Name
+    pair: dict[str, Any]
+
+
+@json_object
+class PairQuery(TypedDict):
+    """The pair of a model by its servers' addresses."""
+
+    model: Name
+    prefill: Name
+    decode: Name
+
+
+TOPOLOGY = JsonObject(TopologyBody)
+ENGINES = JsonObject(EnginesBody)
+PAIR = JsonObject(PairQuery)
 
 
 async def list_models(request: Request) -> Response:
@@ -97,7 +127,7 @@ async def put_topology(request: Request) -> Response:
     if request.content_type == "application/yaml":
         document = await asyncio.to_thread(_from_yaml, body, f"{name}.yaml")
     else:
-        document = parse_body(body).as_dict()
+        document = parse_object(body)
     is_new = await request.app[SERVICES].topologies.put(name, document)
     log.info("topology %s was put by %s", name, request[TENANT])
     return json_reply(request, {"name": name, "source": "put"}, status=201 if is_new else 200)
@@ -130,15 +160,14 @@ async def list_engines(request: Request) -> Response:
 
 async def add_engines(request: Request) -> Response:
     """Serve a model by one more pair, whose servers are up and are probed first."""
-    body = parse_body(await read_body(request))
-    model = body.required_text("model")
-    pair = as_object(body.raw("pair"), "pair").as_dict()
-    body.check_spelling()
+    sent = parse_object(await read_body(request))
+    body = ENGINES.read(sent)
+    warnings = note_ignored(request, ENGINES.find_unknown(sent))
+    model = body["model"]
+    pair = body["pair"]
     await request.app[SERVICES].fleet.add(model, pair)
     log.info("%s added to model %s the pair %s", request[TENANT], model, pair)
-    return json_reply(
-        request, {"model": model, **pair, **note_ignored(request, body.unread)}, status=201
-    )
+    return json_reply(request, {"model": model, **pair, **warnings}, status=201)
 
 
 async def drain_engines(request: Request) -> Response:
@@ -146,14 +175,14 @@ async def drain_engines(request: Request) -> Response:
 
     The status is 202 if some still run after `wait_s`.
     """
-    query = Fields(request.query)
+    pair = PAIR.read(dict(request.query))
     limit_s = request.app[SETTINGS].request_timeout_s
-    model, prefill, decode = (query.required_text(name) for name in ("model", "prefill", "decode"))
     wait_s = query_number(request.query, "wait_s", limit_s, limit_s)
-    log.info("%s drains of model %s the pair %s and %s", request[TENANT], model, prefill, decode)
-    running = await request.app[SERVICES].fleet.drain(model, prefill, decode, wait_s)
-    body = {"model": model, "prefill": prefill, "decode": decode, "running": running}
-    return json_reply(request, body, status=202 if running else 200)
+    log.info("%s drains the pair %s", request[TENANT], pair)
+    running = await request.app[SERVICES].fleet.drain(
+        pair["model"], pair["prefill"], pair["decode"], wait_s
+    )
+    return json_reply(request, {**pair, "running": running}, status=202 if running else 200)
 
 
 TRACE_FILTERS = ("model", "status", "since", "limit")

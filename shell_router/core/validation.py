@@ -10,7 +10,14 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import orjson
 from annotated_types import MinLen
-from pydantic import BeforeValidator, ConfigDict, FailFast, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 
 from shell_router.errors import InvalidField, InvalidRequest
 
@@ -52,16 +59,16 @@ _EXPECTED: Mapping[str, str] = {
     "string_too_long": "a string of at most {max_length} characters",
     "string_pattern_mismatch": "a string like {pattern}",
     "too_short": "an array that is not empty",
-    "too_long": "an array of at most {max_length}",
+    "too_long": "an array of at most {max_length} elements",
     "predicate_failed": "another number",
-    "extra_forbidden": "left out: it is unknown",
+    "value_error": "{error}",
 }
 """The expectation behind each of pydantic's types of errors, as words of an error's `ctx`."""
 
 
 def drop_nulls(value: Any) -> Any:
     """Return an object without its fields that are null, and any other value as it is."""
-    if isinstance(value, Mapping) and None in value.values():
+    if isinstance(value, dict) and None in value.values():
         return {name: field for name, field in value.items() if field is not None}
     return value
 
@@ -116,7 +123,7 @@ class JsonObject(Generic[T]):
         errors: Sequence[Any] = failure.errors(include_url=False)
         first = errors[0]["loc"][:1]
         same = [(_path_of(error, sent), error) for error in errors if error["loc"][:1] == first]
-        deepest = max([at for at, _ in same], key=len)
+        deepest = max([at for at, _ in same], key=_depth_of)
         there = [error for at, error in same if at == deepest]
         remedy = self._remedies.get(str(first[0]), "") if first else ""
         if path and deepest:
@@ -124,18 +131,16 @@ class JsonObject(Generic[T]):
         return field_error(path + deepest, _what_is_wrong(there), remedy)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes, called: str = "body") -> dict[str, Any]:
     """Return the JSON object that `body` is; raises InvalidRequest."""
+    remedy = "Send one JSON object."
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"The body is not JSON: {error}.", remedy="Send one JSON object."
-        ) from None
+        raise InvalidRequest(f"The {called} is not JSON: {error}.", remedy=remedy) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"The body must be a JSON object, not {show(value)}.", remedy="Send one JSON object."
-        )
+        what = f"The {called} must be a JSON object, not {show(value)}."
+        raise InvalidRequest(what, remedy=remedy)
     return value
 
 
@@ -153,7 +158,13 @@ def show(value: Any) -> str:
             return "an array"
         case str() if len(value) > SHOWN_CHARACTERS:
             return "a string"
+        case int() if not isinstance(value, bool):
+            return str(value)  # orjson writes 64 bits
     return orjson.dumps(value, default=str).decode()
+
+
+def _depth_of(path: str) -> int:
+    return path.count(".") + path.count("[")
 
 
 def _path_of(error: Mapping[str, Any], value: Any) -> str:
@@ -178,10 +189,15 @@ def _what_is_wrong(errors: Sequence[Mapping[str, Any]]) -> str:
     kinds = [error["type"] for error in errors]
     if "missing" in kinds or "union_tag_not_found" in kinds:
         return "is missing"
+    if "extra_forbidden" in kinds:
+        return "is unknown here"
     expected = [
         _EXPECTED.get(error["type"], "valid").format_map(error.get("ctx", {})) for error in errors
     ]
+    wanted = " or ".join(dict.fromkeys(expected))
     value = errors[0]["input"]
     if errors[0]["type"] == "union_tag_invalid":
         value = errors[0]["ctx"]["tag"]
-    return f"must be {' or '.join(dict.fromkeys(expected))}, not {show(value)}"
+    if errors[0]["type"].endswith(("too_short", "too_long")):
+        return f"must be {wanted}"
+    return f"must be {wanted}, not {show(value)}"

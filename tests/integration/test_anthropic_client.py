@@ -6,8 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from shell_router.api import ApiSettings
-from shell_router.api.fields import Fields
-from shell_router.api.openapi import BODIES
+from shell_router.api.messages import MESSAGES
 from tests.fakes.api_server import api
 from tests.fakes.chat_engines import ChatScript, call, chat_pair
 
@@ -25,7 +24,7 @@ RAIN = {"role": "user", "content": "Rain?"}
 
 def test_no_field_of_anthropics_client_is_taken_for_a_misspelt_one() -> None:
     asked = get_type_hints(anthropic.types.message_create_params.MessageCreateParamsNonStreaming)
-    Fields(dict.fromkeys(asked, 1)).check_spelling(BODIES["POST /v1/messages"])
+    MESSAGES.find_unknown(dict.fromkeys(asked, 1))
 
 
 def client(url: str) -> Any:
@@ -46,7 +45,7 @@ async def test_text_of_a_topology_whole_and_streamed_with_a_key() -> None:
         assert final.usage.input_tokens > 0 and answer.usage.cache_read_input_tokens > 0
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
             await ai.messages.create(
-                model="duo", max_tokens=64, messages=[RAIN], extra_body={"temperature": 3}
+                model="duo", max_tokens=64, messages=[RAIN], extra_body={"temperature": -1}
             )
         with pytest.raises(anthropic.NotFoundError, match="No topology or model"):
             await ai.messages.create(model="none", max_tokens=64, messages=[RAIN])

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.api.embeddings import MAX_CHARACTERS, MAX_TEXTS, MAX_TOGETHER
+from shell_router.api.embeddings import MAX_TOGETHER
 from shell_router.core.predictors import TokenStates
 from shell_router.engines.embedding import HashEmbedder
 from tests.fakes.api_server import Api, api
@@ -48,27 +48,11 @@ async def test_embedders_are_listed_and_other_names_are_unknown() -> None:
             await ai.embeddings.create(model="hash", input="x")
 
 
-@pytest.mark.parametrize(
-    ("fields", "at"),
-    [
-        ({"model": None}, "model"),
-        ({"input": None}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [1, 2]}, "input"),
-        ({"input": ["x"] * (MAX_TEXTS + 1)}, "input"),
-        ({"input": ["x", "x" * (MAX_CHARACTERS + 1)]}, "input[1]"),
-        ({"encoding_format": "int8"}, "encoding_format"),
-        ({"dimensions": 7}, "dimensions"),
-        ({"dimension": 8}, "dimension"),
-    ],
-)
-async def test_a_wrong_field_is_named(fields: dict[str, object], at: str) -> None:
+async def test_a_wrong_field_is_named() -> None:
     async with api(embedders=EMBEDDERS) as served:
-        status, body = await served.post(
-            "/v1/embeddings", {"model": "hash", "input": "x", **fields}
-        )
-        assert (status, body["error"]["param"]) == (400, at)
+        wrong = {"model": "hash", "input": ["x", ""]}
+        status, body = await served.post("/v1/embeddings", wrong)
+        assert (status, body["error"]["param"]) == (400, "input[1]")
 
 
 class Watched(HashEmbedder):

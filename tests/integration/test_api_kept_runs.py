@@ -20,7 +20,6 @@ from agent_cache import CacheUnavailable, Journals
 from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
 from shell_router.api.drain import Drain
-from shell_router.api.fields import Fields
 from shell_router.api.runs import KeptRun, KeptRuns, Run
 from shell_router.core.events import Emit
 from shell_router.moa.requests import Answer, MoaRequest
@@ -410,7 +409,7 @@ class GatedRun(Run):
 
 
 def joined(runs: KeptRuns, whole: GatedRun | None = None) -> GatedRun:
-    return runs.join(whole or GatedRun(), "key", Fields({}))
+    return runs.join(whole or GatedRun(), "key", {})
 
 
 async def test_a_retry_that_comes_as_the_last_client_leaves_is_answered() -> None:

@@ -8,8 +8,7 @@ import orjson
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.api.fields import Fields
-from shell_router.api.messages import MessageTranslation, as_chat
+from shell_router.api.messages import MESSAGES, MessageTranslation, as_chat
 from shell_router.api.replies import anthropic_error, problem_body
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import (
@@ -31,10 +30,6 @@ RAIN = {"role": "user", "content": "Rain?"}
 
 def asked(**fields: object) -> dict[str, Any]:
     return {"model": "small", "max_tokens": 64, "messages": [RAIN], **fields}
-
-
-def image(source: object) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
 
 
 async def events_of(served: Api, **fields: object) -> list[dict[str, Any]]:
@@ -65,8 +60,8 @@ async def test_a_topology_answers_whole_and_streamed_in_the_published_order_of_e
 
 
 def test_the_tenants_user_is_in_the_metadata() -> None:
-    assert as_chat(Fields(asked(metadata={"user_id": "ann"})))["user"] == "ann"
-    assert as_chat(Fields(asked(metadata={})))["user"] is None
+    assert as_chat(MESSAGES.read(asked(metadata={"user_id": "ann"})))["user"] == "ann"
+    assert as_chat(MESSAGES.read(asked(metadata={})))["user"] is None
 
 
 async def test_an_answer_cut_at_its_limit_says_so_and_a_failed_stream_ends_with_an_error() -> None:
@@ -120,7 +115,7 @@ async def test_errors_have_anthropics_shape() -> None:
         for fields, key, status, kind in (
             ({}, "sk-2", 401, "authentication_error"),
             ({"model": "none"}, "sk-1", 404, "not_found_error"),
-            ({"temperature": 3}, "sk-1", 400, "invalid_request_error"),
+            ({"temperature": -1}, "sk-1", 400, "invalid_request_error"),
         ):
             answered, body = await served.post(
                 "/v1/messages", asked(**fields), **{"x-api-key": key}
@@ -228,56 +223,11 @@ async def test_images_stops_and_thinking_are_translated() -> None:
         assert sent["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize(
-    ("fields", "at"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_token": 3}, "max_token"),
-        ({"temprature": 1}, "temprature"),
-        ({"messages": []}, "messages"),
-        ({"messages": [3]}, "messages[0]"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            "messages[0].content[0].tool_use_id",
-        ),
-        (
-            {"messages": [RAIN, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            "messages[1].content[0].name",
-        ),
-        ({"messages": [RAIN, {"role": "assistant", "content": "Well"}]}, "messages[1].role"),
-        ({"messages": [{"role": "system", "content": "x"}, RAIN]}, "messages[0].role"),
-        (image({"type": "file", "file_id": "f"}), "messages[0].content[0].source.type"),
-        (image({"type": "base64", "data": "AAAA"}), "messages[0].content[0].source.media_type"),
-        (
-            image({"type": "base64", "media_type": "image/png"}),
-            "messages[0].content[0].source.data",
-        ),
-        (image({"type": "url"}), "messages[0].content[0].source.url"),
-        (image(None), "messages[0].content[0].source"),
-        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": "x"}, "chat_template_kwargs"),
-        ({"system": 3}, "system"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "no spaces"}]}, "tools[0].name"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "much"}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"temperature": 3}, "temperature"),
-        ({"output_config": {"format": {"type": "xml"}}}, "response_format.type"),
-    ],
-)
-async def test_malformed_requests_are_refused_by_field(fields: dict[str, Any], at: str) -> None:
+async def test_a_wrong_field_is_a_400_that_names_its_path() -> None:
     async with api() as served:
-        status, body = await served.post("/v1/messages", asked(**fields))
-        assert (status, body["error"]["type"]) == (400, "invalid_request_error"), body
-        assert body["error"]["message"].startswith(f"{at} "), body
+        status, body = await served.post("/v1/messages", asked(thinking={"type": "much"}))
+        assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+        assert body["error"]["message"].startswith("thinking.type must be ")
 
 
 async def test_what_is_ignored_is_named_and_keys_come_in_either_header() -> None:

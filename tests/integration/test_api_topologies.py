@@ -328,7 +328,7 @@ async def test_a_panel_answers_side_by_side_and_the_judge_reads_all(shape: str) 
         ({"models": "small", "judge": "absent"}, "judge[0]"),
         ({"fusion": {"models": ["small"], "preset": "x"}}, "fusion.preset"),
         ({"fusion": {"models": ["small"], "quorum": 2}}, "fusion.quorum"),
-        ({"fusion": {"models": [3]}}, "fusion.models"),
+        ({"fusion": {"models": [3]}}, "fusion.models[0]"),
         ({"fusion": {"models": ["small"]}, "judge": "large"}, "judge"),
         ({"plugins": [{"id": "web"}]}, "plugins[0].id"),
         ({"topology": PAIR, "judge": "large"}, "topology"),

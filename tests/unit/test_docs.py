@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import stale_pages
-from shell_router.api.chat import INERT, REFUSED
-from shell_router.api.fields import SAMPLING
+from shell_router.api.chat_body import CHAT, NOT_SERVED
 from shell_router.app import load_config
 from shell_router.batch.pool import load_pool
 from shell_router.lab.simulation.settings import load, load_profiles
@@ -44,7 +43,7 @@ def test_every_policy_order_and_scorer_is_explained() -> None:
 
 def test_every_field_of_a_chat_completion_is_documented() -> None:
     named = set(re.findall(r"`(\w+)`", PAGES["docs/reference/api.md"]))
-    assert {*INERT, *REFUSED, *SAMPLING} <= named
+    assert {*CHAT.names, *NOT_SERVED} <= named
 
 
 def test_every_link_leads_somewhere() -> None:

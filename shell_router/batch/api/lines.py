@@ -4,13 +4,22 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import orjson
+from typing_extensions import TypedDict
 
-from shell_router.api.fields import shown
 from shell_router.batch.api.storage import Fault, on_disk
 from shell_router.batch.journal import append_whole, recover_lines
+from shell_router.core.validation import (
+    JsonObject,
+    Name,
+    field_error,
+    json_object,
+    parse_object,
+    show,
+)
+from shell_router.errors import InvalidField, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,41 +117,34 @@ class BatchLine:
 Keep = Callable[[LineResult], Awaitable[None]]
 
 
+@json_object
+class LineFields(TypedDict):
+    """A line of an input file."""
+
+    custom_id: Name
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+LINE = JsonObject(LineFields, {"custom_id": "It names the line among the results."})
+CODES = {"method": "invalid_method", "url": "invalid_url", "body.stream": "invalid_request"}
+"""OpenAI's codes of wrong fields; of others it is `missing_required_parameter`."""
+
+
 def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
     """Return the request on a line, or its fault. The body is checked when the line runs."""
     try:
-        line = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        return Fault(
-            "invalid_json_line", f"The line is not JSON: {error}. Write one JSON object.", number
-        )
-    if not isinstance(line, dict):
-        return Fault(
-            "invalid_json_line", f"The line must be a JSON object, not {shown(line)}.", number
-        )
-    custom_id = line.get("custom_id")
-    body = line.get("body")
-    missing = "missing_required_parameter"
-    unnamed = "custom_id must be a string that is not empty: it names the line among the results."
-    for param, holds, code, message in (
-        ("custom_id", isinstance(custom_id, str) and custom_id != "", missing, unnamed),
-        ("method", line.get("method") == "POST", "invalid_method", "method must be POST."),
-        (
-            "url",
-            line.get("url") == endpoint,
-            "invalid_url",
-            f"url must be {endpoint}, the batch's endpoint.",
-        ),
-        ("body", isinstance(body, dict), missing, "body must be an object: the request itself."),
-        (
-            "body.stream",
-            not (isinstance(body, dict) and body.get("stream") is True),
-            "invalid_request",
-            "body.stream has no place in a batch. Leave it out.",
-        ),
-    ):
-        if not holds:
-            return Fault(code, message, number, param)
+        line = LINE.read(parse_object(raw, "line"))
+        if line["url"] != endpoint:
+            raise field_error("url", f"must be {endpoint}, the batch's endpoint")
+        if line["body"].get("stream") is True:
+            raise field_error("body.stream", "has no place in a batch", "Leave it out.")
+    except InvalidField as error:
+        code = CODES.get(error.field, "missing_required_parameter")
+        return Fault(code, str(error), number, error.field)
+    except InvalidRequest as error:
+        return Fault("invalid_json_line", str(error), number)
     return BatchLine(number, line["custom_id"], line["body"])
 
 
@@ -178,7 +180,7 @@ def _find_fault(
     if first == number:
         return None
     message = (
-        f"custom_id {shown(line.custom_id)} stands on line {first} already. Give each line its own."
+        f"custom_id {show(line.custom_id)} stands on line {first} already. Give each line its own."
     )
     return Fault("duplicate_custom_id", message, number, "custom_id")
 

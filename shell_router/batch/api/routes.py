@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal, Required
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from shell_router.api.chat import CHATS
 from shell_router.api.drain import DRAIN
-from shell_router.api.fields import Fields, parse_body, read_body
+from shell_router.api.fields import Labels, read_body, read_labels
+from shell_router.api.openapi import BODIES
 from shell_router.api.replies import json_reply, note_ignored, whole_reply
 from shell_router.api.services import KEY, SERVICES, SETTINGS, TENANT
 from shell_router.api.streaming import open_stream
@@ -26,17 +29,30 @@ from shell_router.batch.api.storage import (
 )
 from shell_router.batch.api.uploads import CHUNK_BYTES, UploadQuota, receive_upload
 from shell_router.config import BatchesSettings, Config
+from shell_router.core.validation import JsonObject, Name, field_error, json_object, parse_object
 from shell_router.errors import Forbidden, InvalidField, Overloaded, StorageFailed
 from shell_router.http.app import App, Key, Reply, Request, Response, Route
 
-ENDPOINT = "/v1/chat/completions"
-WINDOW = re.compile(r"([1-9][0-9]{0,3})h", re.ASCII)
 MAX_LISTED_FILES = 10_000
+ENDPOINT = "/v1/chat/completions"
 MAX_UNFINISHED = 100
 """Batches of one tenant."""
 JSONL = "application/jsonl"
 
 BATCH_RUNS = Key[BatchRuns]("BATCH_RUNS")
+
+
+@json_object
+class BatchBody(TypedDict, total=False):
+    """A new batch. The window is a number of hours, as `24h`."""
+
+    input_file_id: Required[Name]
+    endpoint: Required[Literal["/v1/chat/completions"]]
+    completion_window: Required[Annotated[str, Field(pattern="^[1-9][0-9]{0,3}h$")]]
+    metadata: Labels
+
+
+BATCH = JsonObject(BatchBody, {"completion_window": "Write a number of hours, as 24h."})
 QUOTA = Key[UploadQuota]("QUOTA")
 
 
@@ -90,6 +106,7 @@ def add_batches(
 
     app.on_startup.append(resume)
     app.on_shutdown.append(stop)
+    app[BODIES]["POST /v1/batches"] = BATCH
     app.routes.extend(ROUTES)
 
 
@@ -175,13 +192,15 @@ async def create_batch(request: Request) -> Response:
         )
     services = request.app[SERVICES]
     folder = _get_folder(request)
-    body = parse_body(await read_body(request))
+    sent = parse_object(await read_body(request))
+    body = BATCH.read(sent)
+    ignored = BATCH.find_unknown(sent)
     record = read_batch(body, f"batch_{services.new_id()}", request[TENANT], int(services.wall()))
     file = folder.files.find(record.tenant, record.input_file_id)
     if file.purpose != INPUT_PURPOSE:
-        raise body.refuse("input_file_id", f"names a file whose purpose is not {INPUT_PURPOSE}")
-    body.check_spelling()
-    note_ignored(request, body.unread)
+        what = f"names a file whose purpose is not {INPUT_PURPOSE}"
+        raise field_error("input_file_id", what)
+    note_ignored(request, ignored)
     unfinished = sum(not batch.ended for batch in folder.batches.of(record.tenant))
     if unfinished >= MAX_UNFINISHED:
         raise Overloaded(
@@ -234,27 +253,18 @@ def _find_batch(request: Request) -> BatchRecord:
     return _get_folder(request).batches.find(request[TENANT], request.match["batch_id"])
 
 
-def read_batch(body: Fields, id: str, tenant: str, now: int) -> BatchRecord:
-    """Return the batch that a body describes, created at the Unix time `now`.
+def read_batch(body: BatchBody, id: str, tenant: str, now: int) -> BatchRecord:
+    """Return the batch of a validated body, created at the Unix time `now`.
 
     Raises InvalidField.
     """
-    endpoint = body.required_text("endpoint")
-    window = body.required_text("completion_window")
-    if endpoint != ENDPOINT:
-        raise body.refuse("endpoint", f"must be {ENDPOINT}")
-    hours = WINDOW.fullmatch(window)
-    if hours is None:
-        raise body.refuse("completion_window", "must be a number of hours", "Write 24h.")
-    input_file_id = body.required_text("input_file_id")
-    metadata = body.raw("metadata")
-    is_object = isinstance(metadata, dict) and all(
-        isinstance(value, str) for value in metadata.values()
-    )
-    if metadata is not None and not is_object:
-        raise body.refuse("metadata", "must be an object of strings")
+    window = body["completion_window"]
+    ends = now + 3600 * int(window.removesuffix("h"))
+    metadata = body.get("metadata")
+    if metadata is not None:
+        metadata = dict(read_labels(metadata))
     return BatchRecord(
-        id, tenant, input_file_id, endpoint, window, now, now + 3600 * int(hours[1]), metadata
+        id, tenant, body["input_file_id"], body["endpoint"], window, now, ends, metadata
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from shell_router.api import Services
 from shell_router.api.chat import Chats
-from shell_router.api.fields import Fields
 from shell_router.api.replies import INTERNAL, is_retryable, problem_body, problem_of
 from shell_router.app.topologies import load_topologies
 from shell_router.batch.api.lines import BatchLine, Keep, LineResult
@@ -99,7 +98,7 @@ class ChatLines:
         async with self._slots:
             with self._metrics.running_batch_lines.track_inprogress():
                 try:
-                    run, frames = await self._chats.begin(Fields(line.body), tenant)
+                    run, frames = await self._chats.begin(line.body, tenant)
                     body = frames.whole(await run.answer())
                 except Exception as error:
                     return refuse_line(line, request_id, error), is_retryable(error)

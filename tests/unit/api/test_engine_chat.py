@@ -2,12 +2,18 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import orjson
 import pytest
 
-from shell_router.api.engine_chat import choices_as_one, read_completion, read_engine_chat
-from shell_router.api.fields import Fields, parse_body
+from shell_router.api.chat_body import CHAT
+from shell_router.api.engine_chat import (
+    COMPLETION,
+    choices_as_one,
+    read_completion,
+    read_engine_chat,
+)
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.native_body import read_native
 from shell_router.errors import EngineUnreachable, InvalidField, InvalidRequest
@@ -51,29 +57,37 @@ async def test_one_that_is_refused_is_the_answer() -> None:
     assert not engine.open
 
 
+def chats(sent: dict[str, Any]) -> list[bytes]:
+    return read_engine_chat(CHAT.read(sent), sent, "small", ChatServing())
+
+
+def completions(**fields: object) -> list[bytes]:
+    sent = {"model": "m", "prompt": "Hi", **fields}
+    return read_completion(COMPLETION.read(sent), sent, "m")
+
+
 def test_what_names_a_completions_user_is_not_forwarded() -> None:
-    asked = {"model": "m", "prompt": "Hi", "prompt_cache_key": "a", "user": "b"}
-    [body] = read_completion(parse_body(orjson.dumps(asked)), "m")
+    [body] = completions(prompt_cache_key="a", user="b")
     assert b"prompt_cache_key" not in read_native(
         body, "fresh", route="v1/completions"
     ).with_fields({})
 
 
+def test_seeds_of_choices_follow_each_other() -> None:
+    assert [orjson.loads(body)["seed"] for body in completions(n=3, seed=7)] == [7, 8, 9]
+    assert [orjson.loads(body)["n"] for body in completions(n=2)] == [1, 1]
+
+
 def test_the_values_of_all_choices_are_bounded_together() -> None:
     turn = {"role": "user", "content": '","' * 2**7}  # what stands in texts is no value
-    for count, is_fit in ((500, True), (1000, False)):
-        body = Fields({"messages": [turn] * count, "n": 16})
-        if is_fit:
-            assert len(read_engine_chat(body, "small", ChatServing())) == 16
-        else:
-            with pytest.raises(InvalidRequest, match="more than 50000 strings"):
-                read_engine_chat(body, "small", ChatServing())
+    assert len(chats({"messages": [turn] * 500, "n": 16})) == 16
+    with pytest.raises(InvalidRequest, match="more than 50000 strings"):
+        chats({"messages": [turn] * 1000, "n": 16})
     with pytest.raises(InvalidRequest, match="1000000 commas, times 16 choices"):
-        read_completion(Fields({"prompt": [1] * 2**16, "n": 16}), "small")
+        completions(prompt=[1] * 2**16, n=16)
 
 
 def test_the_bodies_of_all_choices_are_bounded_together() -> None:
-    body = Fields({"messages": [{"role": "user", "content": "x" * 2**21}], "n": 16})
     with pytest.raises(InvalidField) as refused:
-        read_engine_chat(body, "small", ChatServing())
+        chats({"messages": [{"role": "user", "content": "x" * 2**21}], "n": 16})
     assert refused.value.field == "n"

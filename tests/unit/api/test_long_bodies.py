@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.api import ApiSettings
-from shell_router.api.fields import LONG_BODY_BYTES, read_body, values_in
+from shell_router.api.fields import LONG_BODY_BYTES, count_values, read_body
 from shell_router.api.services import SETTINGS
 
 texts = st.text(st.sampled_from('"\\[]{},:u\nx'), max_size=6)
@@ -34,7 +34,7 @@ def counted(value: Any) -> tuple[int, int]:
 def test_every_string_array_object_and_comma_is_counted_and_none_within_a_text(
     value: Any, escaped: bool
 ) -> None:
-    assert values_in(json.dumps(value, ensure_ascii=escaped).encode()) == counted(value)
+    assert count_values(json.dumps(value, ensure_ascii=escaped).encode()) == counted(value)
 
 
 class Body(bytes):

@@ -7,6 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
+from shell_router.api.chat_body import CHAT
+from shell_router.api.fields import NATIVE_NAMES, read_sampling
 from shell_router.core.sampling import RANGES, Range, check_sampling
 from shell_router.engines.native_body import read_native
 from shell_router.errors import InvalidRequest
@@ -19,7 +21,14 @@ def read_natively(params: Mapping[str, Any]) -> None:
     read_native(orjson.dumps({"text": "x", "sampling_params": params}), "fresh")
 
 
+def read_as_openai(params: Mapping[str, Any]) -> None:
+    names = {native: name for name, native in NATIVE_NAMES.items()}
+    fields = {names.get(name, name): value for name, value in params.items()}
+    read_sampling(CHAT.read({"messages": [{"role": "user", "content": "x"}], **fields}))
+
+
 PLACES: Mapping[str, Reader] = {
+    "fields of the API": read_as_openai,
     "agents of topologies": check_sampling,
     "native bodies": read_natively,
     "embedded engine": lambda params: parse_sampling_params(params, 50),
@@ -44,9 +53,17 @@ CASES = [
 ]
 
 
+OTHERWISE = {
+    ("max_new_tokens", 0),  # an answer has a token; SGLang prefills alone for 0
+    *(("stream_interval", number) for _, number in CASES),  # the router's own
+}
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_number_is_taken_everywhere_or_nowhere(place: str) -> None:
     for name, number in CASES:
+        if place == "fields of the API" and (name, number) in OTHERWISE:
+            continue
         others = {"max_new_tokens": 2**31 - 1} if name == "min_new_tokens" else {}
         try:
             PLACES[place]({name: number, **others})
