@@ -35,7 +35,7 @@ from typing import Any
 
 from report import Row, report
 
-from shell_router.config.read import read_file
+from shell_router.files.read import read_file
 from shell_router.lab.simulation.run import Simulated, simulate
 from shell_router.lab.simulation.settings import Drafted, Length, Loaded, Workload, load
 from shell_router.lab.simulation.summary import Summary, summary_of

@@ -8,19 +8,21 @@ meanings are written on the page.
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 PAGES = Path(__file__).parent
 ROOT = PAGES.parent
 sys.path.insert(0, str(ROOT))
 from shell_router.app.wings import kind_settings  # noqa: E402
-from shell_router.config import Config  # noqa: E402
-from shell_router.config.read import file_fields, takes_kinds  # noqa: E402
+from shell_router.config import Config, deployment_schema  # noqa: E402
+from shell_router.files.schema import Schema, bounds, json_schema, resolve  # noqa: E402
 from shell_router.lab.simulation.settings import Length  # noqa: E402
+from shell_router.standins.embedded.settings import EmbeddedSection  # noqa: E402
+from shell_router.topology import topology_schema  # noqa: E402
 
 PART = re.compile(r"(<!-- generated: (\S+)(?: ([^\n]*?))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MISSING_MEANING = "TODO: say what it means."
@@ -44,7 +46,7 @@ def stale_pages(*, write: bool) -> list[str]:
             r"<!-- generated: settings shell_router.config:Config (.*) -->", text
         ):
             shown.update(names.split())
-    if missing := {setting.name for setting in file_fields(Config)} - shown:
+    if missing := deployment_schema(kind_settings())["properties"].keys() - shown:
         raise LookupError(
             f"add a generated part with the settings {', '.join(sorted(missing))} to a page in "
             "docs/"
@@ -80,7 +82,7 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\|", " ".join(text.split()))
 
 
-# settings MODULE:CLASS [SECTION ...]: every setting of a dataclass, its sections' included.
+# settings MODULE:CLASS [SECTION ...]: every setting of a class, its sections' included.
 # Sections that are a deployment's own stand in other files as one row
 
 
@@ -88,118 +90,63 @@ def _settings(argument: str, old: str) -> str:
     where, *sections = argument.split()
     module, _, name = where.partition(":")
     kind = getattr(import_module(module), name)
+    deployment = deployment_schema(kind_settings())
+    if kind is Config:
+        schema = deployment
+        elsewhere = set[str]()
+    else:
+        schema = json_schema(kind, name)
+        elsewhere = {*deployment["$defs"], EmbeddedSection.__name__, Length.__name__}
     kept = _kept(old)
-    abouts = dict(_abouts(kind))
     rows = []
-    for path, setting in _of_class(
-        kind, "", () if kind is Config else (*_sections(Config), *_kinds(), Length)
-    ):
-        if sections and path.split(".")[0] not in sections:
-            continue
-        default = _default(setting)
-        before = kept.get(f"`{path}`", ["", MISSING_MEANING])
-        meaning = _cell(abouts.get(path, "")) or before[-1]
-        rows.append((f"`{path}`", default if default is not None else before[0] or "none", meaning))
+    for path, form, is_required in _rows_of(schema, schema, "", elsewhere):
+        if not sections or path.split(".")[0] in sections:
+            before = kept.get(f"`{path}`", ["none", _about(form, schema) or MISSING_MEANING])
+            default = "required" if is_required else _default(form) or before[0]
+            meaning = _cell(form.get("description", "")) or before[-1]
+            rows.append((f"`{path}`", default, meaning))
     return _table(("Setting", "Default", "Meaning"), rows)
 
 
-def _abouts(kind: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """The path of every setting, and what its annotation says of it."""
-    for name, hint in (
-        (each.name, get_type_hints(kind, include_extras=True)[each.name])
-        for each in file_fields(kind)
-    ):
-        if takes_kinds(hint):
-            for engine, load in kind_settings().items():
-                yield above + engine, (load().__doc__ or "").strip().partition("\n")[0]
-                yield from _abouts(load(), f"{above}{engine}.")
-            continue
-        note = (
-            get_args(hint)[1] if get_origin(hint) is Annotated else ""
-        )  # a section's class says what the section is
-        yield above + name, note if isinstance(note, str) else str(getattr(note, "about", ""))
-        for section in (
-            part for part in _parts(hint) if is_dataclass(part) and isinstance(part, type)
-        ):
-            yield from _abouts(section, f"{above}{name}{_entry(hint)}.")
+def _rows_of(
+    schema: Schema, block: Schema, path: str, elsewhere: set[str]
+) -> Iterator[tuple[str, Schema, bool]]:
+    """Yield the path of every setting, its form, and whether it is required."""
+    for key, form in block["properties"].items():
+        here = f"{path}.{key}".lstrip(".")
+        sections = [each for each in _sections_in(schema, form) if each[1] not in elsewhere]
+        if not sections or form.get("default", ...) in (None, []):
+            yield here, form, key in block.get("required", ())
+        for entry, name, section in sections:
+            yield from _rows_of(schema, section, here + entry, {*elsewhere, name})
 
 
-def _kinds() -> Iterator[Any]:
-    """The sections of engine kinds."""
-    return (load() for load in kind_settings().values())
+def _sections_in(schema: Schema, form: Schema) -> Iterator[tuple[str, str, Schema]]:
+    """Yield the sections that a value holds: their place in it, their names and their forms."""
+    name = form.get("$ref", "").rpartition("/")[2]
+    form = resolve(schema, form)
+    if "properties" in form:
+        yield "", name, form
+    for inner in form.get("anyOf", ()):
+        yield from _sections_in(schema, inner)
+    entries = form.get("additionalProperties")
+    for place, inner in (("[]", form.get("items")), (".<name>", entries)):
+        if isinstance(inner, dict):
+            yield from ((place + entry, *rest) for entry, *rest in _sections_in(schema, inner))
 
 
-def _sections(kind: Any) -> Iterator[Any]:
-    """The dataclasses that a dataclass holds, at any depth."""
-    for section in (
-        part
-        for hint in get_type_hints(kind).values()
-        for part in _parts(hint)
-        if is_dataclass(part)
-    ):
-        yield section
-        yield from _sections(section)
-
-
-def _of_class(
-    kind: Any, path: str, above: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, Field[Any]]]:
-    hints = get_type_hints(kind)
-    described = get_type_hints(kind, include_extras=True)
-    for setting in file_fields(kind):
-        if takes_kinds(described[setting.name]):
-            for name, load in kind_settings().items():
-                yield f"{path}.{name}".lstrip("."), setting
-                yield from _of_class(load(), f"{path}.{name}".lstrip("."), above)
-            continue
-        here = f"{path}.{setting.name}".lstrip(".")
-        inner = [
-            part for part in _parts(hints[setting.name]) if is_dataclass(part) and part not in above
-        ]
-        if not inner or _may_be_absent(setting):
-            yield here, setting
-        for section in inner:
-            entry = here + _entry(hints[setting.name])
-            yield from _of_class(section, entry, (*above, section))
-
-
-def _parts(hint: Any) -> Iterator[Any]:
-    yield hint
-    for part in get_args(hint):
-        yield from _parts(part)
-
-
-def _entry(hint: Any) -> str:
-    """What stands between a setting of this type and the settings of its entries."""
-    origins = [getattr(part, "__origin__", None) for part in _parts(hint)]
-    if Mapping in origins or dict in origins:
-        return ".<name>"
-    return "[]" if tuple in origins else ""
-
-
-def _may_be_absent(setting: Field[Any]) -> bool:
-    return setting.default is None or setting.default == ()
-
-
-def _default(setting: Field[Any]) -> str | None:
-    """The default as YAML has it; None where the page says it in words."""
-    value = setting.default
-    if value is MISSING and setting.default_factory is MISSING:
-        return "required"
-    if value is MISSING or value is None or value in ((), ""):
-        return None
-    if is_dataclass(value):
-        given = {one.name: getattr(value, one.name) for one in fields(value)}
-        return f"`{{{', '.join(f'{name}: {one}' for name, one in given.items() if one)}}}`"
+def _default(form: Schema) -> str:
+    """Return the default as YAML has it; empty where the page says it in words."""
+    value = form.get("default")
+    if value in (None, [], "", {}):
+        return ""
+    if isinstance(value, dict):
+        return f"`{{{', '.join(f'{name}: {item}' for name, item in value.items() if item)}}}`"
     if isinstance(value, bool):
         return "`on`" if value else "`off`"
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-        if isinstance(value, int)
-        else f"`{value}`"
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if isinstance(value, int) else f"`{value}`"
 
 
 # metrics: every metric of the registry, with its help
@@ -267,61 +214,36 @@ def _errors(_: str, old: str) -> str:
 
 
 def _topology(argument: str, _: str) -> str:
-    from shell_router.topology import json_schema  # noqa: PLC0415
-
-    schema = json_schema()
-    block = schema["$defs"].get(argument) or schema["properties"].get(argument, schema)
+    schema = topology_schema()
+    block = schema["$defs"].get(argument, schema)
     rows = [
-        (f"`{key}`", _own_section(key, form) or _form(form, schema), _cell(_about(form, schema)))
+        (f"`{key}`", _form(form, schema), _cell(_about(form, schema)))
         for key, form in block["properties"].items()
     ]
     return _table(("Key", "Value", "Meaning"), rows)
 
 
-def _own_section(key: str, form: dict[str, Any]) -> str:
-    """A link to the section of a key whose value has keys of its own; `all_to_all` has those of
-    `tree`.
-    """
-    name = "tree" if key == "all_to_all" else key
-    return f"[{name}](#{name})" if "properties" in form else ""
+def _about(form: Schema, schema: Schema) -> str:
+    return str(resolve(schema, form).get("description", ""))
 
 
-def _about(form: dict[str, Any], schema: dict[str, Any]) -> str:
-    own = str(form.get("description", ""))
-    return own or (_about(_target(form, schema), schema) if "$ref" in form else "")
-
-
-def _target(form: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = schema["$defs"][form["$ref"].rpartition("/")[2]]
-    return found
-
-
-def _form(form: dict[str, Any], schema: dict[str, Any]) -> str:
+def _form(form: Schema, schema: Schema) -> str:
     if "$ref" in form:
         name = form["$ref"].rpartition("/")[2]
         return f"[{name}](#{name})"
     if "anyOf" in form:
-        return " or ".join(dict.fromkeys(_form(one, schema) for one in form["anyOf"]))
-    if "enum" in form:
-        words = [str(one) for one in form["enum"] if not isinstance(one, bool)]
-        return ", ".join(f"`{word}`" for word in words)
+        inner = [one for one in form["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(_form(one, schema) for one in inner))
+    options = form.get("enum", [form["const"]] if "const" in form else [])
+    if options:
+        return ", ".join(f"`{option}`" for option in options if not isinstance(option, bool))
     kind = str(form.get("type", "any"))
     if kind == "array":
         return f"list of {_form(form['items'], schema)}"
-    if kind == "object" and isinstance(form.get("additionalProperties"), dict):
-        return f"mapping to {_form(form['additionalProperties'], schema)}"
-    return kind + _bounds(form)
-
-
-def _bounds(form: dict[str, Any]) -> str:
-    said = {
-        "minimum": "at least",
-        "exclusiveMinimum": "above",
-        "maximum": "at most",
-        "exclusiveMaximum": "below",
-    }
-    found = [f"{words} {form[key]}" for key, words in said.items() if key in form]
-    return f", {', '.join(found)}" if found else ""
+    entries = form.get("additionalProperties")
+    if kind == "object":
+        return f"mapping to {_form(entries, schema) if isinstance(entries, dict) else 'any'}"
+    return ", ".join([kind, *bounds(form)])
 
 
 # cli: every command with its options
@@ -355,6 +277,12 @@ def _spelled(parameter: Any) -> str:
         if parameter.param_type_name == "argument"
         else f"{parameter.opts[0]} {metavar}".strip()
     )
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    yield hint
+    for part in get_args(hint):
+        yield from _parts(part)
 
 
 def _meaning(parameter: Any) -> str:

@@ -21,9 +21,13 @@ class ShellRouterError(Exception):
 
 
 class ConfigError(ShellRouterError):
-    """A configuration file is wrong, or a change of it; the message names the file and, where
-    known, the line.
+    """A wrong configuration file, or a change of it; the message names the file and, where known,
+    the line.
     """
+
+
+class SettingError(ConfigError, ValueError):
+    """Settings that a class refuses. It is a ValueError, so that pydantic adds their place."""
 
 
 class TopologyError(ConfigError):
@@ -206,6 +210,6 @@ class DeadlineExceeded(ShellRouterError):
 
 
 def require(holds: bool, message: str, remedy: str = "") -> None:
-    """Raise ConfigError unless `holds`; the reader of the file adds its name and the line."""
+    """Raise SettingError unless `holds`; the reader of the file adds its name and the line."""
     if not holds:
-        raise ConfigError(message, remedy=remedy)
+        raise SettingError(message, remedy=remedy)

@@ -29,10 +29,10 @@ from shell_router.api.services import (
 )
 from shell_router.core.validation import JsonObject, Name, json_object, parse_object
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
+from shell_router.files.document import read_document
 from shell_router.http.app import App, Key, Request, Response, Route
 from shell_router.telemetry import Trace
 from shell_router.telemetry.trace import OUTCOMES
-from shell_router.topology.document import read_document
 
 log = logging.getLogger(__name__)
 

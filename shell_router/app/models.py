@@ -14,7 +14,6 @@ from shell_router.app.model_files import ModelFiles, read_files
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
 from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.config.models import adapted_name, secret
-from shell_router.config.read import read_sent
 from shell_router.core.engine import ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.address import PairAddress, PairLimits
@@ -22,6 +21,7 @@ from shell_router.engines.native_body import ANY_MODEL, NativeRules
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import AdaptedModel, SglangPair
 from shell_router.errors import EngineError, EngineStalled, require
+from shell_router.files.read import read_sent
 from shell_router.routing.dispatcher import TrackedEngine
 from shell_router.routing.failures import BreakerSettings, RetrySettings
 

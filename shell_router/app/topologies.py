@@ -10,9 +10,9 @@ from shell_router.api.live import LiveTopologies
 from shell_router.app.rereads import Contents, Reread, contents_of
 from shell_router.config import Config
 from shell_router.errors import ConfigError, TopologyError
+from shell_router.files.document import Problem
 from shell_router.telemetry import Metrics
 from shell_router.topology import Catalog, Conditional, Graph, files_in
-from shell_router.topology.document import Problem
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shell_router.app.model_files import ModelFiles
 from shell_router.config import Config, ModelSettings, read_config
-from shell_router.config.read import Kinds
+from shell_router.config.settings import Kinds
 from shell_router.core.engine import Engine
 from shell_router.core.predictors import Predictor
 
@@ -72,7 +72,7 @@ class EngineKind(Protocol):
 
     settings: ClassVar[type]
     """The dataclass of what a model says of it, with a description of each setting (see
-    `config.read`).
+    `files.read`).
     """
 
     def running(

@@ -25,8 +25,10 @@ from math import inf
 from operator import attrgetter
 from typing import Annotated, Any
 
+from annotated_types import Interval
+
 from shell_router.errors import ConfigError, require
-from shell_router.topology.forms import Number
+from shell_router.files.types import Count
 
 OPTIMAL_GAP = 1e-4
 """The relative gap up to which a plan counts as optimal, a usual value of integer programming."""
@@ -37,8 +39,8 @@ SHORTEST_S = 1e-9
 LONGEST_S = 1e9
 
 
-def _seconds(about: str) -> Number:
-    return Number(about, at_least=0, at_most=LONGEST_S)
+Duration = Annotated[float, Interval(ge=0, le=LONGEST_S)]
+"""Seconds that a plan reckons with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +54,15 @@ class ModelWork:
     name: Annotated[str, "The model's name."]
     prompts: Annotated[
         int,
-        Number(
-            "Prompts that it answers in all (N_m); 0 does not load it.",
-            at_least=0,
-            at_most=MAX_PROMPTS,
-            whole=True,
-        ),
+        "Prompts that it answers in all (N_m); 0 does not load it.",
+        Interval(ge=0, le=MAX_PROMPTS),
     ]
-    load_s: Annotated[float, _seconds("Seconds per load.")]
-    per_prompt_s: Annotated[float, _seconds("Seconds per prompt, many at a time.")]
-    fixed_s: Annotated[float, _seconds("Seconds of each session besides its load.")] = 0.0
+    load_s: Annotated[Duration, "Seconds per load."]
+    per_prompt_s: Annotated[Duration, "Seconds per prompt, many at a time."]
+    fixed_s: Annotated[Duration, "Seconds of each session besides its load."] = 0.0
     most_workers: Annotated[
-        int | None,
-        Number(
-            "Workers that may load it; by default as many loads as its work pays for (equation 8).",
-            at_least=1,
-            whole=True,
-        ),
+        Count | None,
+        "Workers that may load it; by default as many loads as its work pays for (equation 8).",
     ] = None
 
     def __post_init__(self) -> None:
@@ -119,9 +113,9 @@ class Workload:
     models: tuple[ModelWork, ...]
     workers: Annotated[int, "Number of workers, all alike."]
     capacity: Annotated[int, "Models that a worker loads at most (K)."]
-    first_s: Annotated[float, _seconds("Seconds that a worker's first load takes longer.")] = 0.0
+    first_s: Annotated[Duration, "Seconds that a worker's first load takes longer."] = 0.0
     together_s: Annotated[
-        float, _seconds("Seconds more of a first load for each other worker in use.")
+        Duration, "Seconds more of a first load for each other worker in use."
     ] = 0.0
     ready_s: Annotated[
         tuple[float, ...], "Seconds until each worker is free; by default all are."

@@ -9,14 +9,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from shell_router.batch.questions import read_answer
 from shell_router.config import EmbedderSettings, LaunchSettings, Limits, PairLaunch, PairSettings
-from shell_router.config.models import count
-from shell_router.config.read import read_file
+from shell_router.core.sampling import RANGES
 from shell_router.early_exit.answers import number_of, stated_answer
 from shell_router.errors import ConfigError, require
+from shell_router.files.read import read_file
+from shell_router.files.types import Amount, Count, FilePath
 from shell_router.standins.embedded.settings import EmbeddedSection
-from shell_router.topology.forms import Number, Text
 
 SEE = "docs/how-to/batch-a-file.md explains pools."
 ALWAYS = 2.0
@@ -33,12 +35,11 @@ class Sampling:
 
     temperature: Annotated[
         float,
-        Number("0 takes the likeliest token, as `aggregate` without `sampling` does.", at_least=0),
+        "0 takes the likeliest token, as `aggregate` without `sampling` does.",
+        RANGES["temperature"],
     ] = 0.7
-    top_p: Annotated[float, Number("Probability mass that is drawn from.", above=0, at_most=1)] = (
-        0.95
-    )
-    max_new_tokens: Annotated[int, count("Longest output, in tokens.")] = 512
+    top_p: Annotated[float, "Probability mass that is drawn from.", RANGES["top_p"]] = 0.95
+    max_new_tokens: Annotated[Count, "Longest output, in tokens."] = 512
 
     def params(self, seed: int) -> dict[str, Any]:
         """The engine's `sampling_params`. The output is read at its end, so the engine need not
@@ -51,9 +52,9 @@ class Sampling:
 class Recruiting:
     """Which models answer a question whose line names none."""
 
-    proposers: Annotated[int, count("Proposers per question whose line names none.")] = 3
+    proposers: Annotated[Count, "Proposers per question whose line names none."] = 3
     skills: Annotated[
-        Path | None, "Folder of a finished run, from which proposers are drawn by skill."
+        FilePath | None, "Folder of a finished run, from which proposers are drawn by skill."
     ] = None
 
 
@@ -127,11 +128,11 @@ class Aggregating:
 class PoolModel:
     """A model of the pool."""
 
-    path: Annotated[Path, "Folder of the model."]
+    path: Annotated[FilePath, "Folder of the model."]
     system: Annotated[str, "A system prompt."] = ""
-    context_length: Annotated[int | None, count("Tokens of prompt and output together.")] = None
+    context_length: Annotated[Count | None, "Tokens of prompt and output together."] = None
     adapter: Annotated[
-        Path | None,
+        FilePath | None,
         "Folder of a LoRA adapter with which it answers; needs SGLang pairs, and no Ray cluster.",
     ] = None
 
@@ -159,19 +160,20 @@ class PoolWorker:
         )
 
 
-_ADDRESS = Text(
-    "`auto` or `host:port` on a machine of the cluster, `ray://host:port` on any other.",
-    r"auto|(ray://)?[^/]+:\d+",
-    "auto, host:port or ray://host:port",
-)
+Address = Annotated[
+    str, Field(pattern=r"^(auto|(ray://)?[^/]+:\d+)$", title="auto, host:port or ray://host:port")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
     """The Ray cluster whose nodes the workers run on."""
 
-    address: Annotated[str, _ADDRESS]
-    cpus: Annotated[float, Number("CPUs that each worker reserves.", at_least=0)] = 1.0
+    address: Annotated[
+        Address,
+        "`auto` or `host:port` on a machine of the cluster, `ray://host:port` on any other.",
+    ]
+    cpus: Annotated[Amount, "CPUs that each worker reserves."] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,27 +183,18 @@ class Pool:
     models: Mapping[str, PoolModel]
     workers: tuple[PoolWorker, ...]
     proposers: Annotated[tuple[str, ...], "Models that answer questions; by default all."] = ()
-    capacity: Annotated[int | None, count("Most models that a worker loads by one plan (K).")] = (
-        None
-    )
-    concurrency: Annotated[int, count("Prompts that a worker gives its engine at a time.")] = 32
+    capacity: Annotated[Count | None, "Most models that a worker loads by one plan (K)."] = None
+    concurrency: Annotated[Count, "Prompts that a worker gives its engine at a time."] = 32
     replan_above: Annotated[
-        float,
-        Number(
-            (
-                "A session that is off its planned time by this share has the rest replanned; 0: "
-                "all "
-                "stays."
-            ),
-            at_least=0,
-        ),
+        Amount,
+        "If a session is off its planned time by this share, the rest is replanned; 0: all stays.",
     ] = 0.25
     sampling: Sampling = field(default_factory=Sampling)
     recruit: Recruiting = field(default_factory=Recruiting)
     answers: Answers = field(default_factory=Answers)
     aggregate: Aggregating | None = None
     embedder: EmbedderSettings = field(default_factory=EmbedderSettings)
-    profile: Annotated[Path | None, "Required: the file that `batch profile` writes."] = None
+    profile: Annotated[FilePath | None, "Required: the file that `batch profile` writes."] = None
     limits: Limits = field(default_factory=Limits)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
     ray: RaySettings | None = None

@@ -41,10 +41,10 @@ from shell_router.batch.sessions import (
     profile_model,
 )
 from shell_router.batch.workers import open_workers
-from shell_router.config.read import read_file
-from shell_router.config.write import plain
 from shell_router.core.statistics import Floats
 from shell_router.errors import ConfigError, require
+from shell_router.files.read import read_file
+from shell_router.files.write import plain
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -17,12 +17,12 @@ from typing import Annotated, Literal
 from shell_router.batch.planner import ModelWork
 from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ConfigError, require
-from shell_router.topology.forms import Number
+from shell_router.files.types import Amount
 
 Load = Literal["engine started", "weights swapped", "model kept"]
 """The kinds of load, the dearest first."""
 
-Figure = Annotated[float, Number("Measured.", at_least=0)]
+Figure = Annotated[Amount, "Measured."]
 
 
 @dataclass(frozen=True, slots=True)

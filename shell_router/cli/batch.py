@@ -65,7 +65,7 @@ def plan(
 
     from shell_router.batch import planner
     from shell_router.batch.report import draw_plan, summarize_plan
-    from shell_router.config.read import read_file
+    from shell_router.files.read import read_file
 
     require_writable(json)
     see = "docs/how-to/batch-a-file.md explains workloads."

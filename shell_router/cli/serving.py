@@ -176,18 +176,17 @@ def schema(kind: Annotated[FileKind, argument("KIND", "The kind of file.")]) -> 
     """Print the JSON Schema of a kind of YAML file, for editors."""
     from shell_router.app.wings import kind_settings
     from shell_router.batch.pool import Pool
-    from shell_router.config import Config, json_schema
+    from shell_router.config import deployment_schema
+    from shell_router.files.schema import json_schema
     from shell_router.lab.simulation.settings import Simulation
-    from shell_router.topology import json_schema as topology_schema
+    from shell_router.topology import topology_schema
 
-    classes = {
-        "deployment": Config,
-        "batch-pool": Pool,
-        "simulation": Simulation,
-    }
-    title = f"Shell router {kind.replace('-', ' ')}"
     if kind == "topology":
-        found = topology_schema()
+        written = topology_schema()
+    elif kind == "deployment":
+        written = deployment_schema(kind_settings())
+    elif kind == "batch-pool":
+        written = json_schema(Pool, "Shell router batch pool")
     else:
-        found = json_schema(classes[kind], title, kind_settings())
-    print(json.dumps(found, indent=2))
+        written = json_schema(Simulation, "Shell router simulation")
+    print(json.dumps(written, indent=2))

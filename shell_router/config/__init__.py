@@ -1,6 +1,4 @@
-"""A deployment's configuration: one YAML file, read into frozen dataclasses that describe and check
-themselves.
-"""
+"""A deployment's configuration: one YAML file, read into frozen dataclasses."""
 
 from shell_router.config.models import (
     LaunchSettings,
@@ -9,7 +7,6 @@ from shell_router.config.models import (
     PairSettings,
     SwappingSettings,
 )
-from shell_router.config.read import json_schema
 from shell_router.config.settings import (
     ApiKey,
     AutoSettings,
@@ -21,6 +18,7 @@ from shell_router.config.settings import (
     Listen,
     ListenTls,
     PredictionSettings,
+    deployment_schema,
     read_config,
     read_keys,
 )
@@ -41,7 +39,7 @@ __all__ = [
     "PairSettings",
     "PredictionSettings",
     "SwappingSettings",
-    "json_schema",
+    "deployment_schema",
     "read_config",
     "read_keys",
 ]

@@ -8,32 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from shell_router.config.read import KIND_KEYS, SECRET
+from annotated_types import Interval
+
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.errors import ConfigError, require
-from shell_router.topology.forms import Either, Form, ListOf, MappingOf, Number, OneOf, Switch, Text
-from shell_router.topology.syntax import TEMPLATE_KWARGS
+from shell_router.files.types import (
+    CODE_ONLY,
+    DISTINCT,
+    SECRET,
+    Amount,
+    Count,
+    FilePath,
+    Index,
+    Name,
+    OneOf,
+    Seconds,
+    Share,
+    Switch,
+    Url,
+)
+from shell_router.topology.graph import TEMPLATE_VARIABLES
+
+GPUS = Annotated[tuple[Index, ...], DISTINCT]
+"""GPUs, counted from 0."""
 
 
-def count(about: str) -> Number:
-    """A whole number from 1."""
-    return Number(about, at_least=1, whole=True)
-
-
-def seconds(about: str) -> Number:
-    """A time above 0."""
-    return Number(about, above=0)
-
-
-def _gpus(about: str) -> Form:
-    return ListOf(about, Number("GPU, counted from 0.", at_least=0, whole=True))
-
-
-def _url(about: str) -> Text:
-    return Text(about, r"https?://.+", "an http(s) URL")
-
-
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -92,12 +91,12 @@ class TlsClient:
     """
 
     ca: Annotated[
-        Path | None, "PEM file of the authorities that are trusted; the system's by default."
+        FilePath | None, "PEM file of the authorities that are trusted; the system's by default."
     ] = None
     certificate: Annotated[
-        Path | None, "PEM file of the router's own certificate, with its chain."
+        FilePath | None, "PEM file of the router's own certificate, with its chain."
     ] = None
-    key: Annotated[Path | None, "PEM file of its private key."] = None
+    key: Annotated[FilePath | None, "PEM file of its private key."] = None
 
     def __post_init__(self) -> None:
         require(
@@ -125,29 +124,19 @@ class TlsClient:
 class PairLaunch:
     """`shell-router launch` starts this pair; `{}` is enough."""
 
-    prefill_gpus: Annotated[
-        tuple[int, ...], _gpus("The prefill engine's GPUs; SGLang chooses without them.")
-    ] = ()
-    decode_gpus: Annotated[
-        tuple[int, ...], _gpus("The decode engine's GPUs; SGLang chooses without them.")
-    ] = ()
+    prefill_gpus: Annotated[GPUS, "The prefill engine's GPUs; SGLang chooses without them."] = ()
+    decode_gpus: Annotated[GPUS, "The decode engine's GPUs; SGLang chooses without them."] = ()
     flags: Annotated[
         str, "Further flags of both engines, as in a shell: quantization, memory, parallelism."
     ] = ""
     prefill_flags: Annotated[str, "Further flags of the prefill engine."] = ""
     decode_flags: Annotated[str, "Further flags of the decode engine."] = ""
     expert_placement: Annotated[
-        str | None,
-        OneOf(
-            "Moves a mixture-of-experts model's experts between an engine's GPUs while it serves.",
-            ("swap", "gimbal"),
-        ),
+        Literal["swap", "gimbal"] | None,
+        "Moves a mixture-of-experts model's experts between an engine's GPUs while it serves.",
     ] = None
 
     def __post_init__(self) -> None:
-        for name in ("prefill_gpus", "decode_gpus"):
-            gpus = getattr(self, name)
-            require(len(set(gpus)) == len(gpus), f"{name} names a GPU twice")
         require(
             self.expert_placement is None or max(len(self.prefill_gpus), len(self.decode_gpus)) > 1,
             "expert_placement is set, and neither engine has several GPUs",
@@ -161,13 +150,13 @@ class LaunchSettings:
     """How `shell-router launch` starts engines."""
 
     python: Annotated[
-        Path | None, "The interpreter that has SGLang; by default the router's own."
+        FilePath | None, "The interpreter that has SGLang; by default the router's own."
     ] = None
     transfer_backend: Annotated[str, "How KV moves between engines, as your network allows."] = (
         "mooncake"
     )
     drafts: Annotated[
-        bool, "Decode drafts what requests ask for; needs the plugin in SGLang's environment."
+        Switch, "Decode drafts what requests ask for; needs the plugin in SGLang's environment."
     ] = False
     flags: Annotated[
         str, "Further flags of `sglang.launch_server` for all engines, as in a shell."
@@ -177,18 +166,13 @@ class LaunchSettings:
     environment: Annotated[Mapping[str, str], "Variables of all engines."] = field(
         default_factory=dict
     )
-    folder: Annotated[Path | None, "Takes logs; by default in the user's cache folder."] = None
+    folder: Annotated[FilePath | None, "Takes logs; by default in the user's cache folder."] = None
     restart_limit: Annotated[
-        int,
-        Number(
-            "Restarts of one engine within 10 minutes before it is left down.",
-            at_least=0,
-            whole=True,
-        ),
+        Index, "Restarts of one engine within 10 minutes before it is left down."
     ] = 5
-    restart_delay_s: Annotated[
-        float, seconds("Wait before the first restart; it doubles with each.")
-    ] = 1.0
+    restart_delay_s: Annotated[Seconds, "Wait before the first restart; it doubles with each."] = (
+        1.0
+    )
 
     def __post_init__(self) -> None:
         _require_flags(self)
@@ -219,16 +203,12 @@ def _require_flags(section: PairLaunch | LaunchSettings) -> None:
 class PairSettings:
     """An SGLang pair. Any prefill server of a model works with any of its decode servers."""
 
-    prefill: Annotated[str, _url("URL of the prefill server.")]
-    decode: Annotated[str, _url("URL of the decode server.")]
+    prefill: Annotated[Url, "URL of the prefill server."]
+    decode: Annotated[Url, "URL of the decode server."]
     bootstrap_port: Annotated[
         int,
-        Number(
-            "The prefill server's `--disaggregation-bootstrap-port`.",
-            at_least=1,
-            at_most=65535,
-            whole=True,
-        ),
+        "The prefill server's `--disaggregation-bootstrap-port`.",
+        Interval(ge=1, le=65535),
     ] = 8998
     bootstrap_host: Annotated[
         str | None,
@@ -247,7 +227,7 @@ class SwappingSettings:
     """More models than memory holds: they are loaded when requests ask for them, and take turns."""
 
     max_loaded_models: Annotated[
-        int | None, count("Models that are loaded at a time, unless there are `pairs`.")
+        Count | None, "Models that are loaded at a time, unless there are `pairs`."
     ] = None
     models: Annotated[
         tuple[str, ...], "The models that take turns; all of the deployment's by default."
@@ -260,28 +240,20 @@ class SwappingSettings:
         ),
     ] = ()
     usage: Annotated[
-        Mapping[str, float],
-        MappingOf(
-            (
-                "Share of the requests that ask for a model, where known: the most used are loaded "
-                "first and leave last."
-            ),
-            Text("Model."),
-            Number("Share.", at_least=0, at_most=1),
-            at_least=0,
+        Mapping[str, Share],
+        (
+            "Share of the requests that ask for a model, where known: the most used are loaded "
+            "first and leave last."
         ),
     ] = field(default_factory=dict)
     window_s: Annotated[
-        float,
-        Number(
-            (
-                "How long requests for loaded models go before one that waits; 0 is first come, "
-                "first served."
-            ),
-            at_least=0,
+        Amount,
+        (
+            "How long requests for loaded models go before one that waits; 0 is first come, "
+            "first served."
         ),
     ] = 10.0
-    wait_s: Annotated[float, seconds("Longest wait for a model before the request fails.")] = 300.0
+    wait_s: Annotated[Seconds, "Longest wait for a model before the request fails."] = 300.0
 
     def __post_init__(self) -> None:
         require(
@@ -317,36 +289,25 @@ class ModelSettings:
     `pairs` do; without either it is `embedded` with its defaults.
     """
 
-    path: Annotated[Path, "Hugging Face folder with the tokenizer and the weights."]
+    path: Annotated[FilePath, "Hugging Face folder with the tokenizer and the weights."]
     pairs: Annotated[
         tuple[PairSettings, ...],
         "SGLang pairs that serve it; any prefill server works with any decode server.",
     ] = ()
     context_length: Annotated[
-        int | None,
-        count(
-            "Prompt and output tokens together; by default the model's `max_position_embeddings`."
-        ),
+        Count | None,
+        "Prompt and output tokens together; by default the model's `max_position_embeddings`.",
     ] = None
-    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_KWARGS] = field(
+    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_VARIABLES] = field(
         default_factory=dict
     )
     reasoning_parser: Annotated[
-        str | None,
-        OneOf(
-            (
-                "Separates the model's thinking from its answers, as SGLang's parser of this name "
-                "does."
-            ),
-            tuple(REASONING_PARSERS),
-        ),
+        Annotated[str, OneOf(REASONING_PARSERS)] | None,
+        "Separates the model's thinking from its answers, as SGLang's parser of this name does.",
     ] = None
     tool_call_parser: Annotated[
-        str | None,
-        OneOf(
-            "How the model writes calls of tools, as SGLang's parser of this name reads them.",
-            tuple(CALL_MARKS),
-        ),
+        Annotated[str, OneOf(CALL_MARKS)] | None,
+        "How the model writes calls of tools, as SGLang's parser of this name reads them.",
     ] = None
     engine_key: Annotated[
         str | FromEnvironment | None,
@@ -355,23 +316,20 @@ class ModelSettings:
     ] = field(default=None, repr=False)
     engine_tls: Annotated[TlsClient | None, "Certificates, for pairs with https:// URLs."] = None
     adapters: Annotated[
-        Mapping[str, Path],
+        Mapping[Name, FilePath],
         (
             "LoRA adapters by name, which become models of their own: `<alias>:<name>`. The "
             "folders are in PEFT's form, at the same path on the engines' machines."
         ),
     ] = field(default_factory=dict)
     drafts: Annotated[
-        bool | Literal["auto"],
-        Either(
-            (
-                "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; "
-                "`off`, none."
-            ),
-            (Switch(""), OneOf("", ("auto", "on", "off"))),
+        Switch | Literal["auto"],
+        (
+            "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; "
+            "`off`, none."
         ),
     ] = "auto"
-    engine: Annotated[Mapping[str, Any], KIND_KEYS] = field(default_factory=dict)
+    engine: Annotated[Mapping[str, Any], CODE_ONLY] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = [*(["pairs"] if self.pairs else []), *self.engine]
@@ -391,12 +349,6 @@ class ModelSettings:
             "engine_tls is set, and not all of the pairs have https:// URLs",
             remedy="Give them https:// URLs, or leave engine_tls out.",
         )
-        for name in self.adapters:
-            require(
-                ADAPTER_NAME.fullmatch(name) is not None,
-                f"an adapter is named {name!r}",
-                "Take up to 100 letters, digits, '.', '_' or '-'.",
-            )
         bootstraps = {
             (pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs
         }

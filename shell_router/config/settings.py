@@ -8,8 +8,11 @@ from ipaddress import ip_address
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
+
+from annotated_types import Interval
+from pydantic import Field
 
 from shell_router.config.models import (
     FromEnvironment,
@@ -18,18 +21,23 @@ from shell_router.config.models import (
     SwappingSettings,
     TlsClient,
     adapted_name,
-    count,
     flags_of,
-    seconds,
     secret,
 )
-from shell_router.config.read import NO_KINDS, SECRET, Kinds, read_file
-from shell_router.errors import ConfigError, require
+from shell_router.errors import ConfigError, SettingError, require
+from shell_router.files.document import Document
+from shell_router.files.document import Path as Place
+from shell_router.files.read import SEE_PAGE, check, load_document, problem_of, read_file
+from shell_router.files.schema import Schema, json_schema
+from shell_router.files.types import SECRET, Amount, Count, FilePath, Seconds, Switch, Url
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.holdout import HoldoutSettings
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.topology import AUTO, LiveSettings
-from shell_router.topology.forms import MappingOf, Number, Text
+
+Kinds = Mapping[str, Callable[[], type]]
+"""The class of each engine kind's settings, imported when it is called."""
+NO_KINDS: Kinds = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +46,8 @@ class ListenTls:
     restart.
     """
 
-    certificate: Annotated[Path, "PEM file of the certificate, with its chain."]
-    key: Annotated[Path, "PEM file of its private key."]
+    certificate: Annotated[FilePath, "PEM file of the certificate, with its chain."]
+    key: Annotated[FilePath, "PEM file of its private key."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +57,11 @@ class Listen:
     host: Annotated[
         str, "Address to listen on; one that other machines reach needs `api_keys`."
     ] = "127.0.0.1"
-    port: Annotated[
-        int, Number("TCP port; 0 takes a free one.", at_least=0, at_most=65535, whole=True)
-    ] = 8000
+    port: Annotated[int, "TCP port; 0 takes a free one.", Interval(ge=0, le=65535)] = 8000
     ui: Annotated[
-        bool, "Serve the live page at `/ui`; it asks for a key where there are `api_keys`."
+        Switch, "Serve the live page at `/ui`; it asks for a key where there are `api_keys`."
     ] = False
     tls: Annotated[ListenTls | None, "Serves https, and no http, with this certificate."] = None
-
-    def __post_init__(self) -> None:
-        require(0 <= self.port <= 65535, f"port must be between 0 and 65535, not {self.port}")
 
     @property
     def loopback(self) -> bool:
@@ -96,18 +99,14 @@ class ApiKey:
         tuple[str, ...], "Paths that it may ask, with all below them; all by default."
     ] = ()
     tokens_per_minute: Annotated[
-        int | None,
-        count(
-            "Tokens of prompts and outputs that its tenant may use a minute; then it is "
-            "answered "
-            "429."
-        ),
+        Count | None,
+        "Tokens of prompts and outputs that its tenant may use a minute; then it is answered 429.",
     ] = None
     native_fields: Annotated[
         tuple[str, ...], "Fields that it may send to engines besides `limits.native_fields`."
     ] = ()
     operator: Annotated[
-        bool, "Whether it may read `/metrics`, and change topologies and engine pairs."
+        Switch, "Whether it may read `/metrics`, and change topologies and engine pairs."
     ] = False
 
     def __post_init__(self) -> None:
@@ -134,7 +133,7 @@ class ApiKey:
         return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
-GivenKey = Annotated[str | ApiKey, "", SECRET]
+GivenKey = Annotated[str | ApiKey, SECRET]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,39 +152,29 @@ class KeysFile:
 class Limits:
     """What the router refuses, and when it ends what takes too long."""
 
-    max_running: Annotated[int, count("Requests that run at a time; one more is answered 429.")] = (
-        1024
-    )
+    max_running: Annotated[Count, "Requests that run at a time; one more is answered 429."] = 1024
     max_agents_per_tenant: Annotated[
-        int,
-        count(
-            "Agents that one of several tenants may have running or waiting at a time; more "
-            "are "
-            "answered 429."
-        ),
+        Count,
+        "Agents that one of several tenants may have running or waiting at a time; more "
+        "are "
+        "answered 429.",
     ] = 512
     max_connections: Annotated[
-        int, count("Open connections; for one more the longest idle one is closed.")
+        Count, "Open connections; for one more the longest idle one is closed."
     ] = 4096
     idle_timeout_s: Annotated[
-        float,
-        seconds("How long a connection may be idle; make it longer than your reverse proxy's."),
+        Seconds, "How long a connection may be idle; make it longer than your reverse proxy's."
     ] = 620.0
-    max_body_bytes: Annotated[int, count("Largest body of a request and line of a batch.")] = (
-        8 * 2**20
-    )
-    request_timeout_s: Annotated[float, seconds("Longest time that a request may take.")] = 600.0
+    max_body_bytes: Annotated[Count, "Largest body of a request and line of a batch."] = 8 * 2**20
+    request_timeout_s: Annotated[Seconds, "Longest time that a request may take."] = 600.0
     body_timeout_s: Annotated[
-        float,
-        seconds(
-            "Longest time to send a body, and pause while a file is uploaded; raise it for "
-            "slow "
-            "uplinks."
-        ),
+        Seconds,
+        "Longest time to send a body, and pause while a file is uploaded; raise it for "
+        "slow "
+        "uplinks.",
     ] = 30.0
     write_timeout_s: Annotated[
-        float,
-        seconds("How long a client may read nothing of its stream before its run is canceled."),
+        Seconds, "How long a client may read nothing of its stream before its run is canceled."
     ] = 60.0
     native_fields: Annotated[
         tuple[str, ...],
@@ -194,50 +183,41 @@ class Limits:
         "`image_url` lets engines fetch images from any host.",
     ] = ()
     isolate_tenants: Annotated[
-        bool,
+        Switch,
         "Give each tenant a prefix cache of its own on the engines, so that `cached_tokens` "
         "tells of no other tenant's "
         "prompts; prefixes that tenants share are then prefilled for each.",
     ] = False
     engine_stall_s: Annotated[
-        float,
-        seconds(
-            "How long an engine may be silent on a request, queue included; raise it for long "
-            "prefills."
-        ),
+        Seconds,
+        "How long an engine may be silent on a request, queue included; raise it for long "
+        "prefills.",
     ] = 60.0
     engine_start_s: Annotated[
-        float, seconds("How long engines may take to start; then models with engines are served.")
+        Seconds, "How long engines may take to start; then models with engines are served."
     ] = 180.0
     engine_attempts: Annotated[
-        int,
-        count(
-            "How often a request that fails before its first token is sent in all; 1 never retries."
-        ),
+        Count,
+        "How often a request that fails before its first token is sent in all; 1 never retries.",
     ] = 3
     breaker_failures: Annotated[
-        int, count("Failures in a row that open a server's circuit breaker.")
+        Count, "Failures in a row that open a server's circuit breaker."
     ] = 5
     breaker_open_s: Annotated[
-        float, seconds("Time between probes of a server whose circuit breaker is open.")
+        Seconds, "Time between probes of a server whose circuit breaker is open."
     ] = 5.0
     lame_duck_s: Annotated[
-        float,
-        Number(
-            (
-                "How long `/ready` says no after SIGTERM before requests are refused, for load "
-                "balancers to leave in time."
-            ),
-            at_least=0,
+        Amount,
+        (
+            "How long `/ready` says no after SIGTERM before requests are refused, for load "
+            "balancers to leave in time."
         ),
     ] = 0.0
     drain_s: Annotated[
-        float,
-        seconds(
-            "How long running requests may go on after SIGTERM and `lame_duck_s`. Then, or at a "
-            "second signal, they "
-            "end with `router_stopping`; stay below your orchestrator's grace period."
-        ),
+        Seconds,
+        "How long running requests may go on after SIGTERM and `lame_duck_s`. Then, or at a "
+        "second signal, they "
+        "end with `router_stopping`; stay below your orchestrator's grace period.",
     ] = 30.0
 
 
@@ -252,11 +232,8 @@ class CacheSettings:
     ] = "memory"
     url: Annotated[
         str,
-        Text(
-            "Where Redis is; TLS and Unix sockets work too.",
-            r"(redis|rediss|unix)://.*",
-            "a redis://, rediss:// or unix:// URL",
-        ),
+        "Where Redis is; TLS and Unix sockets work too.",
+        Field(pattern="^(redis|rediss|unix)://.*$", title="a redis://, rediss:// or unix:// URL"),
         SECRET,
     ] = field(default="redis://127.0.0.1:6379/0", repr=False)
     password: Annotated[
@@ -267,38 +244,27 @@ class CacheSettings:
     tls: Annotated[TlsClient | None, "Certificates, for a rediss:// URL."] = None
     prefix: Annotated[
         str,
-        Text(
-            "Begins all keys; deployments that share a Redis need different ones.",
-            r"[\w.:-]+",
-            "a plain name",
-        ),
+        "Begins all keys; deployments that share a Redis need different ones.",
+        Field(pattern=r"^[\w.:-]+$", title="a plain name"),
     ] = "agent-prompt-cache"
     ttl_s: Annotated[
-        float,
-        seconds(
-            "When outputs expire that were not removed; must be above `limits.request_timeout_s`."
-        ),
+        Seconds,
+        "When outputs expire that were not removed; must be above `limits.request_timeout_s`.",
     ] = 3600.0
     run_ttl_s: Annotated[
-        float,
-        seconds(
-            "How long a run with an `Idempotency-Key` can be asked for again after its last token."
-        ),
+        Seconds,
+        "How long a run with an `Idempotency-Key` can be asked for again after its last token.",
     ] = 3600.0
     lease_s: Annotated[
-        float,
-        seconds(
-            "Silence after which another router takes over the runs of one that died; only "
-            "with "
-            "keys."
-        ),
+        Seconds,
+        "Silence after which another router takes over the runs of one that died; only with keys.",
     ] = 5.0
 
     def __post_init__(self) -> None:
         try:
             twice = bool(urlsplit(self.url).password) and self.password is not None
         except ValueError:
-            raise ConfigError(
+            raise SettingError(
                 "url is no URL.", remedy="Write redis://HOST:PORT/0."
             ) from None  # it may show a password
         require(not twice, "both url and password hold a password", "Leave it out of the url.")
@@ -343,16 +309,13 @@ class Traces:
     """Finished requests that can still be looked up, and where their spans go."""
 
     kept: Annotated[
-        int, count("Requests that `GET /v1/traces/{id}` still finds; each takes some kilobytes.")
+        Count, "Requests that `GET /v1/traces/{id}` still finds; each takes some kilobytes."
     ] = 1000
     otlp: Annotated[
-        str | None,
-        Text(
+        Url | None,
+        (
             "Takes OpenTelemetry spans of finished requests: the URL of an OTLP/HTTP receiver, "
-            "such as "
-            "`http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`.",
-            r"https?://.+",
-            "an http:// or https:// URL",
+            "such as `http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`."
         ),
     ] = None
 
@@ -362,24 +325,23 @@ class BatchesSettings:
     """The Batch API: files of requests that are answered while online requests run."""
 
     folder: Annotated[
-        Path | None, "Keeps files, batches and their results. Without it there is no Batch API."
+        FilePath | None, "Keeps files, batches and their results. Without it there is no Batch API."
     ] = None
     concurrency: Annotated[
-        int, count("Lines that run at a time, all batches together, besides online requests.")
+        Count, "Lines that run at a time, all batches together, besides online requests."
     ] = 32
-    max_file_bytes: Annotated[int, count("Largest file that may be uploaded.")] = 200 * 2**20
+    max_file_bytes: Annotated[Count, "Largest file that may be uploaded."] = 200 * 2**20
     file_ttl_s: Annotated[
-        float | None,
-        seconds("Age at which files, results too, are deleted; without it they are kept."),
+        Seconds | None, "Age at which files, results too, are deleted; without it they are kept."
     ] = None
     max_tenant_files: Annotated[
-        int, count("Files that a tenant may keep; results count, and are always kept.")
+        Count, "Files that a tenant may keep; results count, and are always kept."
     ] = 1000
-    max_tenant_bytes: Annotated[int, count("Bytes of files that a tenant may keep, likewise.")] = (
+    max_tenant_bytes: Annotated[Count, "Bytes of files that a tenant may keep, likewise."] = (
         2 * 2**30
     )
     pools: Annotated[
-        Mapping[str, Path], "Files of pools, by the name that lines give as their model."
+        Mapping[str, FilePath], "Files of pools, by the name that lines give as their model."
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -397,16 +359,10 @@ class AutoSettings(ModelChoiceSettings):
     models: Annotated[
         tuple[str, ...], "Models to choose from; all of the deployment's by default."
     ] = ()
-    profile: Annotated[Path | None, "File of `shell-router profile`: measured costs."] = None
-    max_batch: Annotated[
-        Mapping[str, int],
-        MappingOf(
-            "Sequences that a model decodes together.",
-            Text("Model."),
-            count("Sequences."),
-            at_least=0,
-        ),
-    ] = field(default_factory=dict)
+    profile: Annotated[FilePath | None, "File of `shell-router profile`: measured costs."] = None
+    max_batch: Annotated[Mapping[str, Count], "Sequences that a model decodes together."] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -421,34 +377,32 @@ class AutoSettings(ModelChoiceSettings):
 class PredictionSettings:
     """Trained predictors, each in a process of its own."""
 
-    scores: Annotated[Path | None, "Folder of `shell-router train router`: scores of models."] = (
-        None
-    )
-    lengths: Annotated[
-        Path | None, "Folder of `shell-router train lengths`: expected output tokens."
+    scores: Annotated[
+        FilePath | None, "Folder of `shell-router train router`: scores of models."
     ] = None
-    limit_s: Annotated[
-        float, seconds("Longest wait for predictions; then requests go on without.")
-    ] = 0.2
+    lengths: Annotated[
+        FilePath | None, "Folder of `shell-router train lengths`: expected output tokens."
+    ] = None
+    limit_s: Annotated[Seconds, "Longest wait for predictions; then requests go on without."] = 0.2
     device: Annotated[str, "Where they run: `cpu`, `cuda`, ..."] = "cpu"
-    threads: Annotated[int, count("CPU threads of each predictor.")] = 1
+    threads: Annotated[Count, "CPU threads of each predictor."] = 1
 
 
 @dataclass(frozen=True, slots=True)
 class AccessLogSettings:
     """Files with a JSON line per request: tenant, request id, model, status, tokens, times."""
 
-    folder: Annotated[Path | None, "Takes the files; nothing is written without it."] = None
-    max_file_bytes: Annotated[int, count("When a file is full and the next is begun.")] = 64 * 2**20
+    folder: Annotated[FilePath | None, "Takes the files; nothing is written without it."] = None
+    max_file_bytes: Annotated[Count, "When a file is full and the next is begun."] = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSettings(AccessLogSettings):
     """Trace files with a line per agent run, to train predictors on."""
 
-    prompts: Annotated[bool, "Whether questions are recorded too, which training scores needs."] = (
-        False
-    )
+    prompts: Annotated[
+        Switch, "Whether questions are recorded too, which training scores needs."
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +415,7 @@ class Config:
     ]
     swapping: SwappingSettings | None = None
     topologies: Annotated[
-        tuple[Path, ...],
+        tuple[FilePath, ...],
         "Topology files and folders of them; each file's `name` becomes a model name.",
     ] = ()
     live_topologies: LiveSettings = field(default_factory=LiveSettings)
@@ -475,7 +429,7 @@ class Config:
         SECRET,
     ] = field(default_factory=dict, repr=False)
     api_keys_file: Annotated[
-        Path | None,
+        FilePath | None,
         (
             "File with further `api_keys`; what it says from then on counts within seconds, "
             "without "
@@ -638,51 +592,117 @@ class Config:
 def read_config(
     path: Path, environ: Mapping[str, str], *, with_keys: bool = True, kinds: Kinds = NO_KINDS
 ) -> Config:
-    """The deployment that `path` describes, with API keys from the environment unless `with_keys`
-    is off.
+    """Read a deployment's file, with API keys from the environment unless `with_keys` is off.
 
-    `kinds` are the engine kinds that models may name. Raises ConfigError, whose message begins with
-    the file and, where known, the line.
+    Args:
+        path: The deployment's file.
+        environ: The environment that names of secrets are looked up in.
+        with_keys: Whether API keys are read.
+        kinds: The engine kinds that models may name.
+
+    Raises:
+        ConfigError: Its message begins with the file and, where known, the line.
     """
-    config, where = read_file(path, Config, kinds=kinds)
+    document = load_document(path, SEE_PAGE)
+    config = _with_engines(document, path.parent, kinds)
     config = replace(config, embedder=config.embedder.found_from(path.parent))
     if not with_keys:
         return config
-    return replace(config, api_keys=_with_secrets(config.api_keys, where, environ))
+
+    def locate(place: Place) -> str:
+        return f"{path}:{document.line_of(place)}"
+
+    return replace(config, api_keys=_with_secrets(config.api_keys, locate, environ))
+
+
+def _with_engines(document: Document, folder: Path, kinds: Kinds) -> Config:
+    """Build the deployment, and the settings of its models' engine kinds by the kinds' classes."""
+    value, sections = _split_engines(document.value, kinds)
+    config, problems = check(
+        Config, value, folder=folder, see=SEE_PAGE, schema=lambda: deployment_schema(kinds)
+    )
+    engines: dict[str, dict[str, Any]] = {}
+    for (alias, name), section in sections.items():
+        at = ("models", alias, name)
+        settings, wrong = check(kinds[name](), section, at, folder=folder, see=SEE_PAGE)
+        engines.setdefault(alias, {})[name] = settings
+        problems += wrong
+    document.require_none(problems)
+    deployment: Config = config
+    models = dict(deployment.models)
+    place: Place = ()
+    try:
+        for alias, engine in engines.items():
+            place = ("models", alias)
+            models[alias] = replace(models[alias], engine=engine)
+        place = ()
+        return replace(deployment, models=models)
+    except ConfigError as error:
+        document.require_none([problem_of(error, place, SEE_PAGE)])
+        raise
+
+
+def _split_engines(value: Any, kinds: Kinds) -> tuple[Any, dict[tuple[str, str], Any]]:
+    """Take the sections of engine kinds out of the models, by alias and kind."""
+    models = value.get("models") if isinstance(value, Mapping) else None
+    if not isinstance(models, Mapping):
+        return value, {}
+    others: dict[str, Any] = {}
+    sections: dict[tuple[str, str], Any] = {}
+    for alias, model in models.items():
+        others[alias] = model
+        if isinstance(model, Mapping):
+            others[alias] = {key: item for key, item in model.items() if key not in kinds}
+            named = [name for name in kinds if model.get(name) is not None]
+            sections |= {(alias, name): model[name] for name in named}
+    return {**value, "models": others}, sections
+
+
+def deployment_schema(kinds: Kinds = NO_KINDS) -> Schema:
+    """Write the JSON Schema of a deployment's file, with the sections of these engine kinds."""
+    schema = json_schema(Config, "Shell router deployment")
+    properties = schema["$defs"]["ModelSettings"]["properties"]
+    for name, load in kinds.items():
+        section = json_schema(load(), name)
+        schema["$defs"] |= section.pop("$defs", {})
+        del section["$schema"]
+        properties[name] = {"anyOf": [section, {"type": "null"}], "default": None}
+    return schema
 
 
 def read_keys(config: Config, environ: Mapping[str, str]) -> Mapping[str, str | ApiKey]:
-    """All keys of a deployment that `read_config` gave, with what its file of keys holds now.
-    Raises ConfigError.
+    """Return the deployment's API keys and those that its file of keys holds now.
+
+    Raises:
+        ConfigError: The file of keys is wrong, or names a key that the deployment's file has.
     """
     if config.api_keys_file is None:
         return config.api_keys
-    found, where = read_file(config.api_keys_file, KeysFile)
-    twice = sorted(config.api_keys.keys() & found.api_keys.keys())
+    file, locate = read_file(config.api_keys_file, KeysFile)
+    twice = sorted(config.api_keys.keys() & file.api_keys.keys())
     require(
         not twice,
         f"{config.api_keys_file}: the deployment's own file has {twice} already.",
         "Rename them.",
     )
-    return {**config.api_keys, **_with_secrets(found.api_keys, where, environ)}
+    return {**config.api_keys, **_with_secrets(file.api_keys, locate, environ)}
 
 
 def _with_secrets(
     keys: Mapping[str, str | ApiKey],
-    where: Callable[[tuple[str, ...]], str],
+    locate: Callable[[Place], str],
     environ: Mapping[str, str],
 ) -> Mapping[str, ApiKey]:
-    found: dict[str, ApiKey] = {}
-    names: dict[str | None, str] = {}
-    for name, given in keys.items():
-        if isinstance(given, str):
-            key = ApiKey(key=given)
-        else:
-            key = given
-        source = (key.key) if (key.env is None) else (FromEnvironment(key.env))
-        own = secret(source, f"{where(('api_keys', name))}: the API key of {name!r}", environ)
-        other = names.setdefault(own, name)
-        same = f"{where(('api_keys', name))}: {other!r} and {name!r} have the same API key."
-        require(other == name, same, "Give each tenant its own.")
-        found[name] = replace(key, key=own, env=None)
-    return found
+    """Look up the secret of each key, and require that no two keys share one."""
+    read: dict[str, ApiKey] = {}
+    owners: dict[str | None, str] = {}
+    for name, entry in keys.items():
+        place = locate(("api_keys", name))
+        key = ApiKey(key=entry) if isinstance(entry, str) else entry
+        source = key.key if key.env is None else FromEnvironment(key.env)
+        text = secret(source, f"{place}: the API key of {name!r}", environ)
+        owner = owners.setdefault(text, name)
+        same = f"{place}: {owner!r} and {name!r} have the same API key."
+        require(owner == name, same, "Give each tenant its own.")
+        read[name] = replace(key, key=text, env=None)
+    return read

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from shell_router.early_exit.cluster_gate import ClusterGate
 from shell_router.early_exit.gate import Gate
 from shell_router.early_exit.in_flight import InFlightGate
 from shell_router.early_exit.quorum import QuorumGate
+from shell_router.files.types import Count, OneOf, Share, Switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +82,43 @@ its own, and an entry here.
 class EarlyExit:
     """When a cluster's unfinished agents are cut off.
 
-    Attributes:
-        policy: A key of POLICIES.
-        scope: Which agents are judged together: those with the same successors, or all of a layer,
-            as in the paper.
-        tau: The preferred similarity of outputs.
-        threshold: What Q (`threshold`) or the leading answer's support (`in_flight`) must reach.
-        min_completed: Outputs that must be complete before a judgement (the paper's is 1). With
-            `in_flight`, outputs that must state the leading answer.
-        self_similarity: P counts each output as similar to itself, as the paper's does.
-        skip_aggregation: If the cluster agrees, an agent that reads just this cluster is skipped.
-            Its output is the most confident complete one that it could have written.
-        grace_s: Seconds between a quorum's decision and the exit.
+    `threshold` is compared with Q, or with the leading answer's support. The paper's
+    `min_completed` is 1, and its scope a layer. An agent that is skipped forwards the most
+    confident complete output that it could have written.
     """
 
-    policy: str = "stochastic"
-    scope: Literal["cluster", "layer"] = "cluster"
-    tau: float = 0.7
-    threshold: float = 0.8
-    min_completed: int = 2
-    self_similarity: bool = True
-    skip_aggregation: bool = False
-    grace_s: float = 0.0
+    policy: Annotated[
+        str,
+        "; ".join(f"'{name}' {policy.meaning}" for name, policy in POLICIES.items()) + ".",
+        OneOf(POLICIES),
+    ] = "stochastic"
+    scope: Annotated[
+        Literal["cluster", "layer"],
+        "Which agents are judged together, without 'clusters': those with the same successors, or "
+        "a whole layer.",
+    ] = "cluster"
+    tau: Annotated[
+        float, Interval(gt=0, le=1), "The preferred similarity of completed outputs."
+    ] = 0.7
+    threshold: Annotated[Share, "Used by the policies 'threshold' and 'in_flight'."] = 0.8
+    min_completed: Annotated[
+        Count,
+        "Outputs that must be complete before the first score; with 'in_flight', that state the "
+        "leading answer.",
+    ] = 2
+    self_similarity: Annotated[
+        Switch, "Whether P counts each output as similar to itself, as the paper's does."
+    ] = True
+    skip_aggregation: Annotated[
+        Switch,
+        "With 'in_flight': if the cluster agrees, agents that read only it are skipped and forward "
+        "its answer.",
+    ] = False
+    grace_s: Annotated[
+        float,
+        Interval(ge=0, le=86_400),
+        "With 'quorum': seconds that the others get once min_completed have ended.",
+    ] = 0.0
 
     @property
     def needs(self) -> Policy:

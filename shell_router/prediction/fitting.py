@@ -17,8 +17,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from shell_router.core.predictors import Prospect
 from shell_router.errors import DataError, require
+from shell_router.files.document import read_json_lines
 from shell_router.prediction.lengths import LEAF, Features, Forest, LengthModel, Places, Sketch
-from shell_router.topology.document import read_json_lines
 
 NUMBERS = (
     "system_tokens",

@@ -12,6 +12,7 @@ from typing import Annotated
 from shell_router.core.choices import list_names
 from shell_router.core.engine import value
 from shell_router.errors import require
+from shell_router.files.types import CODE_ONLY
 from shell_router.routing.placement import Choice, ChoiceMemory, EngineState, RoutingFeatures
 
 
@@ -200,8 +201,8 @@ class GimbalThresholds:
             "prefixes warm."
         ),
     ] = 1.5
-    theta_diff: float = field(default=0.1, metadata={"file": False})
-    theta_load: int = field(default=3000, metadata={"file": False})
+    theta_diff: Annotated[float, CODE_ONLY] = 0.1
+    theta_load: Annotated[int, CODE_ONLY] = 3000
 
     def __post_init__(self) -> None:
         for name in ("theta_kv", "theta_diff"):
@@ -234,7 +235,7 @@ class SelectionSettings:
     weights: Annotated[
         Mapping[str, float], "Of `scored`: how much waiting and prefix reuse count."
     ] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2})
-    output_weight: float = field(default=8.0, metadata={"file": False})
+    output_weight: Annotated[float, CODE_ONLY] = 8.0
     affinity_s: Annotated[
         float, "Seconds for which a user's or an agent's last engine is remembered."
     ] = 300.0

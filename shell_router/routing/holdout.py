@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from shell_router.errors import ConfigError
+from shell_router.errors import SettingError
 
 State = Literal["on", "trial", "off"]
 log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class HoldoutSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 0.5:
-            raise ConfigError(
+            raise SettingError(
                 f"holdout.share is {self.share:g}.", remedy="Make it at least 0 and at most 0.5."
             )
         if not 0 < self.retry_s < math.inf:
-            raise ConfigError(
+            raise SettingError(
                 f"holdout.retry_s is {self.retry_s:g}.",
                 remedy="Make it a number of seconds above 0.",
             )

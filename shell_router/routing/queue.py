@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from shell_router.core.choices import list_names
 from shell_router.core.engine import Hints
 from shell_router.errors import EngineUnavailable, require
+from shell_router.files.types import CODE_ONLY
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
@@ -171,8 +172,8 @@ class QueueSettings:
         Mapping[str, float],
         f"Shares of tenants under {list_names(_WEIGHING)}; 1 where none is named.",
     ] = field(default_factory=dict)
-    starvation_misses: int = field(default=100, metadata={"file": False})
-    quantum: int = field(default=4, metadata={"file": False})
+    starvation_misses: Annotated[int, CODE_ONLY] = 100
+    quantum: Annotated[int, CODE_ONLY] = 4
 
     def __post_init__(self) -> None:
         require(self.order in ORDERS, f"order {self.order!r} is none of: {', '.join(ORDERS)}")

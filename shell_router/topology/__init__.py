@@ -1,5 +1,12 @@
-"""Agent graphs: what a topology file says, checked, and drawn."""
+"""Agent graphs: topology files, checked, kept by name, and drawn."""
 
+from shell_router.topology.catalog import (
+    Catalog,
+    Entry,
+    LiveSettings,
+    files_in,
+    load_with_others,
+)
 from shell_router.topology.graph import (
     AUTO,
     VOTE,
@@ -8,21 +15,12 @@ from shell_router.topology.graph import (
     Conditional,
     Graph,
     Prefill,
-    Prompt,
     Step,
     Topology,
 )
-from shell_router.topology.load import (
-    INLINE,
-    Catalog,
-    Entry,
-    LiveSettings,
-    files_in,
-    load_topology,
-    load_with_others,
-    parse_topology,
-)
-from shell_router.topology.syntax import json_schema
+from shell_router.topology.keys import topology_schema
+from shell_router.topology.load import INLINE, load_topology, parse_topology
+from shell_router.topology.prompting import Prompt
 
 __all__ = [
     "AUTO",
@@ -40,8 +38,8 @@ __all__ = [
     "Step",
     "Topology",
     "files_in",
-    "json_schema",
     "load_topology",
     "load_with_others",
     "parse_topology",
+    "topology_schema",
 ]

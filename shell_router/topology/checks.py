@@ -1,8 +1,8 @@
-"""What a file's form cannot show: keys that contradict each other, names that lead nowhere, graphs
+"""Checks that types cannot make: keys that contradict each other, names that lead nowhere, graphs
 that cannot run.
 
-The checks run in stages, each on what the stage before has found sound, so that one slip is
-reported once.
+The checks run in stages, each on what the stage before has accepted, so that one slip is reported
+once.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -10,18 +10,18 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
+from shell_router.files.document import Path, Problem, Values, spell
+from shell_router.files.read import show, suggest
 from shell_router.topology.assemble import (
     agents_in,
-    early_exit_in,
+    build_early_exit,
     predecessors,
     rules_of,
     subject_of,
 )
-from shell_router.topology.document import Path, Problem, Values
-from shell_router.topology.forms import shown, spelled, suggestion
 from shell_router.topology.graph import AUTO
+from shell_router.topology.keys import GRAPH_FORMS, MAX_AGENTS, MAX_STEPS, OF_STEPS
 from shell_router.topology.rules import END, START, pattern_error
-from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS, MAX_STEPS
 
 LAYERED = ("tree", "all_to_all")
 ROLES = ("proposer", "aggregator", "root")
@@ -31,16 +31,16 @@ ROLES = ("proposer", "aggregator", "root")
 
 def form_problems(file: Values) -> Iterator[Problem]:
     """Exactly one description of the graph, layers that fit together, and keys that go together."""
-    given = [form for form in GRAPH_FORMS if form in file]
+    forms = [form for form in GRAPH_FORMS if form in file]
     choices = ", ".join(f"'{form}'" for form in GRAPH_FORMS)
-    if not given:
+    if not forms:
         yield Problem((), "No graph is described.", f"Add one of {choices}.")
-    for extra in given[1:]:
+    for extra in forms[1:]:
         remedy = f"Keep one of {choices}."
         yield Problem(
-            (extra,), f"The graph is described twice, by '{given[0]}' and by '{extra}'.", remedy
+            (extra,), f"The graph is described twice, by '{forms[0]}' and by '{extra}'.", remedy
         )
-    if len(given) != 1:
+    if len(forms) != 1:
         return
     for form in LAYERED:
         if form in file:
@@ -55,13 +55,13 @@ def form_problems(file: Values) -> Iterator[Problem]:
 CLASHES = (
     (
         "vote",
-        ("model", "fallbacks", "prompt", "sampling", "timeout_s", "drafts"),
+        ("model", "fallbacks", *OF_STEPS),
         "{at} votes, so that it asks no model: it has no '{key}'.",
         "Remove '{key}', or 'vote'.",
     ),
     (
         "topology",
-        ("model", "precursors", "prompt", "sampling", "timeout_s", "drafts"),
+        ("model", "precursors", *OF_STEPS),
         "{at} asks a topology, and has '{key}', which only agents have.",
         "Remove '{key}'; the topology's own file says how it is asked.",
     ),
@@ -82,41 +82,35 @@ CLASHES = (
         if form != "steps"
     ),
 )
-"""Keys, those that do not go with them, and what is wrong then."""
+"""Keys, the keys that do not go with them, and the message and the remedy."""
 
 
 def _clashes(at: Path, block: Values) -> Iterator[Problem]:
+    name = spell(at)
     for sign, others, wrong, remedy in CLASHES:
-        for key in others if sign in block else ():
-            if key in block:
-                yield Problem(
-                    (*at, key), wrong.format(at=spelled(at), key=key), remedy.format(key=key)
-                )
+        clashing = [key for key in others if key in block] if sign in block else []
+        for key in clashing:
+            yield Problem((*at, key), wrong.format(at=name, key=key), remedy.format(key=key))
     if block.get("readers_get") == "all" and "max_thinking_tokens" in block:
-        wrong = f"{spelled(at)} has max_thinking_tokens, and its readers get all that it writes."
-        yield Problem(
-            (*at, "max_thinking_tokens"), wrong, "Leave max_thinking_tokens or readers_get out."
-        )
+        wrong = f"{name} has max_thinking_tokens, and its readers get all that it writes."
+        remedy = "Leave max_thinking_tokens or readers_get out."
+        yield Problem((*at, "max_thinking_tokens"), wrong, remedy)
 
 
 def _blocks(file: Values) -> Iterator[tuple[Path, Values]]:
-    """The file, and the blocks that say something of agents."""
+    """Yield the file and the blocks that hold keys of agents, each with its place."""
     yield (), file
     yield ("defaults",), file.get("defaults", {})
-    yield from (
-        ((form, role), file.get(form, {}).get(role, {})) for form in LAYERED for role in ROLES
-    )
+    for form in LAYERED:
+        yield from (((form, role), file.get(form, {}).get(role, {})) for role in ROLES)
     yield from ((at, block) for _, at, block in _nodes(file))
 
 
 def _nodes(file: Values) -> Iterator[tuple[str, Path, Values]]:
-    """Agents and steps of the full forms: their names in messages, where they stand, and what they
-    say.
-    """
+    """Yield agents and steps of the full forms: the name in messages, the place, and the keys."""
     for form, noun in (("agents", "Agent"), ("steps", "Step")):
-        yield from (
-            (f"{noun} '{one}'", (form, one), block) for one, block in file.get(form, {}).items()
-        )
+        blocks = file.get(form, {})
+        yield from ((f"{noun} '{name}'", (form, name), blocks[name]) for name in blocks)
 
 
 def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
@@ -157,17 +151,16 @@ def _idle_slot(who: str, at: Path) -> Problem:
 def _exit_problems(file: Values) -> Iterator[Problem]:
     base = file.get("early_exit", False)
     clusters = file.get("clusters", {})
-    said: dict[Path, Any] = {("early_exit",): base} | {
-        ("clusters", cluster, "early_exit"): block.get("early_exit", False)
-        for cluster, block in clusters.items()
-    }
-    for at, value in said.items():
+    values: dict[Path, Any] = {("early_exit",): base}
+    for cluster, block in clusters.items():
+        values["clusters", cluster, "early_exit"] = block.get("early_exit", False)
+    for at, value in values.items():
         try:
-            found = early_exit_in(value, base)
+            early_exit = build_early_exit(value, base)
         except ValueError as error:
             yield Problem(at, f"early_exit: {error}.", "Change one of them.")
         else:
-            if found is not None and found.scope == "layer" and clusters:
+            if early_exit is not None and early_exit.scope == "layer" and clusters:
                 wrong = "early_exit: 'clusters' says which agents are judged together."
                 yield Problem(at, wrong, "Remove 'scope', or 'clusters'.")
 
@@ -214,7 +207,7 @@ def name_problems(
             yield Problem(
                 (*at, "topology"),
                 f"Unknown topology '{name}'.",
-                suggestion(name, sorted(topologies)),
+                suggest(name, sorted(topologies)),
             )
     if "steps" in file:
         yield from _rule_problems(file)
@@ -241,7 +234,7 @@ def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pr
                 "Write it alone as 'model', or name models.",
             )
         elif model != AUTO and models is not None and model not in models:
-            yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
+            yield Problem(at, f"Unknown model {show(model)}.", suggest(model, sorted(models)))
 
 
 def _models_named(file: Values) -> Iterator[tuple[Path, str, bool]]:
@@ -284,7 +277,7 @@ def _precursor_problems(
                 noun = "a step"
             wrong = f"{who} reads '{precursor}', which is not {noun}."
             yield Problem(
-                place, wrong, suggestion(precursor, [other for other in known if other != at[-1]])
+                place, wrong, suggest(precursor, [other for other in known if other != at[-1]])
             )
 
 
@@ -304,7 +297,7 @@ def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]
             at = ("clusters", cluster, "agents", position)
             if agent not in agents:
                 wrong = f"Cluster '{cluster}' holds '{agent}', which is not an agent."
-                yield Problem(at, wrong, suggestion(agent, list(agents)))
+                yield Problem(at, wrong, suggest(agent, list(agents)))
             elif agent in home:
                 twice = f"Agent '{agent}' is in cluster '{home[agent]}' and again in '{cluster}'."
                 yield Problem(at, twice, "Keep it in one cluster, once.")
@@ -324,7 +317,7 @@ def _rule_problems(file: Values) -> Iterator[Problem]:
         yield Problem(("steps", step), f"A step is named '{step}', a reserved name.", "Rename it.")
     for place, at, rule in rules_of(file):
         if place in always:
-            wrong = f"{spelled(at)} is never reached: {spelled(always[place])} always holds."
+            wrong = f"{spell(at)} is never reached: {spell(always[place])} always holds."
             yield Problem(at, wrong, "Put the rule without 'when' last.")
         if rule["go"] not in targets or (place == START and rule["go"] == END):
             if place == START:
@@ -335,7 +328,7 @@ def _rule_problems(file: Values) -> Iterator[Problem]:
                 where = (*at, "go")
             else:
                 where = at
-            yield Problem(where, f"'{rule['go']}' is not a step.", suggestion(rule["go"], known))
+            yield Problem(where, f"'{rule['go']}' is not a step.", suggest(rule["go"], known))
         if "when" in rule:
             yield from _when_problems(rule["when"], (*at, "when"), at_start=place == START)
             yield from _class_problems(rule["when"], (*at, "when"), classifiers)
@@ -355,11 +348,11 @@ def _rule_problems(file: Values) -> Iterator[Problem]:
 
 def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Problem]:
     if not when.keys() - {"of"}:
-        yield Problem(at, f"{spelled(at)} has no condition.", "Add one, or leave 'when' out.")
+        yield Problem(at, f"{spell(at)} has no condition.", "Add one, or leave 'when' out.")
     elif "of" in when and not {"matches", "classifier"} & when.keys():
         yield Problem(
             (*at, "of"),
-            f"{spelled(at)} reads no text.",
+            f"{spell(at)} reads no text.",
             "Remove 'of', or add 'matches' or 'classifier'.",
         )
     if at_start and ("confidence_below" in when or subject_of(when, at_start=True) == "output"):
@@ -369,7 +362,7 @@ def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Proble
         remedy = "Patterns are RE2's: no look-around, no back-references, at most 1 MiB compiled."
         yield Problem(
             (*at, "matches"),
-            f"{spelled((*at, 'matches'))} is not a regular expression: {error}.",
+            f"{spell((*at, 'matches'))} is not a regular expression: {error}.",
             remedy,
         )
 
@@ -378,20 +371,20 @@ def _class_problems(when: Values, at: Path, classifiers: Values) -> Iterator[Pro
     name = when.get("classifier")
     named = when.get("is", [])
     if (name is None) != ("is" not in when):
-        wrong = f"{spelled(at)} has only one of 'classifier' and 'is'."
+        wrong = f"{spell(at)} has only one of 'classifier' and 'is'."
         yield Problem(at, wrong, "Write both: which classifier, and which class.")
     elif name is not None and name not in classifiers:
         yield Problem(
             (*at, "classifier"),
             f"Unknown classifier '{name}'.",
-            suggestion(name, list(classifiers)),
+            suggest(name, list(classifiers)),
         )
     elif name is not None:
         classes = list(classifiers[name]["examples"])
         for one in named if isinstance(named, list) else [named]:
             if one not in classes:
                 wrong = f"The classifier '{name}' has no class '{one}'."
-                yield Problem((*at, "is"), wrong, suggestion(one, classes))
+                yield Problem((*at, "is"), wrong, suggest(one, classes))
 
 
 # --- stage 3: the graph

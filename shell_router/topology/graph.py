@@ -5,63 +5,74 @@ rules.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from shell_router.early_exit.settings import EarlyExit
-from shell_router.routing.increments import ChunkTokens, SlotOrder
+from shell_router.files.types import Count, Switch
+from shell_router.routing.increments import SlotOrder
+from shell_router.topology.prompting import PROPOSER, Prompt
 from shell_router.topology.rules import END, Classifier, Rule
 
 AUTO = "auto"
-"""The model of an agent whose model is chosen when it is asked."""
+"""The model of an agent whose model is chosen for each request."""
 
 VOTE = "vote"
-"""What stands in the place of a model's name where an agent votes."""
+"""Stands for the model's name where an agent votes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """How an agent's prompt is put together: S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1).
-
-    `{question}` in `system`, `prefix` and `suffix` is the text of the last user message. `slot` is
-    written once per precursor, with `{output}` exactly once, and optionally `{agent}` and `{index}`
-    (1, 2, ... in prompt order); a slot whose precursor was cut off or dropped leaves nothing
-    behind.
-    """
-
-    system: str = ""
-    prefix: str = "{question}"
-    slot: str = "{output}"
-    suffix: str = ""
+TEMPLATE_VARIABLES = "Variables of the model's chat template, such as `enable_thinking: false`."
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One node. `precursors` stand in slot order; `sampling` holds SGLang's `sampling_params`.
+    """A node of a graph. Topology files may set the fields that have a description.
 
-    Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where
-    there are none. `given` are outputs that are there before it is asked, each with the name of who
-    wrote it; they fill slots before those of precursors. An agent that `votes` asks no model: it
-    forwards the output that most precursors agree with. With `drafts` its engine may draft what it
-    writes from what it reads. Of a model whose thinking is separated it thinks at most
-    `max_thinking_tokens`, and `readers_get` says whether its readers get the thinking too.
-    `fallbacks` are models that take its place, in order, where its model fails before it has
-    written anything.
+    `precursors` stand in slot order. The model AUTO is chosen among `candidates`, or among the
+    deployment's models if there are none. `given` are outputs that exist before the agent starts,
+    each with the name of its author; they fill slots before those of precursors. An agent that
+    `votes` asks no model: it forwards the output that most precursors agree with. `fallbacks`
+    replace the model, in order, if it fails before it has written anything.
     """
 
     id: str
     model: str
     precursors: tuple[str, ...] = ()
-    prompt: Prompt = Prompt()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    on_failure: Literal["fail", "drop"] = "fail"
-    timeout_s: float = 600.0
+    prompt: Annotated[Prompt, "The agent's prompt."] = PROPOSER
+    sampling: Annotated[Mapping[str, Any], "SGLang's sampling parameters."] = field(
+        default_factory=dict
+    )
+    on_failure: Annotated[
+        Literal["fail", "drop"],
+        "A failed agent fails the request, or is dropped and its slot left out; a failed root "
+        "always fails it.",
+    ] = "fail"
+    timeout_s: Annotated[
+        float,
+        Interval(gt=0, le=86_400),
+        "Seconds the agent may take from its start to its end.",
+    ] = 600.0
     candidates: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
     votes: bool = False
-    drafts: bool = False
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_thinking_tokens: int | None = None
-    readers_get: Literal["answer", "all"] = "answer"
+    drafts: Annotated[
+        Switch,
+        "Draft its output from its prompt, where its engine can; on for agents that read others.",
+    ] = False
+    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_VARIABLES] = field(
+        default_factory=dict
+    )
+    max_thinking_tokens: Annotated[
+        Count | None,
+        "Tokens after which its thinking is ended and it has to answer; needs the model's "
+        "`reasoning_parser`.",
+    ] = None
+    readers_get: Annotated[
+        Literal["answer", "all"],
+        "What of its output other agents read, and early exit compares: 'answer', or 'all', with "
+        "its thinking.",
+    ] = "answer"
     fallbacks: tuple[str, ...] = ()
 
     @property
@@ -83,14 +94,22 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Whether and how successors are prefilled while their precursors decode (Faster-MoA, 4.3).
+    """Whether and how successors are prefilled while their precursors decode.
 
-    An update goes out after `chunk_tokens` new tokens, or with `adaptive` when it pays.
+    This is incremental prefill of Faster-MoA, section 4.3.
     """
 
-    incremental: bool = True
-    chunk_tokens: ChunkTokens = "adaptive"
-    slot_order: SlotOrder = "declared"
+    incremental: Annotated[Switch, "Prefill successors while precursors decode."] = True
+    chunk_tokens: Annotated[
+        Count | Literal["adaptive"],
+        "New tokens per prefill-only update; with 'adaptive' an update goes out when it pays, by "
+        "measured costs.",
+    ] = "adaptive"
+    slot_order: Annotated[
+        SlotOrder,
+        "'declared', or 'expected_finish' to put the precursor expected to end first in the first "
+        "slot.",
+    ] = "declared"
 
     def __post_init__(self) -> None:
         if self.chunk_tokens != "adaptive" and self.chunk_tokens < 1:

@@ -41,6 +41,7 @@ from shell_router.core.engine import (
 )
 from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
+from shell_router.files.document import Document
 from shell_router.http.server import bound_sockets
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
@@ -55,7 +56,6 @@ from shell_router.topology import (
     Prompt,
     Topology,
 )
-from shell_router.topology.document import Document
 from tests.fakes.moa import ScriptedMoa
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Mapping
 
+from shell_router.files.document import read_document
 from shell_router.topology import Conditional, Topology
-from shell_router.topology.document import read_document
-from shell_router.topology.load import formed, link
+from shell_router.topology.load import check_keys, link
 
 
 def parse_steps(
@@ -17,7 +17,7 @@ def parse_steps(
     """The topology with steps that `text` describes, which may name some of `topologies`. Raises
     TopologyError.
     """
-    document = formed(read_document(text, source=source))
+    document = check_keys(read_document(text, source=source))
     graph = link(document, models, graphs=topologies or {})
     assert isinstance(graph, Conditional)
     return graph

@@ -22,9 +22,9 @@ from shell_router.batch.prompts import Prompt
 from shell_router.batch.run import Follow
 from shell_router.batch.sessions import SPANNING, answer_prompt
 from shell_router.batch.workers import open_workers
-from shell_router.config.read import read_file
 from shell_router.core.engine import ServedModel
 from shell_router.errors import EngineError
+from shell_router.files.read import read_file
 from tests.fakes import embedded_as_sglang
 from tests.fakes.command import descendants
 from tests.fakes.fake_engine import interpreter

@@ -14,9 +14,9 @@ from shell_router.topology import (
     Conditional,
     Graph,
     files_in,
-    json_schema,
     load_topology,
     parse_topology,
+    topology_schema,
 )
 from shell_router.topology.prompting import fill_text, slot_parts
 from tests.fakes.topologies import parse_steps
@@ -69,13 +69,13 @@ def test_every_shipped_prompt_can_be_filled_and_asks_the_question(
 
 def test_the_committed_schema_is_the_generated_one() -> None:
     committed = json.loads((ROOT / "topologies" / "schema.json").read_text(encoding="utf-8"))
-    assert committed == json_schema(), "write it anew: docs/how-to/write-a-topology.md says how"
+    assert committed == topology_schema(), "write it anew: docs/how-to/write-a-topology.md says how"
 
 
 @pytest.fixture(scope="module")
 def validator() -> Draft202012Validator:
-    Draft202012Validator.check_schema(json_schema())
-    return Draft202012Validator(json_schema())
+    Draft202012Validator.check_schema(topology_schema())
+    return Draft202012Validator(topology_schema())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -162,7 +162,7 @@ def test_the_schema_refuses_what_the_loader_refuses_of_steps(
 
 def test_the_guide_names_every_key_and_choice() -> None:
     guide = (ROOT / "docs" / "reference" / "topology.md").read_text(encoding="utf-8")
-    assert [word for word in sorted(_words(json_schema())) if word not in guide] == []
+    assert [word for word in sorted(_words(topology_schema())) if word not in guide] == []
 
 
 def _words(schema: Any) -> set[str]:

@@ -147,7 +147,7 @@ def test_a_file_of_keys_adds_to_the_deployments_own_and_is_read_anew(tmp_path: P
     ("text", "words"),
     [
         ("api_keys: {}\n", "api_keys is empty"),
-        ("", "the file is empty"),
+        ("", "The file is empty"),
         ("api_keys: {alice: x}\n", "has ['alice'] already"),
         (
             "api_keys: {bob: {env: NO_SUCH_VARIABLE}}\n",
@@ -158,7 +158,7 @@ def test_a_file_of_keys_adds_to_the_deployments_own_and_is_read_anew(tmp_path: P
         ("api_keys: {bob: {key: a, expires: soon}}\n", "'soon', which is no time"),
         ("api_keys: {bob: {key: a, route: [/x]}}\n", "Did you mean 'routes'?"),
         ("api_keys: {bob: {key: a, tokens_per_minute: 0}}\n", "at least 1"),
-        ('api_keys: {bob: "\\ud800x"}\n', "keys.yaml:1: the API key of 'bob' is not UTF-8 text"),
+        ('api_keys: {bob: "\\ud800x"}\n', "keys.yaml:1: This text is not UTF-8 text"),
         ("api_keys: {bob: x, carol: x}\n", "'bob' and 'carol' have the same API key"),
     ],
 )
@@ -310,7 +310,7 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
         (
             "models:\n  a: {path: x, drafts: maybe}\n",
             2,
-            "drafts must be 'auto' or 'on' or 'off', not 'maybe'",
+            "drafts must be on or off or 'auto', not 'maybe'",
         ),
         ("models:\n  a: {path: x, pairs: [{prefill: a, decode: b}]}\n", 2, "http(s) URL"),
         (
@@ -360,7 +360,7 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
         (
             f"models:\n  a: {{path: m, {PAIR}, adapters: {{'no colon: please': a}}}}\n",
             2,
-            "an adapter is named 'no colon: please'",
+            "adapters.no colon: please must be a name of letters",
         ),
         (
             "models:\n  a: {path: m, adapters: {odd: a}}\n",

@@ -6,12 +6,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
+from annotated_types import Interval, Len
+from pydantic import Field
+
 from benchmarks.coserve.pool.splitting import CASUAL_SHARE
 from benchmarks.coserve.pool.usage import ChainRule
 from benchmarks.coserve.pool.values import Component, Costs, ExecutorSettings, Tier
-from shell_router.config.read import read_file
 from shell_router.errors import ConfigError, require
-from shell_router.topology.forms import ListOf, MappingOf, Number, Text
+from shell_router.files.read import read_file
+from shell_router.files.types import CODE_ONLY, Count, FilePath, Index, Share
 
 SEE = "docs/how-to/component-pools.md explains component pools."
 Dtype = Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8"]
@@ -28,19 +31,14 @@ class ArchitectureSettings:
 
     module: Annotated[
         str,
-        Text(
-            "Function without arguments that makes a module: `package.module:function`.",
-            r"[^:]+:[^:]+",
-            "a function that makes one, as in `shop.nets:classifier`",
+        "Function without arguments that makes a module: `package.module:function`.",
+        Field(
+            pattern="^[^:]+:[^:]+$", title="a function that makes one, as in `shop.nets:classifier`"
         ),
     ]
-    sample: Annotated[
-        tuple[int, ...],
-        ListOf("Shape of one sample's tensor.", Number("Size.", at_least=1, whole=True)),
-    ]
+    sample: Annotated[tuple[Count, ...], "Shape of one sample's tensor."]
     components: Annotated[
-        tuple[str, ...],
-        ListOf("Patterns of the names that are of this kind.", Text("Pattern."), at_least=1),
+        tuple[str, ...], "Patterns of the names that are of this kind.", Len(1)
     ] = ("*",)
     dtype: Annotated[Dtype, "Type of a sample's tensor."] = "float32"
 
@@ -50,7 +48,7 @@ class ExecutorSection:
     """One queue on a torch device, with `memory_bytes` of its memory."""
 
     device: Annotated[str, "Torch device."]
-    memory_bytes: Annotated[int, Number("Memory on that device.", at_least=1, whole=True)]
+    memory_bytes: Annotated[Count, "Memory on that device."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +56,8 @@ class ComponentSection:
     """What is known of one component; see `Component`."""
 
     architecture: Annotated[str, "Measured."]
-    memory_bytes: Annotated[int, Number("Measured: bytes of its weights.", at_least=1, whole=True)]
-    usage: Annotated[
-        float, Number("Measured: probability that a request needs it.", at_least=0, at_most=1)
-    ] = 0.0
+    memory_bytes: Annotated[Count, "Measured: bytes of its weights."]
+    usage: Annotated[Share, "Measured: probability that a request needs it."] = 0.0
     after: Annotated[tuple[str, ...], "Measured: components whose output leads to it."] = ()
 
 
@@ -76,13 +72,8 @@ class ComponentProfile:
         default_factory=dict
     )
     component_shares: Annotated[
-        Mapping[str, float],
-        MappingOf(
-            "Measured: share of each executor's memory for components (0.75 if absent).",
-            Text("Executor."),
-            Number("Share.", above=0, at_most=1),
-            at_least=0,
-        ),
+        Mapping[str, Annotated[float, Interval(gt=0, le=1)]],
+        "Measured: share of each executor's memory for components (0.75 if absent).",
     ] = field(default_factory=dict)
     measured: Annotated[Mapping[str, str], "When and how, by what was measured."] = field(
         default_factory=dict
@@ -93,15 +84,13 @@ class ComponentProfile:
 class ComponentPoolFile:
     """A pool of torch modules, one file of weights each in `folder`."""
 
-    folder: Annotated[Path, "Weights, one file per component, named as the component."]
+    folder: Annotated[FilePath, "Weights, one file per component, named as the component."]
     architectures: Mapping[str, ArchitectureSettings]
     executors: Mapping[str, ExecutorSection]
-    profile: Annotated[Path, "File that the profile command writes."]
-    host_bytes: Annotated[
-        int, Number("Host memory that caches what was read from disk.", at_least=0, whole=True)
-    ] = 0
+    profile: Annotated[FilePath, "File that the profile command writes."]
+    host_bytes: Annotated[Index, "Host memory that caches what was read from disk."] = 0
     rules: Annotated[tuple[ChainRule, ...], "Which chains are requested."] = ()
-    profiled: ComponentProfile = field(default_factory=ComponentProfile, metadata={"file": False})
+    profiled: Annotated[ComponentProfile, CODE_ONLY] = field(default_factory=ComponentProfile)
 
     def __post_init__(self) -> None:
         require(bool(self.architectures), "architectures is empty", remedy="Name at least one.")

@@ -33,10 +33,10 @@ from benchmarks.coserve.pool.torch_components import (
     torch_components,
 )
 from benchmarks.coserve.pool.usage import ChainRule, Usage, check_chain, rules_of, usage_of
-from shell_router.config.write import write_measured
 from shell_router.errors import ConfigError, DataError
+from shell_router.files.document import read_json_lines
+from shell_router.files.write import write_measured
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.topology.document import read_json_lines
 
 FORM = 'Write one object per line: {"chain": ["type-7", "detector-3"]}.'
 

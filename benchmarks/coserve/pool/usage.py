@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Gt
+
 from shell_router.errors import require
-from shell_router.topology.forms import Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class ChainRule:
     """
 
     chain: Annotated[tuple[str, ...], "Components in order."]
-    share: Annotated[float, Number("Share of requests, relative to the sum.", above=0)]
+    share: Annotated[float, Gt(0), "Share of requests, relative to the sum."]
 
     def __post_init__(self) -> None:
         check_chain(self.chain)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Protocol
 
 from shell_router.errors import InvalidRequest, require
-from shell_router.topology.forms import Number
+from shell_router.files.types import Amount, Count, Index
 
 
 class Tier(StrEnum):
@@ -42,16 +42,12 @@ class Costs:
     `host_load_s` from host memory, `disk_load_s` from disk through host memory.
     """
 
-    sample_s: Annotated[float, Number("Measured: K of a batch, K n + B.", at_least=0)]
-    batch_s: Annotated[float, Number("Measured: B.", at_least=0)]
-    largest_batch: Annotated[
-        int, Number("Measured: a larger batch gains nothing.", at_least=1, whole=True)
-    ]
-    activation_bytes: Annotated[
-        int, Number("Measured: bytes of each sample.", at_least=0, whole=True)
-    ]
-    host_load_s: Annotated[float, Number("Measured: load from host memory.", at_least=0)]
-    disk_load_s: Annotated[float, Number("Measured: load from disk.", at_least=0)]
+    sample_s: Annotated[Amount, "Measured: K of a batch, K n + B."]
+    batch_s: Annotated[Amount, "Measured: B."]
+    largest_batch: Annotated[Count, "Measured: a larger batch gains nothing."]
+    activation_bytes: Annotated[Index, "Measured: bytes of each sample."]
+    host_load_s: Annotated[Amount, "Measured: load from host memory."]
+    disk_load_s: Annotated[Amount, "Measured: load from disk."]
 
     def __post_init__(self) -> None:
         require(

@@ -12,8 +12,8 @@ from typing import Any, Literal, cast, get_args
 from shell_router.batch.data_sets import Row, read_rows
 from shell_router.batch.questions import Grader, choose_grader, read_answer
 from shell_router.errors import ConfigError, DataError, require
+from shell_router.files.document import read_json_lines
 from shell_router.prediction.scores import Graded
-from shell_router.topology.document import read_json_lines
 
 EvaluationGrader = Grader | Literal["math", "instructions"]
 """`math` and `instructions` are those of published data sets (see `grading`)."""

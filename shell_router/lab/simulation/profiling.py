@@ -29,10 +29,10 @@ from shell_router.app.launching import launched_engines, plan_launch
 from shell_router.app.models import running_models
 from shell_router.app.wings import load_config
 from shell_router.config import Config, ModelSettings
-from shell_router.config.write import write_measured
 from shell_router.core.engine import Engine, Generation, ServedModel, Tokens
 from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ConfigError
+from shell_router.files.write import write_measured
 from shell_router.lab.simulation.settings import load_profiles
 from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings
 from shell_router.standins.simulated.costs import (

@@ -8,30 +8,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from shell_router.config.read import read_file
+from annotated_types import Ge, Interval
+
 from shell_router.errors import ConfigError, require
+from shell_router.files.read import read_file
+from shell_router.files.types import Amount, Count, FilePath, Share
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.standins.simulated.costs import (
-    Count,
     DecodeCosts,
     Gpu,
     PairCosts,
     Positive,
     PrefillCosts,
     Roofline,
-    Seconds,
     TransferCosts,
     costs_of,
 )
 from shell_router.topology import Topology, load_topology
-from shell_router.topology.forms import Number
 
 SEE = "docs/how-to/simulate.md explains simulations."
 Engines = Literal["disaggregated", "data_parallel", "data_parallel_chunked"]
 ENDLESS_TOKENS = 1 << 30
 Arrivals = Literal["one_by_one", "poisson", "closed"]
-TOKENS = Number("", at_least=1, whole=True)
-Share = Annotated[float, Number("", at_least=0, at_most=1)]
+Deviation = Annotated[float, Interval(ge=0, le=100)]
+"""A standard deviation, relative to the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class Length:
     With `mean`, a share of `runaways` never ends: they write until their limit.
     """
 
-    tokens: Annotated[int | None, TOKENS] = None
-    low: Annotated[int | None, TOKENS] = None
-    high: Annotated[int | None, TOKENS] = None
-    mean: Annotated[float | None, Number("", at_least=1)] = None
-    cv: Annotated[float, Number("", at_least=0, at_most=100)] = 0.0
+    tokens: Count | None = None
+    low: Count | None = None
+    high: Count | None = None
+    mean: Annotated[float, Ge(1)] | None = None
+    cv: Deviation = 0.0
     runaways: Share = 0.0
 
     def __post_init__(self) -> None:
@@ -122,9 +122,9 @@ class Drafted:
     """What drafts give outputs: tokens a pass, log-normal with mean `per_pass` and deviation
     `per_pass` * `cv`, between 1 and `width`, which is what a pass computes."""
 
-    per_pass: Annotated[float, Number("", at_least=1)]
-    cv: Annotated[float, Number("", at_least=0, at_most=100)] = 0.0
-    width: Annotated[int, Number("", at_least=1, at_most=1024, whole=True)] = 16
+    per_pass: Annotated[float, Ge(1)]
+    cv: Deviation = 0.0
+    width: Annotated[int, Interval(ge=1, le=1024)] = 16
 
     def __post_init__(self) -> None:
         require(
@@ -162,7 +162,7 @@ class Workload:
     per_s: Positive = 1.0
     clients: Count = 8
     right: Share = 0.7
-    confidence: Annotated[float, Number("", above=0, at_most=1)] = 0.9
+    confidence: Annotated[float, Interval(gt=0, le=1)] = 0.9
     drafts: Mapping[str, Drafted] = field(default_factory=dict)
 
 
@@ -187,8 +187,8 @@ class SimulatedEmbedding:
     the same or not.
     """
 
-    request_s: Seconds = 0.0
-    token_s: Seconds = 0.0
+    request_s: Amount = 0.0
+    token_s: Amount = 0.0
     same: float = 0.8
     different: float = 0.5
 
@@ -208,15 +208,15 @@ class Simulation:
     `max_new_tokens` replaces the topologies' own, by which outputs are cut.
     """
 
-    topologies: tuple[Path, ...]
-    profiles: Path
+    topologies: tuple[FilePath, ...]
+    profiles: FilePath
     models: Mapping[str, SimulatedModel]
     workload: Workload
     embedder: SimulatedEmbedding = SimulatedEmbedding()
     context_length: Count = 131_072
-    cores: Annotated[float | None, Number("", above=0)] = None
+    cores: Positive | None = None
     timeout_s: Positive = 86_400.0
-    max_new_tokens: Annotated[int | None, TOKENS] = None
+    max_new_tokens: Count | None = None
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
 
     def __post_init__(self) -> None:

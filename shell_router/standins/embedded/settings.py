@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from shell_router.config.models import count
-from shell_router.topology.forms import ListOf, Number
+from annotated_types import Interval
+
+from shell_router.files.types import Count, Index
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Mode = Literal["prefill", "decode"]
@@ -18,30 +19,21 @@ class EmbeddedSection:
     dtype: Annotated[
         Dtype, "`float32`, `bfloat16`, or `float64`, whose outputs do not depend on batching."
     ] = "float32"
-    threads: Annotated[int, count("CPU threads of each of the two processes.")] = 1
+    threads: Annotated[Count, "CPU threads of each of the two processes."] = 1
     cores: Annotated[
-        tuple[int, ...],
-        ListOf(
-            "CPU cores, counted from 0, that both processes run on (Linux); any by default.",
-            Number("Core.", at_least=0, whole=True),
-        ),
+        tuple[Index, ...],
+        "CPU cores, counted from 0, that both processes run on (Linux); any by default.",
     ] = ()
     max_total_tokens: Annotated[
-        int,
-        count(
-            "KV capacity in tokens: of running requests, and on the prefill side again of its "
-            "prefix cache."
-        ),
+        Count,
+        "KV capacity in tokens: of running requests, and on the prefill side again of its "
+        "prefix cache.",
     ] = 65_536
-    max_running_requests: Annotated[int, count("Requests that each process runs at a time.")] = 32
+    max_running_requests: Annotated[Count, "Requests that each process runs at a time."] = 32
     draft_width: Annotated[
         int,
-        Number(
-            "Most tokens per request of a pass with drafts; 1 drafts nothing.",
-            at_least=1,
-            at_most=16,
-            whole=True,
-        ),
+        "Most tokens per request of a pass with drafts; 1 drafts nothing.",
+        Interval(ge=1, le=16),
     ] = 16
 
 

@@ -6,19 +6,17 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Gt, Interval
+
 from shell_router.errors import require
-from shell_router.topology.forms import Number
+from shell_router.files.types import Amount, Count, Index
 
 ROUNDING_S = 1e-9
 UNLIMITED = 1_000_000_000
 """Tokens; practically no limit."""
 
-
-Positive = Annotated[float, Number("", above=0, limit=1e300)]
-Share = Annotated[float, Number("", above=0, at_most=1)]
-Seconds = Annotated[float, Number("", at_least=0)]
-Count = Annotated[int, Number("", at_least=1, whole=True)]
-Reserved = Annotated[int | None, Number("", at_least=0, whole=True)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Interval(gt=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,9 @@ class PrefillCosts:
     several passes. `cache_tokens` is the capacity for prefixes.
     """
 
-    forward_s: Seconds
-    token_s: Seconds
-    attention_s: Seconds = 0.0
+    forward_s: Amount
+    token_s: Amount
+    attention_s: Amount = 0.0
     chunk_tokens: Count = 8192
     prompts: Count = 4096
     cache_tokens: Count = UNLIMITED
@@ -56,8 +54,8 @@ class TransferCosts:
     `token_s`.
     """
 
-    request_s: Seconds = 0.0
-    token_s: Seconds = 0.0
+    request_s: Amount = 0.0
+    token_s: Amount = 0.0
 
     def seconds(self, tokens: int) -> float:
         """For a prompt of that many tokens."""
@@ -81,13 +79,13 @@ class DecodeCosts:
     0 in vLLM. Where KV runs out, those that have written least are preempted.
     """
 
-    step_s: Seconds
-    sequence_s: Seconds = 0.0
-    context_s: Seconds = 0.0
+    step_s: Amount
+    sequence_s: Amount = 0.0
+    context_s: Amount = 0.0
     cache_tokens: Count = UNLIMITED
     max_batch_size: Count = 4096
-    host_s_per_token: Seconds = 0.0
-    reserved_tokens: Reserved = None
+    host_s_per_token: Amount = 0.0
+    reserved_tokens: Index | None = None
 
     def steps_s(self, steps: int, tokens: int, context: int, grows: float | None = None) -> float:
         """Seconds of `steps` steps over `tokens` each; with each the context `grows` by that, or by
@@ -138,8 +136,8 @@ class Gpu:
     compute_share: Share = 0.5
     memory_share: Share = 0.7
     usable_share: Share = 0.88
-    pass_s: Seconds = 0.0
-    request_s: Seconds = 0.0
+    pass_s: Amount = 0.0
+    request_s: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ class Roofline:
     bytes: Count = 2
     gpus: Count = 1
     chunk_tokens: Count = 8192
-    reserved_tokens: Reserved = 512
+    reserved_tokens: Index | None = 512
 
 
 def costs_of(model: Roofline, gpu: Gpu) -> PairCosts:

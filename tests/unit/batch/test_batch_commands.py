@@ -18,7 +18,7 @@ from shell_router.batch.report import follow_on_screen, summarize_run
 from shell_router.batch.run import Stage
 from shell_router.batch.sessions import Sessions
 from shell_router.cli import main
-from shell_router.config.write import plain
+from shell_router.files.write import plain
 from tests.fakes.pools import ScriptedWorkers
 
 POOL = """

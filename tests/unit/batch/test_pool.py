@@ -67,14 +67,17 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
         (("  - embedded: {}\n", ""), None),
         (
             ("  - embedded: {}", "  - {}"),
-            r":6: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`",
+            r":6: workers.0.: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`",
         ),
         (
             (", launch: {prefill_gpus: [0], decode_gpus: [1]}", ""),
-            r":7: a worker's pair is started .*`launch: \{\}`",
+            r":7: workers.1.: a worker's pair is started .*`launch: \{\}`",
         ),
         (("model: large", "model: big"), r":2: aggregate names 'big', none of the models"),
-        (("tau: 0.67", "tau: 0"), r":8: tau must be above 0, not 0\. 1 means all proposers"),
+        (
+            ("tau: 0.67", "tau: 0"),
+            r":8: aggregate: tau must be above 0, not 0\. 1 means all proposers",
+        ),
         (
             ("tau: 0.67", "confidence: guess"),
             r":8: aggregate\.confidence must be 'plurality' or 'probability', not 'guess'",
@@ -114,7 +117,7 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
         ),
         (
             ("profile:", "answers: {pattern: '('}\nprofile:"),
-            r":9: pattern is no regular expression",
+            r":9: answers: pattern is no regular expression",
         ),
         (("profile:", "profil:"), r":9: Unknown key 'profil'\. Did you mean 'profile'\?"),
         (
@@ -143,7 +146,7 @@ def test_a_bad_setting_is_reported_by_name_and_line(
         ("models: {}\nworkers: [embedded: {}]", "models is empty"),
         ("models: {a: {path: a}}\nworkers: []", "workers is empty"),
         ("models: {a: {path: a}}", "lacks 'workers'"),
-        ("", "the file is empty"),
+        ("", "The file is empty"),
     ],
 )
 def test_a_pool_of_nothing_is_refused(file: Path, content: str, complaint: str) -> None:

@@ -18,9 +18,9 @@ from shell_router.batch.profile import (
 )
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.sessions import load_on_workers, profile_model
-from shell_router.config.read import read_file
-from shell_router.config.write import plain
 from shell_router.errors import ConfigError, EngineError, EngineRejected
+from shell_router.files.read import read_file
+from shell_router.files.write import plain
 from tests.fakes.pools import ScriptedWorkers
 from tests.fakes.scripted_engine import Script
 from tests.fakes.timers import SteppedTimers

@@ -12,14 +12,14 @@ from jsonschema import Draft202012Validator
 
 from shell_router.app.wings import kind_settings
 from shell_router.cli import main
-from shell_router.config import Config, json_schema
+from shell_router.config import deployment_schema
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("topology", "deployment", "batch-pool", "simulation")
 
 
 def _schema() -> dict[str, Any]:
-    return json_schema(Config, "Deployment", kind_settings())
+    return deployment_schema(kind_settings())
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,13 @@ WRONG = {
     "bad agent id": ("agents:\n  'a/b': {model: m}\n", 2, "must be a name of letters"),
     "name of the wrong kind": ("name: 7\n" + AGENTS, 1, "name must be a name of letters, .* not 7"),
     "empty model": ("agents:\n  a: {model: ' '}\n", 2, "agents.a.model must be a model alias"),
-    "nothing to choose from": ("agents:\n  a: {model: []}\n", 2, "agents.a.model must hold 1 to"),
+    "nothing to choose from": ("agents:\n  a: {model: []}\n", 2, "agents.a.model is empty"),
     "auto among others": (
         "agents:\n  a:\n    model: [m, auto]\n",
         3,
         "'auto' stands for several models itself",
     ),
-    "a model twice": ("agents:\n  a: {model: [m, m]}\n", 2, "agents.a.model names 'm' twice"),
+    "a model twice": ("agents:\n  a: {model: [m, m]}\n", 2, "agents.a.model: it names 'm' twice"),
     "an unknown candidate": ("agents:\n  a: {model: [m, q]}\n", 2, "Unknown model 'q'"),
     "no model": ("agents:\n  a: {}\n", 2, "Agent 'a' has no model"),
     "unknown model": ("agents:\n  a: {model: n}\n", 2, "Unknown model 'n'.*Known: m"),
@@ -63,7 +63,7 @@ WRONG = {
     "precursor twice": (
         "agents:\n  a: {model: m}\n  b: {model: m, precursors: [a, a]}\n",
         3,
-        "agents.b.precursors names 'a' twice",
+        "agents.b.precursors: it names 'a' twice",
     ),
     "precursors of the wrong kind": (
         "agents:\n  a: {model: m, precursors: b}\n",
@@ -135,7 +135,7 @@ WRONG = {
         "holds 'z', which is not an agent",
     ),
     "root in a cluster": (AGENTS + "clusters: {x: {agents: [a, c]}}\n", 5, "holds the root 'c'"),
-    "empty cluster": (AGENTS + "clusters: {x: {agents: []}}\n", 5, "must hold 1 to"),
+    "empty cluster": (AGENTS + "clusters: {x: {agents: []}}\n", 5, "agents is empty"),
     "cluster without agents": (AGENTS + "clusters: {x: {}}\n", 5, "lacks 'agents'"),
     "dropped root": ("agents:\n  a: {model: m, on_failure: drop}\n", 2, "root cannot be dropped"),
     "dropped root of a tree": (
@@ -157,7 +157,7 @@ WRONG = {
     "sampling that JSON cannot say": (
         "defaults: {sampling: {x: [.inf]}}\n" + AGENTS,
         1,
-        "not a finite number",
+        "x.0. must be a finite number",
     ),
     "several outputs": (
         "defaults: {sampling: {n: 2}}\n" + AGENTS,
@@ -252,8 +252,12 @@ WRONG = {
     "empty layer": ("tree: {shape: [0, 1], models: [m]}\n", 1, "at least 1"),
     "shape of words": ("tree: {shape: [three, 1], models: [m]}\n", 1, "not 'three'"),
     "huge layers": ("all_to_all: {shape: [1000, 1000, 1], models: [m]}\n", 1, "hold 2001 agents"),
-    "huge number": ("tree: {shape: [99999999999999999999, 1], models: [m]}\n", 1, "a huge number"),
-    "no models": ("tree: {shape: [2, 1], models: []}\n", 1, "must hold 1 to"),
+    "huge number": (
+        "tree: {shape: [99999999999999999999, 1], models: [m]}\n",
+        1,
+        "must be a whole number below 2",
+    ),
+    "no models": ("tree: {shape: [2, 1], models: []}\n", 1, "models is empty"),
     "models forgotten": ("tree: {shape: [2, 1]}\n", 1, "tree lacks 'models'"),
 }
 

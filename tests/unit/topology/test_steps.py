@@ -211,7 +211,7 @@ WRONG = {
     "a label without a value": (
         "start: [{when: {label: {x: []}}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
         1,
-        "must hold 1 to",
+        "label.x is empty",
     ),
     "a label with a number": (
         "start: [{when: {label: {x: 3}}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
@@ -269,7 +269,7 @@ WRONG = {
     "a precursor twice": (
         "start: a\nsteps:\n  a: {model: m, then: c}\n  c: {model: m, precursors: [a, a]}\n",
         4,
-        "steps.c.precursors names 'a' twice",
+        "steps.c.precursors: it names 'a' twice",
     ),
     "a precursor that runs later": (
         "start: a\nsteps:\n  a: {model: m, then: c, precursors: [c]}\n  c: {model: m}\n",

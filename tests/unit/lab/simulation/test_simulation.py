@@ -448,7 +448,7 @@ def test_invalid_options_are_reported(
         ),
         (
             ("small: {mean: 400, cv: 0.5}", "small: {mean: .inf}"),
-            "mean must be a number at least 1, not inf",
+            "mean must be a finite number",
         ),
         (
             ("small: {mean: 400, cv: 0.5}", "small: {tokens: 5, cv: 0.5}"),

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from shell_router.config.read import form_of
+from shell_router.files.read import check
 from shell_router.standins.embedded.settings import EmbeddedSection
-from shell_router.topology.forms import check
 
 
 @pytest.mark.parametrize(
@@ -16,7 +15,7 @@ from shell_router.topology.forms import check
     [{"dtype": "int8"}, {"threads": 0}, {"max_total_tokens": -1}, {"max_running_requests": 0}],
 )
 def test_bad_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
-    (problem,) = check(form_of(EmbeddedSection), wrong, ())
+    _, (problem,) = check(EmbeddedSection, wrong)
     assert problem.at == tuple(wrong)
 
 

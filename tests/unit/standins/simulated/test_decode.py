@@ -5,13 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from shell_router.config.read import form_of
+from shell_router.files.read import check
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.standins.kv_capacity import Sequence
 from shell_router.standins.simulated.costs import DecodeCosts
 from shell_router.standins.simulated.decode import DecodeEngine
 from shell_router.standins.simulated.processor import Job, Processor
-from shell_router.topology.forms import check
 
 Progress = list[tuple[float, int]]
 
@@ -352,5 +351,5 @@ def test_all_room_is_free_when_all_have_ended_or_given_up(
 
 
 def test_a_negative_reserve_is_refused() -> None:
-    (problem,) = check(form_of(DecodeCosts), {"step_s": 1.0, "reserved_tokens": -1}, ())
+    _, (problem,) = check(DecodeCosts, {"step_s": 1.0, "reserved_tokens": -1})
     assert problem.at == ("reserved_tokens",)

@@ -1,7 +1,7 @@
 import pytest
 
 from shell_router.errors import TopologyError
-from shell_router.topology.document import Problem, read_document
+from shell_router.files.document import Problem, read_document
 
 
 def test_values_come_with_their_lines() -> None:
@@ -22,19 +22,19 @@ def test_problems_are_reported_once_each_in_the_order_of_lines() -> None:
     document = read_document("a: 1\nb: 2\n", source="f.yaml")
     late, early = Problem(("b",), "B.", "Mend b."), Problem(("a",), "A.", "Mend a.")
     with pytest.raises(TopologyError) as error:
-        document.refuse([late, early, late])
+        document.require_none([late, early, late])
     assert str(error.value) == "f.yaml:1: A. Mend a.\nf.yaml:2: B. Mend b."
 
 
 def test_a_single_problem_keeps_its_remedy_apart() -> None:
     with pytest.raises(TopologyError) as error:
-        read_document("a: 1", source="f.yaml").refuse([Problem(("a",), "Wrong.", "Mend it.")])
+        read_document("a: 1", source="f.yaml").require_none([Problem(("a",), "Wrong.", "Mend it.")])
     assert error.value.args[0] == "f.yaml:1: Wrong."
     assert error.value.remedy == "Mend it."
 
 
 def test_a_document_without_problems_is_not_refused() -> None:
-    read_document("a: 1", source="f.yaml").refuse([])
+    read_document("a: 1", source="f.yaml").require_none([])
 
 
 _BOMB = "\n".join(

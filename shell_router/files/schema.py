@@ -1,0 +1,150 @@
+"""JSON Schemas of the classes that describe files, and words for what they ask for."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NotRequired, Required, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
+
+Schema = dict[str, Any]
+NO_LIMIT = 2**31 - 1
+"""A bound of this size says no more than the type of a number."""
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+_NOUNS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def annotation_text(hint: Any) -> str:
+    """Return the first text of an annotation, which describes the setting."""
+    if get_origin(hint) in (Required, NotRequired):
+        hint = get_args(hint)[0]
+    notes = getattr(hint, "__metadata__", ())
+    return next((note for note in notes if isinstance(note, str)), "")
+
+
+def class_text(kind: type) -> str:
+    """Return the first paragraph of a class's docstring, as one line."""
+    return " ".join((kind.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+class _Generator(GenerateJsonSchema):
+    """JSON Schema whose descriptions are the texts of annotations and docstrings."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Leave titles to types that set one: they complete "must be ..."."""
+        return False
+
+    def bool_schema(self, schema: core_schema.BoolSchema) -> Schema:
+        """Accept `on` and `off` too, which YAML 1.2 has as text."""
+        return {"enum": [True, False, "on", "off"]}
+
+    def dict_schema(self, schema: core_schema.DictSchema) -> Schema:
+        """Keep the form of the keys apart from that of the values."""
+        written = super().dict_schema(schema)
+        for values in written.pop("patternProperties", {}).values():
+            written["additionalProperties"] = values
+        names = self.generate_inner(schema.get("keys_schema", core_schema.str_schema())).copy()
+        if len(names) > 1:
+            written["propertyNames"] = names
+        return written
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
+        """Describe a dataclass and its fields."""
+        return _describe(schema["cls"], super().dataclass_schema(schema))
+
+    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> Schema:
+        """Describe a TypedDict and its keys."""
+        return _describe(schema["cls"], super().typed_dict_schema(schema))
+
+
+def _describe(kind: type, written: Schema) -> Schema:
+    hints = get_type_hints(kind, include_extras=True)
+    for name, form in written["properties"].items():
+        if text := annotation_text(hints[name]):
+            form["description"] = text
+    if kind.__doc__:
+        written["description"] = class_text(kind)
+    return {"additionalProperties": False, **written}
+
+
+def json_schema(kind: Any, title: str) -> Schema:
+    """Write the JSON Schema 2020-12 of the documents that are read as `kind`."""
+    schema: Schema = TypeAdapter(kind).json_schema(schema_generator=_Generator)
+    return {"$schema": DIALECT, **schema, "title": title}
+
+
+def resolve(schema: Schema, form: Schema) -> Schema:
+    """Follow the form's reference, if it is one."""
+    name = form.get("$ref", "").rpartition("/")[2]
+    return {**schema["$defs"][name], **form} if name else form
+
+
+def alternatives(schema: Schema, form: Schema) -> Iterator[Schema]:
+    """Yield the forms of a union, else the form alone; null is left out."""
+    form = resolve(schema, form)
+    for inner in form.get("anyOf", ()):
+        yield from alternatives(schema, inner)
+    if "anyOf" not in form and form.get("type") != "null":
+        yield form
+
+
+def forms_at(schema: Schema, path: Sequence[str | int]) -> list[Schema]:
+    """List the forms that the value at `path` may have."""
+    forms = [schema]
+    for step in path:
+        inner = [_inside(form, step) for outer in forms for form in alternatives(schema, outer)]
+        forms = [form for form in inner if form is not None]
+    return forms
+
+
+def _inside(form: Schema, step: str | int) -> Schema | None:
+    if isinstance(step, int):
+        items: Schema | None = form.get("items")
+        return items
+    if step in form.get("properties", {}):
+        named: Schema = form["properties"][step]
+        return named
+    others = form.get("additionalProperties")
+    return others if isinstance(others, dict) else None
+
+
+def known_keys(schema: Schema, forms: Sequence[Schema]) -> list[str]:
+    """List the keys that a mapping of one of these forms may have."""
+    every = [form for outer in forms for form in alternatives(schema, outer)]
+    return [key for form in every for key in form.get("properties", {})]
+
+
+def phrase(schema: Schema, forms: Sequence[Schema]) -> str:
+    """Say what a value of one of these forms is, to complete "must be ..."."""
+    every = [form for outer in forms for form in alternatives(schema, outer)]
+    return " or ".join(dict.fromkeys(_phrase(form) for form in every)) or "left out"
+
+
+def _phrase(form: Mapping[str, Any]) -> str:
+    options = form.get("enum") or ([form["const"]] if "const" in form else [])
+    if True in options:
+        return "on or off"
+    if options:
+        return " or ".join(f"'{option}'" for option in options)
+    kind = form.get("type", "")
+    if kind == "string":
+        return str(form.get("title") or ("a path" if form.get("format") == "path" else "text"))
+    return f"{_NOUNS.get(kind, 'a JSON value')} {' and '.join(bounds(form))}".strip()
+
+
+def bounds(form: Mapping[str, Any]) -> list[str]:
+    """List the bounds of a number: `above 0`, `at most 1`."""
+    limits = {key: form[key] for key in _BOUNDS if abs(form.get(key, NO_LIMIT)) < NO_LIMIT}
+    return [f"{_BOUNDS[key]} {limit:g}" for key, limit in limits.items()]

@@ -1,0 +1,107 @@
+"""Types of settings, for the annotations of classes that describe files.
+
+The first text of an annotation is the setting's description: `Annotated[Count, "Lines that run."]`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Interval
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticOmit, core_schema
+
+from shell_router.errors import SettingError
+
+Count = Annotated[int, Ge(1)]
+"""A whole number from 1."""
+Index = Annotated[int, Ge(0)]
+"""A whole number from 0."""
+Seconds = Annotated[float, Gt(0)]
+Amount = Annotated[float, Ge(0)]
+"""A number that may be 0: a cost, a weight, a wait."""
+Share = Annotated[float, Interval(ge=0, le=1)]
+Url = Annotated[str, Field(pattern=r"^https?://.+$", title="an http(s) URL")]
+
+NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+Name = Annotated[
+    str,
+    Field(pattern=f"^{NAME_PATTERN}$", title="a name of letters, digits, '.', '_' and '-'"),
+]
+"""The name of an agent, a cluster, a step."""
+ModelName = Annotated[
+    str,
+    Field(
+        pattern=f"^{NAME_PATTERN.replace('_-', '_/-')}$",
+        title="a name of letters, digits, '.', '_', '-' and '/'",
+    ),
+]
+"""A name that requests ask for, as those of models on hubs: `Qwen/Qwen3-8B`."""
+
+SECRET = Field(json_schema_extra={"writeOnly": True})
+"""Annotates a value that error messages must not show."""
+
+
+def _read_switch(value: object) -> object:
+    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+Switch = Annotated[bool, BeforeValidator(_read_switch)]
+"""On or off. YAML 1.1 reads bare `on` as true; JSON and YAML 1.2 have it as text."""
+
+
+def _read_path(path: Path, info: ValidationInfo) -> Path:
+    folder: Path = info.context["folder"] if info.context else Path()
+    return folder / path.expanduser()
+
+
+FilePath = Annotated[Path, AfterValidator(_read_path)]
+"""A path; a relative one counts from the folder of the file that names it."""
+
+
+def _require_distinct(items: Any) -> Any:
+    seen = set[Any]()
+    for item in items:
+        if item in seen:
+            raise SettingError(f"it names {item!r} twice", remedy="Name it once.")
+        seen.add(item)
+    return items
+
+
+DISTINCT = AfterValidator(_require_distinct)
+"""Annotates a list that names nothing twice."""
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Annotates a text that is one of a table's keys."""
+
+    table: Iterable[str]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Accept the keys and nothing else."""
+        return core_schema.literal_schema(list(self.table))
+
+
+class CodeOnly:
+    """Annotates a field that code may set and files may not: a constant of an algorithm."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Refuse the field as an unknown key."""
+
+        def refuse(value: object) -> object:
+            raise PydanticCustomError("extra_forbidden", "not for files")
+
+        return core_schema.no_info_plain_validator_function(refuse)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> Mapping[str, Any]:
+        """Leave the field out of the JSON Schema."""
+        raise PydanticOmit
+
+
+CODE_ONLY = CodeOnly()
