@@ -146,7 +146,7 @@ def test_the_examples_of_files_are_right_ones(tmp_path: Path) -> None:
 
     assert load_config(written("docs/reference/settings.md"), {}).cache.backend == "redis"
     assert load_pool(written("docs/how-to/batch-a-file.md")).aggregate is not None
-    assert list(load(written("docs/how-to/simulate.md")).topologies) == ["tree", "full"]
+    assert list(load(written("docs/how-to/evaluate.md")).topologies) == ["tree", "full"]
     for number in (0, 1):
         profiles = load_profiles(written("docs/reference/simulation-files.md", number))
         costs = profiles.models["qwen3-vl-8b"].costs(profiles.gpus)

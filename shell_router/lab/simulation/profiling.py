@@ -415,7 +415,7 @@ def limits_of(model: ModelSettings) -> PairCosts:
     )
 
 
-HEAD = "# What engines cost, in seconds: docs/how-to/simulate.md explains the terms.\n"
+HEAD = "# What engines cost, in seconds: docs/how-to/evaluate.md explains the terms.\n"
 
 
 def require_extensible(file: Path) -> None:

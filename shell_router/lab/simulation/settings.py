@@ -1,5 +1,5 @@
 """A simulation's YAML file: topologies, engines and what they cost, a workload.
-docs/how-to/simulate.md explains it.
+docs/how-to/evaluate.md explains it.
 """
 
 import math
@@ -26,7 +26,7 @@ from shell_router.standins.simulated.costs import (
 )
 from shell_router.topology import Topology, load_topology
 
-SEE = "docs/how-to/simulate.md explains simulations."
+SEE = "docs/how-to/evaluate.md explains simulations."
 Engines = Literal["disaggregated", "data_parallel", "data_parallel_chunked"]
 ENDLESS_TOKENS = 1 << 30
 Arrivals = Literal["one_by_one", "poisson", "closed"]
