@@ -46,20 +46,6 @@ class PrefixCache:
         node, start, stop = self._make_room(ids, owner)
         self._touch(self._grow(node, ids[start:stop]) if start < stop else node)
 
-    def forget(self, owner: Hashable) -> None:
-        """Drop all prefixes of an owner, alone or the first of a tuple, none of which is pinned."""
-        owners = [
-            one
-            for one in self._roots
-            if one == owner or (isinstance(one, tuple) and one[0] == owner)
-        ]
-        pending = [child for one in owners for child in self._roots.pop(one).children.values()]
-        while pending:
-            node = pending.pop()
-            pending.extend(node.children.values())
-            del self._nodes[node]
-            self.tokens -= len(node.ids)
-
     def _descend(self, ids: Sequence[int], owner: Hashable) -> tuple[Node, int]:
         """The last node of the way that `ids` go, split where they leave it, and how many ids lie
         on that way.

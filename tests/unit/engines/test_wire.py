@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shell_router.core.engine import Finish, Tokens, error_message
 from shell_router.engines.wire import EventSplitter, OutputReader, rejected
-from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
+from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong
 
 META_PATHS = [
     f"meta_info.{name}"
@@ -263,6 +263,20 @@ def test_an_abort_that_was_not_asked_for_is_an_error() -> None:
 def test_a_400_about_the_context_length_is_prompt_too_long(message: str) -> None:
     assert isinstance(rejected("decode engine", 400, message), PromptTooLong)
     assert isinstance(rejected("decode engine", 500, message), EngineRejected)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Got LoRA adapter that has never been loaded: algebra\nAll loaded adapters: dict_keys([]).",
+        "The following requested LoRA adapters are not loaded: algebra\nLoaded adapters: [].",
+        "LoRA adapter 'algebra' was requested, but LoRA is not enabled. Please launch the server",
+    ],
+)
+def test_an_adapter_that_an_engine_does_not_know_is_the_operators_to_mend(message: str) -> None:
+    error = rejected("decode engine", 400, message)
+    assert isinstance(error, AdapterMissing)
+    assert "algebra" in str(error) and "--lora-paths" in str(error)
 
 
 @pytest.mark.parametrize(

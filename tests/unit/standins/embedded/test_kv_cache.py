@@ -184,22 +184,6 @@ def test_owners_share_the_budget_and_never_kv(
             )
 
 
-@given(OWNED, st.integers(0, 2), SHORT_LEAF)
-def test_what_is_forgotten_of_one_owner_is_all_of_it_and_nothing_of_the_others(
-    prompts: list[tuple[int, list[int]]], gone: int, short: int
-) -> None:
-    cache = KvCache(10_000, short_leaf_tokens=short)
-    for owner, tokens in prompts:
-        cache.keep(tuple(tokens), kv_by(owner, tokens), owner)
-    cache.forget(gone)
-    kept = [(owner, tokens) for owner, tokens in prompts if owner != gone]
-    assert all(cache.find(tuple(tokens), owner).length == len(tokens) for owner, tokens in kept)
-    assert all(cache.find(tuple(tokens), gone).length == 0 for _, tokens in prompts)
-    assert cache.tokens == len(
-        {(owner, *tokens[: i + 1]) for owner, tokens in kept for i in range(len(tokens))}
-    )
-
-
 def test_the_least_recently_used_leaf_goes_first_whatever_owns_it() -> None:
     cache = KvCache(6)
     for owner in (0, 1, 2):
