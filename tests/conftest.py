@@ -14,6 +14,7 @@ from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.engines.address import PairAddress
+from shell_router.standins.embedded.fleet import preload_servers
 from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, of_model
 from tests.fakes.shared_engines import SharedEngines, shared_engines
 from tests.fakes.thinking_model import with_template
@@ -87,10 +88,13 @@ def measured(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
     return lambda what, seconds: lines.append(f"{what}: {1000 * seconds:.0f} ms")
 
 
-def pytest_collection_finish() -> None:
-    """Networks compute on one thread: threads that share a busy machine make tiny products a
-    hundred times as slow.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare the fork server for engines, and let networks compute on one thread.
+
+    Threads that share a busy machine make tiny products a hundred times as slow.
     """
+    if any("engines" in getattr(item, "fixturenames", ()) for item in session.items):
+        preload_servers()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

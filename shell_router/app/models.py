@@ -50,6 +50,21 @@ class RunningModel:
         return None
 
 
+def engine_kinds(
+    config: Config, kinds: Mapping[str, EngineKind] | None = None
+) -> Mapping[str, EngineKind]:
+    """Return the kinds that the models need, those of `kinds` first. Raises ConfigError."""
+    return {name: (kinds or {}).get(name) or engine_kind(name) for name in _aliases_by_kind(config)}
+
+
+def _aliases_by_kind(config: Config) -> Mapping[str, list[str]]:
+    by_kind: dict[str, list[str]] = {}
+    for alias, model in config.models.items():
+        name = "swapping" if alias in config.swapped else kind_of(model)
+        by_kind.setdefault(name, []).append(alias)
+    return by_kind
+
+
 @asynccontextmanager
 async def running_models(
     config: Config, on_progress: Progress, kinds: Mapping[str, EngineKind] | None = None
@@ -59,12 +74,8 @@ async def running_models(
 
     Raises ConfigError and EngineError.
     """
-    by_kind: dict[str, list[str]] = {}
-    for alias, model in config.models.items():
-        by_kind.setdefault("swapping" if alias in config.swapped else kind_of(model), []).append(
-            alias
-        )
-    used = {name: (kinds or {}).get(name) or engine_kind(name) for name in by_kind}
+    by_kind = _aliases_by_kind(config)
+    used = engine_kinds(config, kinds)
     async with AsyncExitStack() as stack:
         files = await asyncio.to_thread(read_files, config.models)
         engines: dict[str, StartedEngine] = {}

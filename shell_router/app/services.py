@@ -16,7 +16,13 @@ import yaml
 from agent_cache import AgentPromptCache, CacheStats, Journals, MemoryAgentPromptCache
 from shell_router.api import ENGINE_CHECK, Services
 from shell_router.api.live import LiveTopologies
-from shell_router.app.models import Fleet, SglangPairs, adapted_models, running_models
+from shell_router.app.models import (
+    Fleet,
+    SglangPairs,
+    adapted_models,
+    engine_kinds,
+    running_models,
+)
 from shell_router.app.rereads import Contents
 from shell_router.app.topologies import live_topologies, watched
 from shell_router.app.wings import RunningPredictor, wing
@@ -150,11 +156,13 @@ async def running_services(
     engine that does not come up. Nothing is left running on any path.
     """
     topologies, seen, costs = read_named(config)
+    # before any process starts: a kind may name modules for the fork server to import
+    kinds = engine_kinds(config, {"pairs": SglangPairs(may_lack=True)})
     async with (
         running_embedder(config.embedder) as (embedder, embedder_ready),
         running_cache(config.cache, clock) as cache,
         _running_predictor(config.prediction) as predicting,
-        running_models(config, on_progress, {"pairs": SglangPairs(may_lack=True)}) as models,
+        running_models(config, on_progress, kinds) as models,
         AsyncExitStack() as stack,
     ):
         pools = {alias: model.pool for alias, model in models.items() if model.pool}

@@ -32,6 +32,17 @@ def preload(*modules: str) -> None:
     _CONTEXT.set_forkserver_preload(["__main__", *modules])
 
 
+def start_fork_server() -> None:
+    """Start the fork server, unless it runs, and return when it has imported its modules."""
+    process = _CONTEXT.Process(target=_do_nothing)
+    process.start()
+    process.join()
+
+
+def _do_nothing() -> None:
+    """End at once, in a child."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The exception that ended a child's function, or one batch of a worker."""

@@ -33,8 +33,8 @@ from shell_router.errors import (
     ModelFailed,
     WeightsLost,
 )
+from shell_router.processes.child import run_in_thread, start_fork_server
 from shell_router.standins.embedded.kind import Embedded
-from shell_router.standins.embedded.servers import Spawner
 from shell_router.swapping.sleep import fall_asleep, require_sleep, wake
 from shell_router.swapping.weights import obstacle_to_swap, run_all, swap_weights
 
@@ -103,17 +103,16 @@ async def embedded_places(
     files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
 ) -> AsyncIterator[Places]:
     """Start an embedded pair for a model when it is loaded. Raises ConfigError without torch."""
-    async with Spawner() as spawner:
-        kind = Embedded(spawner)
-        await spawner.launch()
+    kind = Embedded()
+    await run_in_thread(start_fork_server)
 
-        @asynccontextmanager
-        async def opened(alias: str) -> AsyncIterator[Engine]:
-            async with kind.running({alias: files[alias]}, config, log.debug) as engines:
-                yield engines[alias].engine
+    @asynccontextmanager
+    async def opened(alias: str) -> AsyncIterator[Engine]:
+        async with kind.running({alias: files[alias]}, config, log.debug) as engines:
+            yield engines[alias].engine
 
-        async with aclosing(Places(opened)) as places:
-            yield places
+    async with aclosing(Places(opened)) as places:
+        yield places
 
 
 # --- swapped weights

@@ -170,7 +170,7 @@ class RunningCluster:
 
     def engines(self) -> set[int]:
         """The processes of all embedded engines that run on it."""
-        return self._with("shell_router.standins.embedded.spawner")
+        return self._with("shell_router.standins.embedded.preload")
 
     def workers(self) -> set[int]:
         """The processes of all of a pool's workers on it."""

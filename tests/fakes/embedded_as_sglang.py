@@ -14,8 +14,8 @@ from aiohttp import web
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.model import load_causal_lm
 from shell_router.standins.embedded.prefill import KvCache, PrefillService
+from shell_router.standins.embedded.server import run_server
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
-from shell_router.standins.embedded.spawner import run_server
 
 
 class SwappingApp(EngineApp):

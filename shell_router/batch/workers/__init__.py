@@ -16,7 +16,6 @@ from shell_router.batch.sessions import SPANNING, Workers
 from shell_router.batch.workers.local import LocalWorker
 from shell_router.batch.workers.ray_cluster import RayWorker, join_cluster
 from shell_router.core.engine import ServedModel
-from shell_router.standins.embedded.servers import Spawner
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +81,17 @@ async def open_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
             numbers = range(len(pool.workers))
             workers = PoolWorkers([RayWorker(ray, pool, number, folder) for number in numbers])
         else:
-            spawner = await stack.enter_async_context(Spawner())
-            workers = _build_local_workers(pool, folder, spawner)
+            workers = _build_local_workers(pool, folder)
         await stack.enter_async_context(aclosing(workers))
         await workers.start()
         yield workers
 
 
-def _build_local_workers(pool: Pool, folder: Path, spawner: Spawner) -> PoolWorkers:
+def _build_local_workers(pool: Pool, folder: Path) -> PoolWorkers:
     workers = [
-        LocalWorker(pool, settings, folder / f"worker-{number}", spawner)
+        LocalWorker(pool, settings, folder / f"worker-{number}")
         for number, settings in enumerate(pool.workers)
     ]
     if pool.spanning is None:
         return PoolWorkers(workers)
-    return PoolWorkers(workers, LocalWorker(pool, pool.spanning, folder / "spanning", spawner))
+    return PoolWorkers(workers, LocalWorker(pool, pool.spanning, folder / "spanning"))

@@ -18,8 +18,8 @@ from shell_router.core.engine import ServedModel
 from shell_router.errors import EngineError
 from shell_router.launching.plan import plan
 from shell_router.launching.supervisor import Engines
+from shell_router.processes.child import run_in_thread, start_fork_server
 from shell_router.standins.embedded.kind import LOOPBACK, Embedded
-from shell_router.standins.embedded.servers import Spawner
 from shell_router.swapping.weights import obstacle_to_swap, swap_weights
 
 log = logging.getLogger(__name__)
@@ -33,16 +33,13 @@ class LocalWorker:
     forked for each session and listens on `host`.
     """
 
-    def __init__(
-        self, pool: Pool, settings: PoolWorker, logs: Path, spawner: Spawner, host: str = LOOPBACK
-    ) -> None:
+    def __init__(self, pool: Pool, settings: PoolWorker, logs: Path, host: str = LOOPBACK) -> None:
         self._pool = pool
         self._settings = settings
         self._logs = logs
-        self._spawner = spawner
         self._kinds: Mapping[str, EngineKind] = {}
         if settings.embedded:
-            self._kinds = {"embedded": Embedded(spawner, host)}
+            self._kinds = {"embedded": Embedded(host)}
         self._stack = AsyncExitStack()
         self._engines: Engines | None = None
         self._started: ModelSettings | None = None
@@ -52,7 +49,7 @@ class LocalWorker:
     async def start(self) -> None:
         """Import torch before the first session, which then costs no more than later ones."""
         if self._settings.embedded:
-            await self._spawner.launch()
+            await run_in_thread(start_fork_server)
 
     @asynccontextmanager
     async def session(self, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:

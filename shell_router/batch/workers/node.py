@@ -14,7 +14,6 @@ from shell_router.batch.workers.local import LocalWorker
 from shell_router.config import PairLaunch
 from shell_router.engines.address import PairAddress
 from shell_router.errors import EngineError
-from shell_router.standins.embedded.servers import Spawner
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,6 @@ class NodeWorker:
         self._folder = folder
         self._read_node = read_node
         self._host = ""
-        self._spawner = Spawner()
         self._worker: LocalWorker | None = None
         self._session: asyncio.Task[None] | None = None
 
@@ -89,7 +87,7 @@ class NodeWorker:
         """Get ready for sessions and return the node's address."""
         self._host, gpus = self._read_node()
         settings = place_on_node(self._settings, self._host, gpus)
-        self._worker = LocalWorker(self._pool, settings, self._folder, self._spawner, self._host)
+        self._worker = LocalWorker(self._pool, settings, self._folder, self._host)
         await self._worker.start()
         return self._host
 
@@ -98,7 +96,6 @@ class NodeWorker:
         await self.close()
         if self._worker is not None:
             await self._worker.stop()
-        await self._spawner.stop()
 
     async def open(self, model: str) -> tuple[PairAddress, Load]:
         """Load `model` and return the address at which it serves until `close`.

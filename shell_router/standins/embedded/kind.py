@@ -1,6 +1,4 @@
-"""The engine kind `embedded`: a prefill and a decode process per model, which the router starts and
-ends itself.
-"""
+"""The engine kind `embedded`: a prefill and a decode process per model, started by the router."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,8 +12,7 @@ from shell_router.app.models import running_pairs
 from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.fleet import EmbeddedFleet
-from shell_router.standins.embedded.servers import Spawner
+from shell_router.standins.embedded.fleet import EmbeddedFleet, preload_servers
 from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings
 
 LOOPBACK = "127.0.0.1"
@@ -23,20 +20,18 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 class Embedded:
-    """See `EngineKind`. Servers listen on `host`, an address of this machine; fleets may share a
-    `spawner`.
-    """
+    """The kind; see `EngineKind`. Servers listen on `host`, an address of this machine."""
 
     settings: ClassVar[type] = EmbeddedSection
 
-    def __init__(self, spawner: Spawner | None = None, host: str = LOOPBACK) -> None:
+    def __init__(self, host: str = LOOPBACK) -> None:
         if missing := [name for name in NEEDED if find_spec(name) is None]:
             raise ConfigError(
                 f"embedded pairs need {', '.join(missing)}, not installed here.",
                 remedy="pip install 'shell-router[embedded]', or give the models SGLang pairs.",
             )
-        self._spawner = spawner
         self._host = host
+        preload_servers()
 
     @asynccontextmanager
     async def running(
@@ -45,18 +40,16 @@ class Embedded:
         """See `EngineKind`."""
         settings = {
             alias: EmbeddedSettings(
-                str(found.folder),
+                str(model_files.folder),
                 **asdict(config.models[alias].engine.get("embedded") or EmbeddedSection()),
-                context_length=found.context_length,
+                context_length=model_files.context_length,
                 incremental_streaming_output=True,
                 host=self._host,
             )
-            for alias, found in files.items()
+            for alias, model_files in files.items()
         }
         limit_s = config.limits.engine_start_s
-        async with EmbeddedFleet(
-            settings, start_limit_s=limit_s, on_progress=on_progress, spawner=self._spawner
-        ) as fleet:
+        async with EmbeddedFleet(settings, start_limit_s=limit_s, on_progress=on_progress) as fleet:
             addresses = {alias: [fleet[alias].address] for alias in files}
             async with running_pairs(addresses, files, config, on_progress) as pools:
                 yield {

@@ -9,6 +9,8 @@ from shell_router.files.types import Count, Index
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Mode = Literal["prefill", "decode"]
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+"""Variables of an embedded server's process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
