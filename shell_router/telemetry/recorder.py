@@ -1,4 +1,4 @@
-"""What leaves the process off the event loop; trace files, with one JSON object per line."""
+"""Output that leaves the process off the event loop: trace files, the access log, log lines."""
 
 import contextlib
 import logging
@@ -9,6 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,20 +20,23 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 Lines = Callable[[], Sequence[Mapping[str, Any]]]
-"""Makes the lines of one run. Called in the recorder's thread: counting tokens takes longer than
-the loop has.
-"""
+"""Makes the lines of one run, in the recorder's thread: counting tokens would hold up the loop."""
 
 MOST_WAITING = 10_000
 
 
 class Outbox(ABC, Generic[Item]):
-    """Items that a thread of its own takes where they belong, `max_batch_size` together, so that no
-    request waits.
+    """A queue whose items a thread of its own takes away, so that no request waits.
 
-    What cannot be taken is lost, and no request with it: `count` is called with how many of `what`
-    were `done` or "lost", and the log says why when losing begins, and that it is over. With
-    `linger_s` it waits for more items to take together.
+    Items that cannot be taken are lost; the log says why when losing begins, and when it is over.
+
+    Args:
+        what: The plural noun for messages.
+        done: The participle for messages and `count`, such as "written".
+        count: Called with `done` or "lost", and with how many of `what` were.
+        most_waiting: Items in the queue; more are lost.
+        max_batch_size: Items that are taken together.
+        linger_s: Seconds to wait for more items to take together.
     """
 
     def __init__(
@@ -64,9 +68,7 @@ class Outbox(ABC, Generic[Item]):
             self._count_lost(self._size(item), f"{self._waiting.maxsize} runs wait")
 
     def close(self, limit_s: float = 10.0) -> None:
-        """Take what waits, and end; what is not taken by the limit is lost. To be called off the
-        event loop.
-        """
+        """Take what waits, and end. Blocks up to `limit_s`; what is not taken by then is lost."""
         self._ending.set()
         until_s = time.monotonic() + limit_s
         with contextlib.suppress(queue.Full):  # logged below
@@ -90,15 +92,16 @@ class Outbox(ABC, Generic[Item]):
                 while len(items) < self._max_batch_size:
                     items.append(self._waiting.get_nowait())
             ended = None in items
-            if found := [item for item in items if item is not None]:
-                self._take(found)
+            taken = [item for item in items if item is not None]
+            if taken:
+                self._take(taken)
 
     @abstractmethod
     def _take(self, items: Sequence[Item]) -> None:
-        """Take them, and say `_count_done` or `_count_lost` of each part; must not raise."""
+        """Take the items, and call `_count_done` or `_count_lost` for each part. Must not raise."""
 
     def _size(self, item: Item) -> int:
-        """How many of `what` an item is, which the caller has no time to make."""
+        """Return how many of `what` an item is."""
         return 1
 
     def _count_done(self, count: int) -> None:
@@ -115,10 +118,14 @@ class Outbox(ABC, Generic[Item]):
 
 
 class Recorder(Outbox[Lines]):
-    """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`, files of about
-    `max_file_bytes`.
+    """JSON lines in `<folder>/<start, UTC>-<process>-<number>.jsonl`.
 
-    The log calls them lines of `what`. `prompts` says to who makes them whether texts are wanted.
+    Args:
+        what: The name of these lines in the log.
+        folder: Where the files are.
+        max_file_bytes: A file that has as many is not continued.
+        count: See `Outbox`.
+        prompts: Whether the makers of lines are to put texts into them.
     """
 
     def __init__(
@@ -151,7 +158,7 @@ class Recorder(Outbox[Lines]):
         count = made.count(b"\n")
         try:
             with open(self._file(), "ab", opener=_private) as file:
-                _whole_or_nothing(file.fileno(), made)
+                _append_whole(file.fileno(), made)
         except OSError as error:
             self._count_lost(count, f"{self._folder}: {error.strerror}")
             return
@@ -166,35 +173,37 @@ class Recorder(Outbox[Lines]):
         return file
 
 
-class LogLines(logging.Handler):
-    """Log lines for `file`, written by a thread: a reader of stderr that stalls holds up no
-    request.
+class LogLines(QueueHandler):
+    """Log lines that a thread writes to `file`, so a reader that stalls holds up no request.
 
     Beyond 10,000 that wait, lines are lost: `lost` is called with 1 for each, and the log says how
     many were.
     """
 
     def __init__(self, file: int = 2) -> None:
-        super().__init__()
+        self._lines: queue.Queue[logging.LogRecord] = queue.Queue(MOST_WAITING)
+        super().__init__(self._lines)
         self.lost: Callable[[int], object] = int
-        self._file = file
         self._missing = 0
-        self._lines: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
-        threading.Thread(target=self._write, name="log lines", daemon=True).start()
+        QueueListener(self._lines, _LineWriter(file, self)).start()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Have its line written. Returns at once."""
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Return a record whose message is the whole line; a failure to format it is a line too."""
         try:
-            text = self.format(record)
+            line: logging.LogRecord = super().prepare(record)
         except Exception as error:  # what logs goes on
-            text = f"A line of {record.name} could not be made: {type(error).__name__}: {error}"
-        line = text.encode("utf-8", "backslashreplace") + b"\n"
+            reason = f"{type(error).__name__}: {error}"
+            message = f"A line of {record.name} could not be made: {reason}"
+            line = logging.makeLogRecord({"msg": message})
+        return line
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Have the line written, after a line about those that were lost. Returns at once."""
         if self._missing:
-            gap = b"%d log lines are lost: those before were not read in time\n" % self._missing
-        else:
-            gap = b""
+            gap = f"{self._missing} log lines are lost: those before were not read in time"
+            record.msg = f"{gap}\n{record.msg}"
         try:
-            self._lines.put_nowait(gap + line)
+            super().enqueue(record)
             self._missing = 0
         except queue.Full:
             self._missing += 1
@@ -207,18 +216,25 @@ class LogLines(logging.Handler):
                 lambda: not self._lines.unfinished_tasks, timeout=1.0
             )
 
-    def _write(self) -> None:
-        while True:
-            line = self._lines.get()
-            while line:
-                try:
-                    line = line[os.write(self._file, line) :]
-                except BlockingIOError:
-                    select.select((), (self._file,), ())
-                except OSError:  # it is closed
-                    self.lost(1)
-                    break
-            self._lines.task_done()
+
+class _LineWriter(logging.Handler):
+    """Writes lines to a descriptor that may block, or refuse to."""
+
+    def __init__(self, file: int, lines: LogLines) -> None:
+        super().__init__()
+        self._file = file
+        self._log_lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rest = record.msg.encode("utf-8", "backslashreplace") + b"\n"
+        while rest:
+            try:
+                rest = rest[os.write(self._file, rest) :]
+            except BlockingIOError:
+                select.select((), (self._file,), ())
+            except OSError:  # it is closed
+                self._log_lines.lost(1)
+                return
 
 
 def _private(path: str, flags: int) -> int:
@@ -226,8 +242,8 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _whole_or_nothing(file: int, made: bytes) -> None:
-    """A full disk takes a part: a line that was cut would make the file unreadable."""
+def _append_whole(file: int, made: bytes) -> None:
+    """Append `made`; take back a part, which a full disk leaves, as a cut line is unreadable."""
     before = os.fstat(file).st_size
     written = 0
     try:
