@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from shell_router.batch.planner import ModelWork
 from shell_router.core.statistics import Timing, fitted_costs, held_out_error
-from shell_router.errors import ConfigError, require
+from shell_router.errors import ConfigError
 from shell_router.files.types import Amount
 
 Load = Literal["engine started", "weights swapped", "model kept"]
@@ -90,12 +90,7 @@ class PoolProfile:
 
 
 def fit_profile(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
-    """Fit a profile to timed sessions. Raises ConfigError if all have as many prompts."""
-    require(
-        len({run.prompts for run in runs}) > 1,
-        "A session's time cannot be fitted to one number of prompts.",
-        "Run it with two or more.",
-    )
+    """Fit a profile to timed sessions of two sizes or more. Raises ConfigError for bad times."""
     timings = [run.timing for run in runs]
     prompts = sum(run.prompts for run in runs)
     start_s, step_s, token_s = fitted_costs(timings)

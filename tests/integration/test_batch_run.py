@@ -117,13 +117,3 @@ async def test_profiles_are_measured_written_and_used(tmp_path: Path) -> None:
         assert [run["prompts"] for run in measured["runs"]] == [1, 1, 2, 2]
     code, printed = await ran(pool, "--data", questions, "--out", tmp_path / "run")
     assert code == 0, printed
-
-
-async def test_a_run_without_a_profile_says_how_to_get_one(tmp_path: Path) -> None:
-    pool = write_pool(tmp_path)
-    (tmp_path / "costs.yaml").unlink()
-    code, printed = await ran(
-        pool, "--data", write_questions(tmp_path, 2), "--out", tmp_path / "run"
-    )
-    assert code == 2
-    assert "shell-router batch profile" in printed

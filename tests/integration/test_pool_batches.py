@@ -145,18 +145,6 @@ async def test_lines_that_name_a_pool_are_answered_by_its_experts_and_the_others
 
 
 @pytest.mark.slow
-async def test_a_pool_that_cannot_run_says_why_for_each_of_its_lines(tmp_path: Path) -> None:
-    deployment = write_deployment(tmp_path)
-    (tmp_path / "costs.yaml").unlink()
-    async with client(deployment) as ai:
-        done, refused = await answered(
-            ai, line("one", "Why?", model="panel"), line("two", model="small", max_tokens=4)
-        )
-    assert set(done) == {"two"}
-    assert "shell-router batch profile" in refused["one"]["error"]["message"]
-
-
-@pytest.mark.slow
 async def test_lines_that_failed_are_answered_once_their_pools_file_is_corrected(
     tmp_path: Path,
 ) -> None:

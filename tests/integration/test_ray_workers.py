@@ -67,33 +67,6 @@ async def test_a_run_on_a_cluster_gives_the_same_results_as_one_on_this_machine(
 
 
 @pytest.mark.slow
-async def test_a_model_that_does_not_load_on_its_node_costs_its_own_answers_alone(
-    cluster: RunningCluster, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in (ROOT / "models/small").iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    (broken / "model.safetensors").write_bytes(b"no weights")
-    models = {
-        "medium": {"path": str(ROOT / "models/medium")},
-        "large": {"path": str(ROOT / "models/large")},
-    }
-    pool = write_pool(
-        tmp_path,
-        models={**models, "broken": {"path": str(broken)}},
-        proposers=["broken", "medium"],
-        aggregate=None,
-        ray={"address": cluster.address},
-    )
-    code, printed = await ran(pool, write_questions(tmp_path, 4), tmp_path / "run")
-    assert code == 0, printed
-    for one in results(tmp_path / "run"):
-        assert one["error"].startswith("broken: On the node ")
-        assert one["text"]
-
-
-@pytest.mark.slow
 async def test_what_a_lost_worker_has_not_answered_is_answered_by_the_others(
     cluster: RunningCluster, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def test_a_curve_is_found_again_from_what_it_predicts() -> None:
     assert (found.start_s, found.step_s, found.token_s) == pytest.approx((1.5, 0.02, 0.001))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_noise_moves_predictions_by_about_its_own_size(seed: int) -> None:
     found = fit(timed(noise=0.05, seed=seed))
     for prompts in (10, 100, 1000):
@@ -78,12 +78,3 @@ def test_held_out_error_is_nothing_for_exact_runs_and_shows_what_the_form_cannot
 def test_a_time_that_cannot_have_been_is_refused(took_s: float) -> None:
     with pytest.raises(ConfigError, match="positive and finite"):
         fit([*timed(), SessionRun(1, 1.0, 1.0, took_s)])
-
-
-def test_two_numbers_of_prompts_are_not_enough_for_an_error() -> None:
-    assert fit(timed((8, 9))).held_out_error is None
-
-
-def test_one_number_of_prompts_is_not_enough() -> None:
-    with pytest.raises(ConfigError, match="Run it with two or more"):
-        fit(timed((8, 8)))

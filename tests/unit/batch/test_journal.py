@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shell_router.batch.journal import Journal, Output, open_journal, replace_file
+from shell_router.batch.journal import Journal, Output, open_journal
 from shell_router.errors import ConfigError
 from tests.fakes.disk import full_disk
 
@@ -182,13 +182,3 @@ def test_an_experts_late_answer_voids_what_the_aggregator_wrote_without_it(tmp_p
     with open_journal(tmp_path, RUN) as journal:
         assert journal.lacks(aggregated[0].key)
         assert not journal.lacks(aggregated[1].key)
-
-
-def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    replace_file(file, b"one")
-    replace_file(file, b"two")
-    assert file.read_bytes() == b"two"
-    assert [one.name for one in tmp_path.iterdir()] == ["results.jsonl"]
-    with pytest.raises(FileNotFoundError):
-        replace_file(tmp_path / "absent" / "file", b"")

@@ -6,7 +6,6 @@ from shell_router.batch.planner import (
     Workload,
     plan_longest_first,
     plan_round_robin,
-    plan_wrap_around,
 )
 from shell_router.errors import ConfigError
 
@@ -60,19 +59,6 @@ def test_longest_first_gives_each_expert_to_the_worker_that_is_done_first() -> N
     made = plan_longest_first(Workload(THREE, 2, 2))
     assert shares_of(made) == [{"c": 60}, {"b": 20, "a": 10}]
     assert made.makespan_s == 65.0
-
-
-def test_wrapping_around_fills_workers_evenly() -> None:
-    made = plan_wrap_around(Workload(THREE, 2, 3))
-    assert made.makespan_s == pytest.approx(
-        55.0, abs=1.0
-    )  # of 65 with whole models; no plan is below 55
-    assert made.bound_s == pytest.approx(55.0)
-    assert sum(session.prompts for session in made.sessions) == 90
-
-
-def test_wrapping_around_cuts_nothing_where_that_shortens_nothing() -> None:
-    assert plan_wrap_around(Workload(THREE[:2], 2, 1)).makespan_s == 25.0
 
 
 def test_too_many_experts_for_the_workers_says_what_would_be_enough() -> None:

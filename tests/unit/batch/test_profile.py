@@ -147,25 +147,6 @@ async def test_loads_are_timed_apart_from_sessions() -> None:
     assert [one.seconds for one in found.runs] == [1, 2]
 
 
-@pytest.mark.parametrize("sizes", [(), (4,), (4, 4), (0, 4), (-1, 4)])
-async def test_sizes_that_tell_no_cost_are_refused_before_anything_is_loaded(
-    sizes: tuple[int, ...],
-) -> None:
-    timed = Timed()
-    with pytest.raises(ConfigError, match="needs sessions of two sizes or more"):
-        await profile_model("a", prompts(99), sizes, timed.workers, 2, 2, timed.timers.clock)
-    assert not timed.workers.loads
-
-
-async def test_too_few_prompts_are_refused_with_how_many_are_needed() -> None:
-    timed = Timed()
-    with pytest.raises(
-        ConfigError, match="of 2, 4 prompts on 2 workers need 12 questions, and there are 11"
-    ):
-        await profile_model("a", prompts(11), (2, 4), timed.workers, 2, 2, timed.timers.clock)
-    assert not timed.workers.loads
-
-
 async def test_a_model_that_does_not_load_on_one_worker_is_reported_as_it_is_and_the_other_waits_for_nothing() -> (
     None
 ):

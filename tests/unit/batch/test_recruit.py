@@ -196,8 +196,3 @@ async def test_a_run_whose_right_answers_are_not_known_tells_nothing(tmp_path: P
         match=r"recruit\.skills: in that run no question with a known answer was answered",
     ):
         await recruit(pool(known_run(tmp_path, right=None)), asked(), 0)
-
-
-async def test_a_folder_without_results_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Name the folder of a run that has ended"):
-        await recruit(pool(tmp_path), asked(), 0)

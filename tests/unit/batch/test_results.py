@@ -40,19 +40,7 @@ def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert as_lines(found) == as_lines([*RUN, Result(9, None, error="bad")])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"{",
-        b"5",
-        b"null",
-        b"[]",
-        b"{}",
-        b'{"proposers": 5}',
-        b'{"proposers": [5]}',
-        b'{"proposers": [{"name": "x"}]}',
-    ],
-)
+@pytest.mark.parametrize("line", [b"{", b"5", b"[]", b"{}", b'{"proposals": [5]}'])
 def test_a_file_of_another_kind_or_version_is_reported(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "results.jsonl").write_bytes(as_lines(RUN) + line + b"\n")
     with pytest.raises(DataError, match=r"results\.jsonl is not what a run writes: .*Run it again"):

@@ -295,13 +295,6 @@ async def test_models_get_their_system_prompt_and_draw_by_seeds_of_their_own(
     assert again == seeds[:6]
 
 
-async def test_a_finished_run_asks_nothing_again(tmp_path: Path) -> None:
-    _, first = await outcome({"a1": "2"}, tmp_path)
-    again = Started(ScriptedWorkers(saying({})))
-    assert await again.run(batch(), tmp_path) == first
-    assert not again.workers.loads
-
-
 async def test_another_tau_asks_only_what_is_missing(tmp_path: Path) -> None:
     answers = {"a1": "2", "a2": "2", "b2": "3", "!0": "8", "!1": "8", "!2": "8"}
     asked = []
@@ -476,7 +469,10 @@ async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(
     asyncio.get_running_loop().set_default_executor(InPlace())
     answers = {"a0": "2", "b1": "refused"}
     for turns in count():
-        started = Started(ScriptedWorkers(saying(answers)))
+        workers = ScriptedWorkers(
+            saying(answers), unloadable=lambda worker, model: (worker, model) == (0, "a")
+        )
+        started = Started(workers)
         task = asyncio.create_task(started.run(batch(2), tmp_path / str(turns)))
         for _ in range(turns):
             await asyncio.sleep(0)

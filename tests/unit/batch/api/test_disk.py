@@ -10,7 +10,6 @@ import pytest
 from shell_router.batch.api.storage import keep_as, link_or_copy, on_disk
 from shell_router.batch.journal import append_whole, replace_file
 from shell_router.errors import StorageFailed
-from tests.fakes.disk import full_disk
 
 
 async def test_a_failing_disk_is_reported_with_its_reason_and_the_remedy() -> None:
@@ -68,14 +67,6 @@ def test_what_the_disk_does_not_confirm_is_not_kept(
     with pytest.raises(OSError, match="Invalid argument"):
         keep(draft, path)
     assert not path.exists()
-
-
-def test_of_a_write_that_did_not_fit_nothing_stays(tmp_path: Path) -> None:
-    path = tmp_path / "results"
-    append_whole(path, b"x" * 60)
-    with full_disk(100), pytest.raises(OSError, match="File too large"):
-        append_whole(path, b"y" * 60)
-    assert path.read_bytes() == b"x" * 60
 
 
 def test_a_link_holds_what_its_source_held(tmp_path: Path) -> None:

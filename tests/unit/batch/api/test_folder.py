@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.batch.api.storage import BatchRecord, Fault, FileRecord, open_folder
-from shell_router.errors import ConfigError, UnknownBatch, UnknownFile
+from shell_router.errors import ConfigError
 
 FILE = FileRecord("file-1", "alice", "in.jsonl", "batch", 3, 100)
 BATCH = BatchRecord(
@@ -49,17 +49,6 @@ async def test_the_latest_come_first_also_after_a_start(tmp_path: Path) -> None:
             await folder.files.save(record)
     with open_folder(tmp_path) as folder:
         assert [one.created_at for one in folder.files.of("alice")] == [3, 2, 1]
-
-
-async def test_other_tenants_find_nothing(tmp_path: Path) -> None:
-    with open_folder(tmp_path) as folder:
-        await folder.files.save(FILE)
-        await folder.batches.save(BATCH)
-        assert folder.files.of("bob") == []
-        with pytest.raises(UnknownFile):
-            folder.files.find("bob", "file-1")
-        with pytest.raises(UnknownBatch):
-            folder.batches.find("bob", "batch_1")
 
 
 async def test_a_start_deletes_what_a_batch_that_has_ended_left_behind(tmp_path: Path) -> None:

@@ -25,10 +25,6 @@ def fault_on(content: dict[str, Any]) -> Fault:
     return found
 
 
-def test_a_right_line_is_read() -> None:
-    assert read_line(3, jsonl(line("a")), ENDPOINT) == BatchLine(3, "a", line("a")["body"])
-
-
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [

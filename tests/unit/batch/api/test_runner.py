@@ -96,11 +96,6 @@ async def run(lines: ChatLines, *names: str) -> list[LineResult]:
     return kept
 
 
-async def test_every_line_is_answered() -> None:
-    kept = await run(runner(concurrency=2), *"abcde")
-    assert {one.custom_id for one in kept} == set("abcde") and all(one.succeeded for one in kept)
-
-
 async def test_lines_that_a_pool_takes_come_after_all_others_and_say_why_it_could_not_run(
     tmp_path: Path,
 ) -> None:
@@ -183,14 +178,6 @@ async def test_two_batches_share_the_room_in_turn() -> None:
         for one in moa.engines["small"].generated
     ]
     assert set(asked[:4]) == set("abxy")
-
-
-async def test_what_keeping_a_result_raises_ends_the_run_as_it_is() -> None:
-    async def keep(_: LineResult) -> None:
-        raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        await runner().run(BATCH, given(*"abc"), keep)
 
 
 async def test_no_more_lines_are_held_than_can_run() -> None:

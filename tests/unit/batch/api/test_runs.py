@@ -81,18 +81,6 @@ def left_as(folder: BatchFolder, status: Status, **changes: object) -> None:
     folder.input("batch_1").write_bytes(folder.content("file-1").read_bytes())
 
 
-async def test_a_batch_runs_to_its_end(folder: BatchFolder) -> None:
-    runner = Answering()
-    await runs(folder, runner).add(BATCH)
-    record = await ended(folder)
-    assert (record.status, record.total, record.completed, runner.given) == (
-        "completed",
-        2,
-        2,
-        ["a", "b"],
-    )
-
-
 @pytest.mark.parametrize(
     ("status", "error", "end"),
     [
