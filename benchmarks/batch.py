@@ -58,8 +58,8 @@ from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
-from shell_router.batch.run import BatchReport, Follow, run_batch
-from shell_router.batch.sessions import Workers, load_on_workers, profile_model
+from shell_router.batch.run import BatchReport, BatchRun
+from shell_router.batch.sessions import Follow, Workers, load_on_workers, profile_model
 from shell_router.batch.workers import open_workers
 from shell_router.core.statistics import paired_difference, wilson
 
@@ -243,9 +243,9 @@ async def _kept(
                 on = workers
                 await load_on_workers(REST, on, len(batch.pool.workers), monotonic)
             journal = stack.enter_context(open_journal(folder / "run", {}))
-            done[name] = await run_batch(
+            done[name] = await BatchRun(
                 batch, on, costs, journal, PLANNERS[name][0], loads, monotonic
-            )
+            ).run()
     return done
 
 

@@ -18,7 +18,7 @@ from shell_router.batch.planner import ModelWork, Plan, Workload, plan_wrap_arou
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Replanning, Sessions
+from shell_router.batch.sessions import Follow, Move, Replanning, Sessions
 from shell_router.core.engine import Finish, Generation, Prefilled, ServedModel, Tokens
 from shell_router.lab.simulation.virtual_time import run_virtual
 
@@ -109,6 +109,12 @@ class TimedWorkers:
         yield ServedModel(model, Shared(self.seconds[model]), Words(), 10**9), "engine started"
 
 
+class Quiet(Follow):
+    """Logs nothing."""
+
+    def on_progress(self, line: str) -> None: ...
+
+
 def with_tails(workload: Workload) -> Workload:
     """The workload with a `fixed_s` for the end of each session, when few are in flight: as a
     profile would find it.
@@ -150,7 +156,7 @@ def off(
 
 def run(
     planned: Workload, plan: Plan, real: tuple[Workload, Mapping[str, Sequence[float]]], moves: str
-) -> tuple[float, Counter[str]]:
+) -> tuple[float, Counter[Move]]:
     """Seconds that the plan takes at the real costs, and the prompts that moved; `moves`: none,
     taken or all.
     """
@@ -163,11 +169,10 @@ def run(
         ]
         for one in planned.models
     }
-    moved: Counter[str] = Counter()
 
     async def ignore(_output: Output) -> None: ...
 
-    async def ran() -> float:
+    async def ran() -> tuple[float, Counter[Move]]:
         replanning = Replanning(
             plan_wrap_around, planned.capacity, BOUND if moves == "all" else NEVER
         )
@@ -175,13 +180,12 @@ def run(
             WorkerQueues(planned.models, prompts, plan, planned.workers),
             TimedWorkers(*real),
             ignore,
-            lambda _: None,
-            lambda *_: None,
-            lambda why, number: moved.update({why: number}),
+            Quiet(),
             concurrency=CONCURRENCY,
             clock=asyncio.get_running_loop().time,
             replanning=None if moves == "none" else replanning,
         )
-        return max(session.end_s for session in await sessions.run())
+        ended = await sessions.run()
+        return max(session.end_s for session in ended), sessions.moved
 
-    return run_virtual(ran()), moved
+    return run_virtual(ran())

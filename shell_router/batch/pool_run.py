@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,8 +32,9 @@ from shell_router.batch.recruit import (
     list_graded,
     weigh_scores,
 )
-from shell_router.batch.run import BatchReport, Follow, run_batch
+from shell_router.batch.run import BatchReport, BatchRun
 from shell_router.batch.sessions import (
+    Follow,
     Planner,
     Spanning,
     Workers,
@@ -150,7 +151,8 @@ async def run_pool(
     with ExitStack() as stack:
         journal = await on_disk(stack.enter_context, open_journal(folder, inputs))
         async with open_workers(pool, folder / "logs") as workers:
-            report = await run_batch(batch, workers, profile, journal, planner, follow, monotonic)
+            run = BatchRun(batch, workers, profile, journal, planner, follow, monotonic)
+            report = await run.run()
     await on_disk(lambda: _write(folder / "results.jsonl", as_lines(report.results)))
     return report
 
@@ -168,34 +170,27 @@ async def profile_pool(
             "The pool names no profile.",
             remedy="Name the file to write, as in `profile: costs.yaml`.",
         )
-    profile = await _Profiling(pool, questions, sizes, follow, pool.profile).run()
+    every = {question.id: pool.proposer_names for question in questions.asked}
+    batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
+    profile = await _Profiling(batch, sizes, follow, pool.profile.with_suffix(".logs")).run()
     _write(pool.profile, yaml.safe_dump(plain(asdict(profile)), sort_keys=False).encode())
 
 
+@dataclass(slots=True)
 class _Profiling:
-    """A run of `batch profile`."""
+    """A run of `batch profile`. SGLang's logs go to the folder `logs`."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        questions: Questions,
-        sizes: Sequence[int],
-        follow: Follow,
-        profile: Path,
-    ) -> None:
-        every = {question.id: pool.proposer_names for question in questions.asked}
-        self._pool = pool
-        self._batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
-        self._sizes = sizes
-        self._follow = follow
-        self._logs = profile.with_suffix(".logs")
-        self._outputs: dict[Key, Output] = {}
+    batch: Batch
+    sizes: Sequence[int]
+    follow: Follow
+    logs: Path
+    outputs: dict[Key, Output] = field(default_factory=dict)
 
     async def run(self) -> PoolProfile:
         """Return the costs of the pool's models."""
-        pool = self._pool
+        pool = self.batch.pool
         count = len(pool.workers)
-        async with open_workers(pool, self._logs) as workers:
+        async with open_workers(pool, self.logs) as workers:
             timed = await self._time_proposers(workers)
             start_s = timed[0][0].load_s
             one_shape = {load for _, load in timed[1:]} == {"weights swapped"}
@@ -216,26 +211,26 @@ class _Profiling:
             alone_s = await self._time_start()
         profile = self._build_profile([model for model, _ in timed])
         profile = add_starts(profile, alone_s, start_s, count)
-        self._follow.on_progress(
+        self.follow.on_progress(
             f"the first load of a worker: {profile.first_s:.1f} s longer, "
             f"{profile.together_s:.1f} s more for each other worker in use"
         )
         return profile
 
     async def _time_proposers(self, workers: Workers) -> list[_Timed]:
-        prompts = self._batch.proposer_prompts()
+        prompts = self.batch.proposer_prompts()
         timed = []
-        for name in self._pool.proposer_names:
+        for name in self.batch.pool.proposer_names:
             its = [prompt for prompt in prompts if prompt.model == name]
-            count = len(self._pool.workers)
-            timed.append(await self._time(name, its, workers, count, self._pool.concurrency))
+            count = len(self.batch.pool.workers)
+            timed.append(await self._time(name, its, workers, count, self.batch.pool.concurrency))
         return timed
 
     async def _time_aggregator(self, workers: Workers, name: str) -> _Timed:
-        prompts = self._batch.aggregator_prompts(self._outputs.get)
-        count = len(self._pool.workers)
-        concurrency = self._pool.concurrency
-        if self._pool.spanning is None:
+        prompts = self.batch.aggregator_prompts(self.outputs.get)
+        count = len(self.batch.pool.workers)
+        concurrency = self.batch.pool.concurrency
+        if self.batch.pool.spanning is None:
             return await self._time(name, prompts, workers, count, concurrency)
         return await self._time(name, prompts, Spanning(workers), 1, count * concurrency)
 
@@ -243,24 +238,24 @@ class _Profiling:
         self, name: str, prompts: Sequence[Prompt], workers: Workers, count: int, concurrency: int
     ) -> _Timed:
         profile, outputs, load = await profile_model(
-            name, prompts, self._sizes, workers, count, concurrency, monotonic
+            name, prompts, self.sizes, workers, count, concurrency, monotonic
         )
-        self._outputs.update({output.key: output for output in outputs})
-        self._follow.on_progress(
+        self.outputs.update({output.key: output for output in outputs})
+        self.follow.on_progress(
             f"{name}: {load} in {profile.load_s:.1f} s, {profile.token_s * 1000:.2f} ms per token"
         )
         return profile, load
 
     async def _time_start(self) -> float:
         """Return the seconds in which one worker's engine starts alone."""
-        async with open_workers(self._pool, self._logs) as workers:
-            first = self._pool.proposer_names[0]
+        async with open_workers(self.batch.pool, self.logs) as workers:
+            first = self.batch.pool.proposer_names[0]
             start_s, _ = await load_on_workers(first, workers, 1, monotonic)
         return start_s
 
     def _build_profile(self, models: Sequence[ModelProfile]) -> PoolProfile:
-        names = self._pool.proposer_names
-        aggregator = models[-1] if self._pool.aggregate else None
+        names = self.batch.pool.proposer_names
+        aggregator = models[-1] if self.batch.pool.aggregate else None
         return PoolProfile(dict(zip(names, models, strict=False)), aggregator)
 
 

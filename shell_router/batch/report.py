@@ -13,8 +13,7 @@ from rich.text import Text
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import OPTIMAL_GAP, Plan
 from shell_router.batch.prompts import Result
-from shell_router.batch.run import Follow, Stage
-from shell_router.batch.sessions import Move, Sessions
+from shell_router.batch.sessions import Follow, Move, Sessions, Stage
 from shell_router.core.statistics import wilson
 
 MOVES: Mapping[Move, str] = {

@@ -9,14 +9,14 @@ engines is found and costs only itself.
 import asyncio
 import logging
 import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal, Protocol, TypeVar, get_args
 
-from shell_router.batch.journal import Output
+from shell_router.batch.journal import Output, Role
 from shell_router.batch.planner import Plan, Session, Workload
 from shell_router.batch.profile import Load, ModelProfile, SessionRun, fit_profile
 from shell_router.batch.prompts import Prompt
@@ -108,46 +108,68 @@ MIN_GAIN = 0.05
 """A new plan must shorten the rest by this share: moved prompts cost loads, which may fail."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The sessions of the proposers or the aggregator, as planned and as they were."""
+
+    role: Role
+    plan: Plan
+    sessions: tuple[Session, ...] = ()
+    moved: Mapping[Move, int] = field(default_factory=dict)
+    """How many prompts left their planned workers."""
+
+    @property
+    def measured(self) -> Plan:
+        """The sessions as they were, in the form of a plan."""
+        return Plan(f"{self.plan.method}, measured", self.sessions, 0.0)
+
+
+class Follow:
+    """A follower that a batch calls as it goes on; this one logs lines of text."""
+
+    def on_stage(self, stage: Stage, sessions: "Sessions") -> None:
+        """Take note that a stage is planned and its sessions are about to run."""
+
+    def on_output(self, output: Output) -> None:
+        """Take note that an output is on disk."""
+
+    def on_load(self, load: Load, seconds: float) -> None:
+        """Take note that a worker has loaded a model."""
+
+    def on_move(self, why: Move, prompts: int) -> None:
+        """Take note that prompts go to another worker than the plan's."""
+
+    def on_progress(self, line: str) -> None:
+        """Log a line for a person."""
+        log.info("%s", line)
+
+
+@dataclass(slots=True)
 class Sessions:
     """The sessions of all workers, which run what is queued for them.
 
-    Args:
+    Attributes:
         queues: The workers' queues.
         workers: The workers.
-        on_output: Awaited with each output.
-        on_progress: Called with each line of text for a person.
-        on_load: Called with each load and its seconds.
-        on_move: Called with the number of prompts that go to another worker.
+        write: Awaited with each output.
+        follow: Called with loads, moves and lines of text.
         concurrency: Prompts of a session that an engine has at a time.
         clock: Monotonic seconds.
         replanning: When to plan again; with None a prompt leaves its worker only if that fails.
+        moved: How many prompts left their planned workers.
     """
 
-    def __init__(
-        self,
-        queues: WorkerQueues,
-        workers: Workers,
-        on_output: OnOutput,
-        on_progress: Callable[[str], None],
-        on_load: Callable[[Load, float], None],
-        on_move: Callable[[Move, int], None],
-        *,
-        concurrency: int,
-        clock: Clock,
-        replanning: Replanning | None = None,
-    ) -> None:
-        self._queues = queues
-        self._workers = workers
-        self._on_output = on_output
-        self._on_progress = on_progress
-        self._on_load = on_load
-        self._on_move = on_move
-        self._concurrency = concurrency
-        self._clock = clock
-        self._changed = asyncio.Condition()
-        self._ended: list[Session] = []
-        self._replanning = replanning
-        self._is_planning = False
+    queues: WorkerQueues
+    workers: Workers
+    write: OnOutput
+    follow: Follow
+    concurrency: int
+    clock: Clock
+    replanning: Replanning | None = None
+    moved: Counter[Move] = field(default_factory=Counter)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _ended: list[Session] = field(default_factory=list)
+    _is_planning: bool = False
 
     async def run(self) -> tuple[Session, ...]:
         """Run all queues; afterwards each prompt has an output, which may be an error.
@@ -155,23 +177,23 @@ class Sessions:
         Returns the sessions as they were, by worker and time. An error of a callback ends the run,
         in a group. Then, and when cancelled, no session stays open.
         """
-        run_begun_s = self._clock()
+        run_begun_s = self.clock()
         async with asyncio.TaskGroup() as tasks:
-            for worker in range(len(self._queues)):
+            for worker in range(len(self.queues)):
                 tasks.create_task(self._work(worker, run_begun_s), name=f"worker {worker}")
         return tuple(sorted(self._ended, key=attrgetter("worker", "begin_s")))
 
     @property
     def left_s(self) -> float:
         """The seconds that the rest takes, by the models' costs."""
-        return self._queues.left_s
+        return self.queues.left_s
 
     async def _work(self, worker: int, run_begun_s: float) -> None:
-        while share := await self._begin_next(self._queues[worker]):
-            begun_s = self._clock() - run_begun_s
+        while share := await self._begin_next(self.queues[worker]):
+            begun_s = self.clock() - run_begun_s
             done = await self._run_session(worker, share)
             if done:
-                ended_s = self._clock() - run_begun_s
+                ended_s = self.clock() - run_begun_s
                 self._ended.append(Session(worker, share.model, done, begun_s, ended_s))
 
     async def _begin_next(self, queue: WorkerQueue) -> Share | None:
@@ -179,7 +201,7 @@ class Sessions:
         async with self._changed:
             queue.end()
             self._changed.notify_all()
-            await self._changed.wait_for(lambda: queue.shares or not self._queues.busy)
+            await self._changed.wait_for(lambda: queue.shares or not self.queues.busy)
             return queue.begin_next()
 
     async def _run_session(self, worker: int, share: Share) -> int:
@@ -187,40 +209,40 @@ class Sessions:
 
         Prompts that it leaves unanswered are queued elsewhere. Returns how many have an output.
         """
-        queue = self._queues[worker]
+        queue = self.queues[worker]
         is_first = not queue.loads
         async with AsyncExitStack() as stack:
-            begun_s = self._clock()
+            begun_s = self.clock()
             try:
                 model, load = await stack.enter_async_context(
-                    self._workers.session(worker, share.model)
+                    self.workers.session(worker, share.model)
                 )
             except (EngineError, ConfigError, OSError) as error:
                 await self._reassign_unloaded(worker, share, str(error))
                 return 0
-            load_s = self._clock() - begun_s
+            load_s = self.clock() - begun_s
             queue.loads += 1
-            self._on_load(load, load_s)
-            self._on_progress(
+            self.follow.on_load(load, load_s)
+            self.follow.on_progress(
                 f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in "
                 f"{load_s:.1f} s)"
             )
-            starts_engine = is_first and self._replanning is not None and self._replanning.first_s
+            starts_engine = is_first and self.replanning is not None and self.replanning.first_s
             is_planned_load = load != "model kept" and not starts_engine
             planned_load_s = load_s if is_planned_load else None
             done, share, left = await self._answer_shares(worker, model, share, planned_load_s)
         if left[0]:
-            is_reassigned = self._queues.reassign_unanswered(
+            is_reassigned = self.queues.reassign_unanswered(
                 worker, share, left[0], answered=queue.answered > 0
             )
             await self._report(worker, share.model, left, is_reassigned)
         return done
 
     async def _reassign_unloaded(self, worker: int, share: Share, failure: str) -> None:
-        waiting = self._queues[worker].end()
+        waiting = self.queues[worker].end()
         if not share.failed_sessions:
             share = replace(share, prompts=waiting)
-        is_reassigned = self._queues.reassign_unloaded(worker, share)
+        is_reassigned = self.queues.reassign_unloaded(worker, share)
         if share.prompts:
             await self._report(worker, share.model, (share.prompts, failure), is_reassigned)
 
@@ -238,21 +260,21 @@ class Sessions:
         Returns:
             How many prompts have an output, the last share, and what it left unanswered.
         """
-        queue = self._queues[worker]
+        queue = self.queues[worker]
         done = 0
         while True:
-            begun_s = self._clock()
+            begun_s = self.clock()
             queue.since_s = begun_s
             left = await self._answer(model, queue, share)
             done += queue.answered
             if queue.answered:
-                self._queues.mark_answering(share.model)
+                self.queues.mark_answering(share.model)
             if left[0]:
                 return done, share, left
-            run_s = self._clock() - begun_s
+            run_s = self.clock() - begun_s
             queue.since_s = None
-            if self._replanning is not None:
-                await self._replan_if_off(self._replanning, worker, load_s, run_s)
+            if self.replanning is not None:
+                await self._replan_if_off(self.replanning, worker, load_s, run_s)
                 load_s = None  # further shares need no load
             following = queue.begin_next(share.model) or self._steal(worker, share.model)
             if following is None:
@@ -267,29 +289,29 @@ class Sessions:
         The other workers go on by the old plan meanwhile. A new plan that takes too long is
         dropped.
         """
-        is_off = self._queues.record_session(worker, load_s, run_s, replanning.bound)
-        is_running_off = self._queues.compare_running(self._clock(), replanning.bound)
+        is_off = self.queues.record_session(worker, load_s, run_s, replanning.bound)
+        is_running_off = self.queues.compare_running(self.clock(), replanning.bound)
         if self._is_planning or not (is_off or is_running_off):
             return
-        rest, before = self._queues.build_rest(replanning.capacity, replanning.first_s)
+        rest, before = self.queues.build_rest(replanning.capacity, replanning.first_s)
         if not rest.active_models:
             return
-        left_s = self._queues.left_s
+        left_s = self.queues.left_s
         plan = await self._plan_rest(replanning, rest, replanning.bound * left_s)
         if plan is None:
             return
         # a plan leaves out workers that get nothing more
-        ready_s = [rest.ready_s[n] for n in range(len(before)) if self._queues[n].loads]
+        ready_s = [rest.ready_s[n] for n in range(len(before)) if self.queues[n].loads]
         rest_s = max(plan.makespan_s, *ready_s)
         if rest_s >= (1 - MIN_GAIN) * left_s:
             return
-        moved = self._queues.apply_plan(plan, before)
+        moved = self.queues.apply_plan(plan, before)
         if moved:
-            self._on_progress(
+            self.follow.on_progress(
                 f"sessions took longer or shorter than planned: {moved} prompts go to other "
                 f"workers, and the rest takes about {rest_s:.0f} s instead of {left_s:.0f} s"
             )
-            self._on_move("replanned", moved)
+            self._count_moves("replanned", moved)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -311,16 +333,22 @@ class Sessions:
 
     def _steal(self, worker: int, model: str) -> Share | None:
         """Begin other workers' prompts of the model on an idle worker, which needs no load."""
-        if self._replanning is None or self._queues[worker].shares:
+        if self.replanning is None or self.queues[worker].shares:
             return None
-        stolen = self._queues.steal_prompts(worker, model)
+        stolen = self.queues.steal_prompts(worker, model)
         if stolen is None:
             return None
         share, other = stolen
         count = len(share.prompts)
-        self._on_progress(f"worker {worker}: takes {count} prompts of {model} from worker {other}")
-        self._on_move("taken", count)
+        self.follow.on_progress(
+            f"worker {worker}: takes {count} prompts of {model} from worker {other}"
+        )
+        self._count_moves("taken", count)
         return share
+
+    def _count_moves(self, why: Move, prompts: int) -> None:
+        self.moved[why] += prompts
+        self.follow.on_move(why, prompts)
 
     async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> Left:
         """Answer a share, and return the prompts without an output.
@@ -332,11 +360,11 @@ class Sessions:
 
         async def on_output(output: Output) -> None:
             queue.count_output()
-            await self._on_output(output)
+            await self.write(output)
 
         suspects: Sequence[Prompt] = ()
         if share.failed_sessions:
-            suspects = share.prompts[: self._concurrency + 1]
+            suspects = share.prompts[: self.concurrency + 1]
         rest = share.prompts[len(suspects) :]
         left, failure = await answer_one_by_one(model, suspects, on_output)
         if left:
@@ -348,7 +376,7 @@ class Sessions:
             return [*others, *rest], failure
         if share.failed_sessions:
             queue.waiting.extend(rest)
-        return await answer_in_rounds(model, queue.waiting, self._concurrency, on_output)
+        return await answer_in_rounds(model, queue.waiting, self.concurrency, on_output)
 
     async def _report(self, worker: int, model: str, left: Left, is_reassigned: bool) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""
@@ -359,7 +387,7 @@ class Sessions:
             return
         log.error("%s They are given up.", reason)
         for prompt in prompts:
-            await self._on_output(prompt.fail(failure))
+            await self.write(prompt.fail(failure))
 
 
 async def answer_in_rounds(

@@ -19,8 +19,7 @@ from shell_router.batch.pool import ALWAYS, Aggregating, Pool, load_pool
 from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Prompt
-from shell_router.batch.run import Follow
-from shell_router.batch.sessions import SPANNING, answer_prompt
+from shell_router.batch.sessions import SPANNING, Follow, answer_prompt
 from shell_router.batch.workers import open_workers
 from shell_router.core.engine import ServedModel
 from shell_router.errors import EngineError

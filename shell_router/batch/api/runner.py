@@ -18,8 +18,8 @@ from shell_router.batch.pool_run import run_pool
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Result
 from shell_router.batch.questions import Question, Questions
-from shell_router.batch.run import Follow, plan_apart
-from shell_router.batch.sessions import Move
+from shell_router.batch.run import plan_apart
+from shell_router.batch.sessions import Follow, Move
 from shell_router.config import Config
 from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRouterError
 from shell_router.telemetry.metrics import Metrics

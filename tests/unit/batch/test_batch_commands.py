@@ -15,8 +15,7 @@ from shell_router.batch.planner import ModelWork, Plan, Session, Workload, sched
 from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.report import follow_on_screen, summarize_run
-from shell_router.batch.run import Stage
-from shell_router.batch.sessions import Sessions
+from shell_router.batch.sessions import Follow, Sessions, Stage
 from shell_router.cli import main
 from shell_router.files.write import plain
 from tests.fakes.pools import ScriptedWorkers
@@ -241,7 +240,7 @@ def test_the_screen_shows_names_as_they_are_and_counts_outputs() -> None:
     stage = Stage("proposer", Plan("ilp", schedule_sessions(work, [{"c[/x]": 2}]), 0.0))
     queues = WorkerQueues((proposer,), {"c[/x]": []}, stage.plan, 1)
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
-    sessions = Sessions(queues, ScriptedWorkers(), *[ignore] * 4, concurrency=1, clock=lambda: 0.0)
+    sessions = Sessions(queues, ScriptedWorkers(), ignore, Follow(), 1, lambda: 0.0)
     with follow_on_screen(console) as follow:
         follow.on_stage(stage, sessions)
         follow.on_progress("worker 0: c[/x] answers 2 prompts")

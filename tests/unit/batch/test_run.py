@@ -21,8 +21,8 @@ from shell_router.batch.pool import Aggregating, Pool, PoolModel, PoolWorker
 from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.prompts import Batch, Result, as_lines
 from shell_router.batch.questions import Question, Questions, Refused
-from shell_router.batch.run import BatchReport, Follow, Stage, run_batch
-from shell_router.batch.sessions import SPANNING, Sessions
+from shell_router.batch.run import BatchReport, BatchRun
+from shell_router.batch.sessions import SPANNING, Follow, Sessions, Stage
 from shell_router.config import PairLaunch, PairSettings
 from shell_router.errors import ConfigError, EngineRejected
 from shell_router.standins.embedded.settings import EmbeddedSection
@@ -106,7 +106,7 @@ class Started(Follow):
         if self.kill_after <= 0:
             raise Killed
         async with asyncio.timeout(20):
-            finished = await run_batch(
+            finished = await BatchRun(
                 batch,
                 self.workers,
                 profile,
@@ -114,7 +114,7 @@ class Started(Follow):
                 plan_longest_first,
                 self,
                 SteppedTimers().clock,
-            )
+            ).run()
         assert not self.workers.open
         self.stages = finished.stages
         return finished
@@ -523,7 +523,7 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
             for number in range(2):
                 journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
             workers = ScriptedWorkers(saying({}))
-            await run_batch(
+            await BatchRun(
                 batch(replan_above=0.0),
                 workers,
                 PROFILE,
@@ -531,7 +531,7 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
                 planner,
                 Follow(),
                 SteppedTimers().clock,
-            )
+            ).run()
 
     asyncio.run(ran())
     assert [{one.name: one.prompts for one in work.models} for work in planned] == [
@@ -585,5 +585,7 @@ async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_p
 
     with open_journal(tmp_path, DEPENDS_ON) as journal:
         asked, workers = batch(tau=2.0, places=4), ScriptedWorkers(saying({}))
-        await run_batch(asked, workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock)
+        await BatchRun(
+            asked, workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock
+        ).run()
     assert replicas == [1, 1, 1, 4]

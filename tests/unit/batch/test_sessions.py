@@ -22,7 +22,7 @@ from shell_router.batch.pool import Sampling
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Move, Planner, Replanning, Sessions, answer_prompt
+from shell_router.batch.sessions import Follow, Move, Planner, Replanning, Sessions, answer_prompt
 from shell_router.core.engine import ServedModel
 from shell_router.errors import (
     ConfigError,
@@ -53,7 +53,7 @@ def cost(model: str, prompts: int) -> ModelWork:
 
 
 @dataclass
-class Run:
+class Run(Follow):
     """A plan that gives every worker its share, and what came of it."""
 
     workers: ScriptedWorkers
@@ -66,7 +66,6 @@ class Run:
     sessions: Sequence[Session] = ()
     messages: list[str] = field(default_factory=list)
     kinds: list[Load] = field(default_factory=list)
-    moved: Counter[Move] = field(default_factory=Counter)
     left_s: list[float] = field(default_factory=list)
     timers: SteppedTimers = field(default_factory=SteppedTimers)
 
@@ -83,9 +82,7 @@ class Run:
             WorkerQueues(models, self.prompts, plan, len(self.shares)),
             self.workers,
             self._output,
-            self.messages.append,
-            lambda load, _: self.kinds.append(load),
-            lambda why, number: self.moved.update({why: number}),
+            self,
             concurrency=self.concurrency,
             clock=lambda: self.clock(),  # noqa: PLW0108 - it may change
             replanning=Replanning(
@@ -94,6 +91,16 @@ class Run:
             if self.may_move
             else None,
         )
+
+    @property
+    def moved(self) -> Counter[Move]:
+        return self.running.moved
+
+    def on_load(self, load: Load, seconds: float) -> None:
+        self.kinds.append(load)
+
+    def on_progress(self, line: str) -> None:
+        self.messages.append(line)
 
     async def _output(self, output: Output) -> None:
         await asyncio.sleep(0)  # as it is written in a thread
