@@ -64,15 +64,15 @@ class Eviction:
         self, loaded: Sequence[LoadedModel], turns: Mapping[str, int]
     ) -> Sequence[LoadedModel]:
         """Sort `loaded`; `turns` has the position of each awaited model in the queue."""
-        names = {at.name for at in loaded}
+        names = {candidate.name for candidate in loaded}
 
-        def rank(at: LoadedModel) -> tuple[int, float, int]:
-            model = self.catalog[at.name]
-            turn = turns.get(at.name)
+        def rank(candidate: LoadedModel) -> tuple[int, float, int]:
+            model = self.catalog[candidate.name]
+            turn = turns.get(candidate.name)
             if turn is not None:
-                return 2, -turn, at.used
+                return 2, -turn, candidate.used
             if model.after and not model.after & names:
-                return 0, -model.weight_bytes, at.used
-            return 1, model.usage, at.used
+                return 0, -model.weight_bytes, candidate.used
+            return 1, model.usage, candidate.used
 
         return sorted(loaded, key=rank)

@@ -96,14 +96,14 @@ class ModelLeases:
             EngineError: Its engine fails.
             EngineUnavailable: No place comes free, or the load does not end, within `wait_s`.
         """
-        at = await self._wait_for(model)
+        lease = await self._wait_for(model)
         try:
             yield
         except WeightsLost:
-            await self._forget(at)
+            await self._forget(lease)
             raise
         finally:
-            self._release(at)
+            self._release(lease)
 
     def load_ahead(self, model: str) -> None:
         """Load a model that will be asked for soon, if none waits and a place can be had.
@@ -142,17 +142,17 @@ class ModelLeases:
         if lease.done() and not lease.cancelled() and lease.exception() is None:
             self._release(lease.result())
 
-    def _release(self, at: LoadedModel) -> None:
-        at.pins -= 1
+    def _release(self, lease: LoadedModel) -> None:
+        lease.pins -= 1
         self._advance()
 
-    async def _forget(self, at: LoadedModel) -> None:
+    async def _forget(self, lost: LoadedModel) -> None:
         """Unload the model, whose weights are lost, unless that was done meanwhile."""
         async with self._lock:
-            if self._turns.loaded.get(at.name) is at:
+            if self._turns.loaded.get(lost.name) is lost:
                 self.counts.missing += 1
-                log.warning("the weights of %r are lost, and are loaded again", at.name)
-                await self._unload(at.name)
+                log.warning("the weights of %r are lost, and are loaded again", lost.name)
+                await self._unload(lost.name)
         self._advance()
 
     # --- granting

@@ -147,10 +147,10 @@ class Turns(Generic[W]):
 
     def pin(self, model: str) -> LoadedModel:
         """Mark the model as in use; it stays until its `pins` are counted down again."""
-        at = self.loaded[model]
-        at.pins += 1
-        at.used = next(self._numbers)
-        return at
+        loaded = self.loaded[model]
+        loaded.pins += 1
+        loaded.used = next(self._numbers)
+        return loaded
 
     def _leaving(self, keep_before: int | None, *, in_use: bool = False) -> list[str]:
         """List the models that may leave, in order; those up to turn `keep_before` stay."""
@@ -158,8 +158,8 @@ class Turns(Generic[W]):
         for turn, group in enumerate(islice(self.groups, REACH)):
             turns.setdefault(group.model, turn)
         leaving = []
-        for at in self._order(tuple(self.loaded.values()), turns):
-            is_later = keep_before is None or turns.get(at.name, REACH) > keep_before
-            if is_later and (in_use or not at.pins):
-                leaving.append(at.name)
+        for loaded in self._order(tuple(self.loaded.values()), turns):
+            is_later = keep_before is None or turns.get(loaded.name, REACH) > keep_before
+            if is_later and (in_use or not loaded.pins):
+                leaving.append(loaded.name)
         return leaving
