@@ -160,7 +160,7 @@ async def simulated() -> "AsyncIterator[tuple[Services, str]]":
     """A pair of H200s for each model, in real time, and what they are, in words."""
     from agent_cache import MemoryAgentPromptCache
     from shell_router.api import Services
-    from shell_router.app.models import Fleet as NoFleet
+    from shell_router.app.fleet_changes import FleetChanges
     from shell_router.core.engine import Generation, PrefillCost, ServedModel
     from shell_router.lab.simulation.run import Fleet
     from shell_router.lab.simulation.settings import load
@@ -201,7 +201,7 @@ async def simulated() -> "AsyncIterator[tuple[Services, str]]":
                 topologies={},  # type: ignore[arg-type] # the caller's
                 models=models,
                 relays={},
-                fleet=NoFleet({}, {}, {}),
+                fleet=FleetChanges({}, {}),
                 engines=dict.fromkeys(models, "simulated"),
                 metrics=Metrics(),
             ),

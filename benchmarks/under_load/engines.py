@@ -42,7 +42,7 @@ class Engines:
             for model, addresses in self.pairs.items():
                 pools[model] = SglangPair(*addresses, scheduling=scheduling)
                 stack.push_async_callback(pools[model].aclose)
-                await stack.enter_async_context(pools[model].followed())
+                await stack.enter_async_context(pools[model].fleet.followed())
             yield pools
 
 
@@ -80,7 +80,9 @@ async def sglang() -> AsyncIterator[Engines]:
     async with running_deployment(_two_pairs()) as services:
         pools = {model: services.relays[model] for model in SGLANG}
         pairs = {
-            model: pool.addresses for model, pool in pools.items() if isinstance(pool, SglangPair)
+            model: pool.fleet.addresses
+            for model, pool in pools.items()
+            if isinstance(pool, SglangPair)
         }
         version = services.engines["tiny"]
         yield Engines(pairs, f"{PAIRS} pairs of {version} on the CPU")

@@ -2,7 +2,15 @@
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,12 +74,13 @@ class Runs(Protocol):
     ) -> Coroutine[Any, Any, Answer]: ...
 
 
-class Fleet(Protocol):
-    """The engine pairs of models, which operators change: app.models.Fleet."""
+class FleetChanges(Protocol):
+    """Operators' changes of models' servers: app.fleet_changes.FleetChanges."""
 
-    def listed(self) -> list[dict[str, Any]]: ...
-    async def add(self, alias: str, pair: Mapping[str, Any]) -> None: ...
-    async def drain(self, alias: str, prefill: str, decode: str, limit_s: float) -> int: ...
+    def roles(self, alias: str) -> Sequence[str]: ...
+    def listed(self) -> Iterator[Mapping[str, str]]: ...
+    async def add(self, alias: str, fields: Mapping[str, Any]) -> None: ...
+    async def drain(self, alias: str, urls: Mapping[str, str], limit_s: float) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Services:
     topologies: LiveTopologies
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
-    fleet: Fleet
+    fleet: FleetChanges
     engines: Mapping[str, str] = field(default_factory=dict)
     embedders: Mapping[str, Embedder] = field(default_factory=dict)
     serving: Callable[[], Mapping[str, bool]] = dict

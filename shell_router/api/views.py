@@ -27,7 +27,13 @@ from shell_router.api.services import (
     TENANT,
     ReadinessCheck,
 )
-from shell_router.core.validation import JsonObject, Name, json_object, parse_object
+from shell_router.core.validation import (
+    JsonObject,
+    Name,
+    field_error,
+    json_object,
+    parse_object,
+)
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
 from shell_router.files.document import read_document
 from shell_router.http.app import App, Key, Request, Response, Route
@@ -52,17 +58,15 @@ class EnginesBody(TypedDict):
 
 
 @json_object
-class PairQuery(TypedDict):
-    """The pair of a model by its servers' addresses."""
+class EnginesQuery(TypedDict):
+    """The model of servers; further parameters are their addresses by role."""
 
     model: Name
-    prefill: Name
-    decode: Name
 
 
 TOPOLOGY = JsonObject(TopologyBody)
 ENGINES = JsonObject(EnginesBody)
-PAIR = JsonObject(PairQuery)
+ENGINES_QUERY = JsonObject(EnginesQuery)
 
 
 async def list_models(request: Request) -> Response:
@@ -155,7 +159,8 @@ async def delete_topology(request: Request) -> Response:
 
 async def list_engines(request: Request) -> Response:
     """The prefill-decode pairs of all models."""
-    return json_reply(request, {"object": "list", "data": request.app[SERVICES].fleet.listed()})
+    engines = list(request.app[SERVICES].fleet.listed())
+    return json_reply(request, {"object": "list", "data": engines})
 
 
 async def add_engines(request: Request) -> Response:
@@ -175,14 +180,20 @@ async def drain_engines(request: Request) -> Response:
 
     The status is 202 if some still run after `wait_s`.
     """
-    pair = PAIR.read(dict(request.query))
+    fleet = request.app[SERVICES].fleet
+    query = dict(request.query)
+    model = ENGINES_QUERY.read(query)["model"]
+    urls = {}
+    for role in fleet.roles(model):
+        if role not in query:
+            raise field_error(role, "is missing", "GET /v1/engines lists all.")
+        urls[role] = query[role]
     limit_s = request.app[SETTINGS].request_timeout_s
     wait_s = query_number(request.query, "wait_s", limit_s, limit_s)
-    log.info("%s drains the pair %s", request[TENANT], pair)
-    running = await request.app[SERVICES].fleet.drain(
-        pair["model"], pair["prefill"], pair["decode"], wait_s
-    )
-    return json_reply(request, {**pair, "running": running}, status=202 if running else 200)
+    log.info("%s drains of model %s the engines %s", request[TENANT], model, urls)
+    running = await fleet.drain(model, urls, wait_s)
+    body = {"model": model, **urls, "running": running}
+    return json_reply(request, body, status=202 if running else 200)
 
 
 TRACE_FILTERS = ("model", "status", "since", "limit")

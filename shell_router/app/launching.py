@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from shutil import which
 
-from shell_router.app.models import address_of, pool_of
+from shell_router.app.pairs import address_of, connect_pairs
 from shell_router.app.services import read_named
 from shell_router.app.serving import serve
 from shell_router.app.wings import wing
@@ -66,12 +66,11 @@ def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engine
 async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None:
     """See `launching.supervisor.Sleep`."""
     (alias,) = {str(engine.sleeper) for engine in engines}
-    async with aclosing(
-        await pool_of(alias, [*map(address_of, config.models[alias].pairs)], config)
-    ) as pool:
+    addresses = [address_of(pair) for pair in config.models[alias].pairs]
+    async with aclosing(connect_pairs(alias, addresses, config)) as pool:
         started = [
             one
-            for one in pool.servers
+            for one in pool.fleet.servers
             if str(one.server.url / "health") in {at.ready_url for at in engines}
         ]
         await wing("sleep")(started, config.limits.engine_start_s)

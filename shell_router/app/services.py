@@ -16,22 +16,19 @@ import yaml
 from agent_cache import AgentPromptCache, CacheStats, Journals, MemoryAgentPromptCache
 from shell_router.api import ENGINE_CHECK, Services
 from shell_router.api.live import LiveTopologies
-from shell_router.app.models import (
-    Fleet,
-    SglangPairs,
-    adapted_models,
-    engine_kinds,
-    running_models,
-)
+from shell_router.app.fleet_changes import FleetChanges
+from shell_router.app.models import RunningModel, engine_kinds, running_models
+from shell_router.app.pairs import SglangPairs
 from shell_router.app.rereads import Contents
 from shell_router.app.topologies import live_topologies, watched
-from shell_router.app.wings import RunningPredictor, wing
+from shell_router.app.wings import RunningPredictor, StartedEngine, wing
 from shell_router.config import CacheSettings, Config, EmbedderSettings, PredictionSettings
 from shell_router.config.models import secret
 from shell_router.config.settings import AccessLogSettings, RecordSettings
-from shell_router.core.engine import ServedModel
+from shell_router.core.engine import Relay, ServedModel
 from shell_router.core.predictors import Embedder, Predictor
 from shell_router.engines.embedding import HashEmbedder, SentenceTransformerEmbedder
+from shell_router.engines.fleet import Fleet
 from shell_router.engines.metrics import EngineMetrics
 from shell_router.errors import ConfigError, EngineError
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
@@ -165,32 +162,23 @@ async def running_services(
         running_models(config, on_progress, kinds) as models,
         AsyncExitStack() as stack,
     ):
-        pools = {alias: model.pool for alias, model in models.items() if model.pool}
-        adapted = dict(
-            at
-            for alias, pool in pools.items()
-            for at in adapted_models(models[alias].served, pool).items()
-        )
-        served = {name: one.served for name, one in models.items()} | {
-            name: one for name, (one, _) in adapted.items()
-        }
-        batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
+        served, relays = _served_and_relays(models)
+        engines = {alias: model.engine for alias, model in models.items()}
+        batch_sizes = {alias: engine.batch_size for alias, engine in engines.items()}
         chooser = chooser_of(config, costs, served, batch_sizes, predicting.predictor, clock)
         executor = Executor(
             served, cache.logs, embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
         metrics = _metrics(cache.stats)
-        pairs = {
-            name: pair for one in models.values() for name, pair in one.engine.pairs.items()
-        } | pools
-        serve = {
-            ENGINE_CHECK + alias: pair.serves for alias, pair in pairs.items() if alias in models
-        }
-        restarts = (engine_restarts, *(model.engine.restarts for model in models.values()))
-        of_engines = EngineMetrics(pairs, restarts, clock, executor.holdouts.comparisons)
-        of_turns = {model.engine.metrics for model in models.values() if model.engine.metrics}
-        for collector in (of_engines, *of_turns):
+        fleets = _fleets_of(engines)
+        restarts = (engine_restarts, *(engine.restarts for engine in engines.values()))
+        metrics.registry.register(
+            EngineMetrics(fleets, restarts, clock, executor.holdouts.comparisons)
+        )
+        for collector in {engine.metrics for engine in engines.values() if engine.metrics}:
             metrics.registry.register(collector)
+        own_fleets = {alias: fleets[alias] for alias in models if alias in fleets}
+        checks = {ENGINE_CHECK + alias: fleet.serves for alias, fleet in own_fleets.items()}
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
@@ -204,23 +192,19 @@ async def running_services(
             ),
             topologies=topologies,
             models=served,
-            fleet=Fleet(config.models, pools, served),
-            relays={**pools, **{name: relay for name, (_, relay) in adapted.items()}},
-            engines={alias: model.engine.name for alias, model in models.items()},
+            fleet=FleetChanges(engines, served),
+            relays=relays,
+            engines={alias: engine.name for alias, engine in engines.items()},
             embedders={} if embedder is None else {config.embedder.name: embedder},
-            serving=lambda: {
-                alias: pair.seems_up for alias, pair in pairs.items() if alias in models
-            },
+            serving=lambda: {alias: fleet.seems_up for alias, fleet in own_fleets.items()},
             checks={
-                **serve,
+                **checks,
                 "cache": cache.healthy,
                 "embedder": embedder_ready,
                 **predicting.checks,
             },
-            optional_checks=(
-                "cache",
-                *predicting.checks,
-            ),  # requests go on from memory, and models are chosen by load
+            # requests go on from memory, and models are chosen by load
+            optional_checks=("cache", *predicting.checks),
             metrics=metrics,
             recorder=_recorder("trace files", config.record, metrics, stack),
             access_log=_recorder("access log", config.access_log, metrics, stack),
@@ -230,6 +214,29 @@ async def running_services(
             holdouts=executor.holdouts,
             clock=clock,
         )
+
+
+def _served_and_relays(
+    models: Mapping[str, RunningModel],
+) -> tuple[dict[str, ServedModel], dict[str, Relay]]:
+    """Return the models and their adapters, and the relays among their engines, by name."""
+    served = {alias: model.served for alias, model in models.items()}
+    relays = {alias: model.engine.relay for alias, model in models.items() if model.engine.relay}
+    for model in models.values():
+        for adapted, relay in model.adapted_models():
+            served[adapted.alias] = adapted
+            relays[adapted.alias] = relay
+    return served, relays
+
+
+def _fleets_of(engines: Mapping[str, StartedEngine]) -> dict[str, Fleet[Any]]:
+    """Return all fleets: by model, or by number if models are swapped."""
+    fleets: dict[str, Fleet[Any]] = {}
+    for alias, engine in engines.items():
+        fleets |= engine.shared_fleets
+        if engine.fleet is not None:
+            fleets[alias] = engine.fleet
+    return fleets
 
 
 def read_named(config: Config) -> tuple[LiveTopologies, Contents, Costs]:

@@ -1,7 +1,6 @@
-"""The wings that a deployment can ask for. Each is imported when it is first asked for, never
-before.
+"""The tables of engine kinds and wings, each of which is imported when a deployment needs it.
 
-A new engine kind is one class with the shape of `EngineKind`, and one entry in `ENGINE_KINDS`.
+A new engine kind is a class with the shape of `EngineKind`, and an entry in ENGINE_KINDS.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,19 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from shell_router.app.model_files import ModelFiles
 from shell_router.config import Config, ModelSettings, read_config
 from shell_router.config.settings import Kinds
-from shell_router.core.engine import Engine
+from shell_router.core.engine import CallParser, Engine, Relay
 from shell_router.core.predictors import Predictor
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-    from shell_router.engines.sglang import SglangPair
+    from shell_router.engines.address import Address
+    from shell_router.engines.fleet import Fleet
 
 ENGINE_KINDS: Mapping[str, str] = {
-    "pairs": "shell_router.app.models:SglangPairs",
+    "pairs": "shell_router.app.pairs:SglangPairs",
     "embedded": "shell_router.standins.embedded.kind:Embedded",
 }
-"""By the setting of a model that asks for it, as in `models.small.embedded`."""
+"""Engine kinds by the setting of a model that asks for them, as in `models.small.embedded`."""
 DEFAULT_KIND = "embedded"
 
 WINGS: Mapping[str, str] = {
@@ -49,19 +49,35 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """The engine of one model, ready to serve.
+    """A model's engine, ready to serve, and all that a deployment does with it.
 
-    `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts,
-    by name, how often each of its processes was started again. `pairs` has the SGLang servers of
-    models that take turns: those that sleep by model, those whose weights are swapped by number.
-    `metrics` are those of all models that take turns with it.
+    Attributes:
+        engine: Serves the model's requests.
+        name: What it is, in words.
+        batch_size: Sequences that it decodes together.
+        fleet: The model's servers, which give readiness, metrics, and the cost of prefill. None for
+            models that take turns on servers.
+        relay: Takes native requests and the engine's own chats; None without such routes.
+        call_parser: Reads tool calls of a format that the router does not know.
+        adapters: The engine and the relay of each LoRA adapter.
+        read_address: Reads an address that an operator adds to the fleet, or raises InvalidField or
+            ConfigError. None if the fleet cannot change.
+        restarts: Gives the restarts of each process, by name.
+        shared_fleets: The servers of models that take turns: by model, or by number if their
+            weights are swapped.
+        metrics: The metrics of all models that take turns with it.
     """
 
     engine: Engine
     name: str
     batch_size: int
+    fleet: "Fleet[Any] | None"
+    relay: Relay | None = None
+    call_parser: CallParser | None = None
+    adapters: Mapping[str, tuple[Engine, Relay]] = field(default_factory=dict)
+    read_address: "Callable[[Mapping[str, Any]], Address] | None" = None
     restarts: Callable[[], Mapping[str, int]] = dict
-    pairs: Mapping[str, "SglangPair"] = field(default_factory=dict)
+    shared_fleets: Mapping[str, "Fleet[Any]"] = field(default_factory=dict)
     metrics: "Collector | None" = None
 
 

@@ -1,6 +1,7 @@
 """Addresses of engine servers, and the limits of waiting for them."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from yarl import URL
 
@@ -38,6 +39,15 @@ class Server:
         return f"{self.role} engine {self.url}"
 
 
+class Address(Protocol):
+    """The address of servers that are added and drained together."""
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """A server of each role."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PairAddress:
     """The address of a pair.
@@ -51,11 +61,6 @@ class PairAddress:
     bootstrap_port: int
 
     @property
-    def prefill(self) -> Server:
-        """The prefill server."""
-        return Server("prefill", URL(self.prefill_url))
-
-    @property
-    def decode(self) -> Server:
-        """The decode server."""
-        return Server("decode", URL(self.decode_url))
+    def servers(self) -> tuple[Server, ...]:
+        """The prefill server, then the decode server."""
+        return Server("prefill", URL(self.prefill_url)), Server("decode", URL(self.decode_url))

@@ -1,8 +1,9 @@
-"""Metrics of the engines, read at each scrape from what the router knows of them."""
+"""Metrics of engines, read from their fleets at each scrape."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -12,8 +13,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from shell_router.engines.fleet import Fleet
 from shell_router.engines.server_client import ServerClient
-from shell_router.engines.sglang import SglangPair
 from shell_router.routing.dispatcher import TrackedEngine
 from shell_router.routing.holdout import Comparison
 from shell_router.telemetry.metrics import PREFIX
@@ -68,39 +69,43 @@ SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float |
 
 @dataclass(frozen=True, eq=False)
 class EngineMetrics(Collector):
-    """The families of `pools`, which are named by their models, or by number where models are
-    swapped.
+    """The metric families of all engines.
 
-    `restarts` counts them by engine, `comparisons` says what optimizations save.
+    Attributes:
+        fleets: By model, or by number if models are swapped.
+        restarts: Give restarts by engine.
+        clock: Gives monotonic seconds.
+        comparisons: Gives the savings of optimizations.
     """
 
-    pools: Mapping[str, SglangPair]
+    fleets: Mapping[str, Fleet[Any]]
     restarts: Sequence[Callable[[], Mapping[str, int]]] = ()
     clock: Callable[[], float] = time.monotonic
     comparisons: Callable[[], Iterable[Comparison]] = tuple
 
     def collect(self) -> Iterator[Metric]:
-        retries = {alias: pool.retried for alias, pool in self.pools.items()}
+        """Read all families."""
+        retries = {alias: fleet.retried for alias, fleet in self.fleets.items()}
         restarts = {name: times for each in self.restarts for name, times in each().items()}
         yield _counts("engine_restarts", "Restarts of a dead engine", "engine", restarts)
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
         servers = [
             ((alias, at.engine.server.role, str(at.engine.server.url)), at)
-            for alias, pool in self.pools.items()
-            for dispatcher in pool.dispatchers
+            for alias, fleet in self.fleets.items()
+            for dispatcher in fleet.dispatchers.values()
             for at in dispatcher.tracked
         ]
         for kind, name, meaning, value in SERVER_FAMILIES:
             family = kind(PREFIX + name, meaning, labels=SERVER)
             for labels, at in servers:
-                if (found := value(at, self.clock())) is not None:
-                    family.add_metric(labels, found)
+                if (sample := value(at, self.clock())) is not None:
+                    family.add_metric(labels, sample)
             yield family
         yield from self._queues()
         yield from self._optimizations()
 
     def _queues(self) -> Iterator[Metric]:
-        """How servers were chosen, and the requests that wait for one."""
+        """Count choices of servers, and requests that wait for one."""
         by = (*ROLE, "policy", "why")
         choices = CounterMetricFamily(
             PREFIX + "engine_choices", "Requests that got a server, by reason", labels=by
@@ -110,12 +115,13 @@ class EngineMetrics(Collector):
         )
         meaning = "Waits in the router, of requests that waited"
         waited = HistogramMetricFamily(PREFIX + "queue_wait_seconds", meaning, labels=ROLE)
-        for alias, pool in self.pools.items():
-            for role, one in zip(("prefill", "decode"), pool.dispatchers, strict=True):
-                for why, count in one.choices.items():
-                    choices.add_metric((alias, role, one.policy, why), count)
-                waiting.add_metric((alias, role), one.waiting)
-                waited.add_metric((alias, role), one.waits.buckets(), one.waits.sum_s)
+        for alias, fleet in self.fleets.items():
+            for role, dispatcher in fleet.dispatchers.items():
+                for why, count in dispatcher.choices.items():
+                    choices.add_metric((alias, role, dispatcher.policy, why), count)
+                waiting.add_metric((alias, role), dispatcher.waiting)
+                waits = dispatcher.waits
+                waited.add_metric((alias, role), waits.buckets(), waits.sum_s)
         yield from (choices, waiting, waited)
 
     def _optimizations(self) -> Iterator[GaugeMetricFamily]:
@@ -130,12 +136,12 @@ class EngineMetrics(Collector):
             saved = GaugeMetricFamily(
                 f"{PREFIX}{name}_saved", f"Share of {share} that it saves", labels=labels
             )
-            for one in self.comparisons():
-                if one.compared.optimization == name:
-                    values = one.compared[1 : 1 + len(labels)]
-                    on.add_metric(values, one.state != "off")
-                    if one.benefit is not None:
-                        saved.add_metric(values, one.benefit.mean)
+            for comparison in self.comparisons():
+                if comparison.compared.optimization == name:
+                    values = comparison.compared[1 : 1 + len(labels)]
+                    on.add_metric(values, comparison.state != "off")
+                    if comparison.benefit is not None:
+                        saved.add_metric(values, comparison.benefit.mean)
             yield from (on, saved)
 
 

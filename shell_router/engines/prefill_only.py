@@ -13,7 +13,9 @@ from typing import Literal
 import orjson
 
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
-from shell_router.engines.pairing import Legs, Pairing, engine_slot
+from shell_router.engines.fleet import take_slot
+from shell_router.engines.legs import Legs
+from shell_router.engines.pairing import Pairing
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import EngineError, EngineRejected, PromptTooLong
@@ -79,7 +81,7 @@ class PrefillOnly:
         """One token by this server and a decode server."""
         # an update is not limited on decode: requests that wait for this prefill server may hold
         # its last slots
-        slot = await engine_slot(self.pairing.decodes, PlacementRequest.of(request, update=True))
+        slot = await take_slot(self.pairing.decodes, PlacementRequest.of(request, update=True))
         try:
             bodies = leg_bodies(request, self.pairing.bootstrap(self.server))
             stall_s = self.pairing.limits.stall_s

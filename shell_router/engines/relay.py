@@ -1,13 +1,15 @@
 """Native requests passed through: the client's bytes there, the engine's bytes back."""
 
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import orjson
 
 from shell_router.core.engine import NO_HINTS, Hints, NativeRoute, Relayed
+from shell_router.engines.fleet import take_slot
+from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import (
     ADAPTER,
     CACHE_KEY,
@@ -16,8 +18,8 @@ from shell_router.engines.native_body import (
     as_list,
     read_native,
 )
-from shell_router.engines.pairing import Attempts, Legs, Pair, Pairing, engine_slot
-from shell_router.engines.prefill_only import PrefillOnly
+from shell_router.engines.pair_fleet import PairFleet
+from shell_router.engines.pairing import Attempts, Pair
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import MAX_EVENT_BYTES, EventSplitter, broken_wire, index_of
 from shell_router.errors import EngineError
@@ -114,8 +116,7 @@ class PairRelay:
     tenant has a prefix cache of its own there. No client may set the fields that are `chosen`
     here."""
 
-    pairing: Pairing
-    prefill_only: Mapping[ServerClient, PrefillOnly]
+    fleet: PairFleet
     rid: Callable[[], str]
     rules: NativeRules
     isolates: bool
@@ -159,7 +160,7 @@ class PairRelay:
         wanted = PlacementRequest(
             tokens, None, most, hints, affinity, update, adapter, requests=requests
         )
-        if update and all(only.way != "pair" for only in self.prefill_only.values()):
+        if update and all(only.way != "pair" for only in self.fleet.prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
 
@@ -167,11 +168,11 @@ class PairRelay:
     async def _prefilled_alone(
         self, native: NativeBody, wanted: PlacementRequest
     ) -> AsyncIterator[Relayed]:
-        slot = await engine_slot(self.pairing.prefills, wanted)
+        slot = await take_slot(self.fleet.prefills, wanted)
         server = slot.engine
         body = native.with_fields({})
         try:
-            async with self.prefill_only[server].forward(body, native.rids) as response:
+            async with self.fleet.prefill_only[server].forward(body, native.rids) as response:
                 yield Relayed(
                     response.status, response.content_type, _body(response), (slot.placement(),)
                 )
@@ -184,18 +185,18 @@ class PairRelay:
         """The first attempt whose answer began, its legs running on. Raises EngineError and
         PromptTooLong.
         """
-        attempts = Attempts(self.pairing, wanted)
+        attempts = Attempts(self.fleet, wanted)
         while True:
             pair = await attempts.pick()
             try:
                 relayed = await _beginning(self._legs(route, native, pair, attempts), native, pair)
-                attempts.answered()
+                attempts.count_statuses()
                 return pair, relayed
             except BaseException as error:
                 pair.close()
                 if not isinstance(error, EngineError):
                     raise
-                await attempts.failed(pair, error)
+                await attempts.wait_after(pair, error)
             native = replace(native, rid=self.rid())  # the engines may still hold the id before
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
@@ -208,7 +209,7 @@ class PairRelay:
             sent = native.replace_fields(fields)
         else:
             sent = native.with_fields(pair.bootstrap)
-        limits = self.pairing.limits
+        limits = self.fleet.limits
         if native.stream:
             read_timeout_s = limits.stall_s
         else:
@@ -221,7 +222,7 @@ class PairRelay:
             native.rids,
             (sent, sent),
             read_timeout_s,
-            pair.prefilled,
+            pair.close_prefill,
             attempts.blame,
             at,
         )
@@ -253,7 +254,7 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     await decode.head()
     good = decode.status == HTTP_OK
     if decode.status in RETRYABLE_STATUSES or decode.status >= INTERNAL_ERROR:
-        await legs.refused()
+        await legs.raise_refusal()
     first = await decode.read()
     # an error or an abort inside a good answer is no sign that decode serves
     fails = b'"error"' in first or b'"abort"' in first
@@ -261,7 +262,7 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
         legs.decode_server.succeeded()
     chunks: AsyncIterator[bytes] = _DecodeBody(legs, first, pair.decode)
     if native.input_logprobs and good:
-        found = InputLogprobs(legs.prefill_server.name, await legs.prefilled())
+        found = InputLogprobs(legs.prefill_server.name, await legs.read_prefill())
         streamed = decode.content_type.startswith("text/event-stream")
         chunks = _merged(found, legs.decode_server.name, chunks, streamed=streamed)
     return Relayed(decode.status, decode.content_type, chunks, pair.placed)

@@ -183,7 +183,7 @@ class Dispatcher(Generic[E]):
     their KV; all others go where the policy says, and wait where the settings limit what an engine
     takes at a time (`holds`). `choices` counts them by reason, `waits` those that had to wait.
     Engines that do not prefill get KV from others; those that do not decode write nothing. Never
-    waits and does no I/O: `engines.pairing.engine_slot` awaits what `submit` returns.
+    waits and does no I/O: `engines.fleet.take_slot` awaits what `submit` returns.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from shell_router.app.model_files import ModelFiles
-from shell_router.app.models import SGLANG_BATCH_SIZE
+from shell_router.app.pairs import SGLANG_BATCH_SIZE
 from shell_router.app.topologies import load_topologies
 from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config
@@ -119,15 +119,15 @@ class Swapping:
 
 
 def _started(model: SwappedModel, config: Config, metrics: TurnMetrics) -> StartedEngine:
-    pairs = model.places.pairs
-    if pairs:
+    fleets = model.places.fleets
+    if fleets:
         name = "SGLang pairs, loaded in turns"
         batch_size = SGLANG_BATCH_SIZE
     else:
         section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
         name = f"embedded pair, {section.device}, loaded in turns"
         batch_size = section.max_running_requests
-    return StartedEngine(model, name, batch_size, pairs=pairs, metrics=metrics)
+    return StartedEngine(model, name, batch_size, None, shared_fleets=fleets, metrics=metrics)
 
 
 async def _load_first(leases: ModelLeases, aliases: Sequence[str], on_progress: Progress) -> None:

@@ -18,10 +18,11 @@ from pathlib import Path
 import orjson
 
 from shell_router.app.model_files import ModelFiles
-from shell_router.app.models import address_of, running_pairs
+from shell_router.app.pairs import address_of, running_pairs
 from shell_router.app.wings import Progress
 from shell_router.config import AutoSettings, Config, ModelSettings
 from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
+from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.prefill_only import PrefillWay
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import SglangPair
@@ -46,8 +47,8 @@ class Places:
     """Implements `Loader`: a model is loaded while the engine that `opening` gives is open."""
 
     def __init__(self, opening: Opening, pairs: Mapping[str, SglangPair] | None = None) -> None:
-        self.pairs = pairs or {}
-        """The SGLang pairs behind the models; see `StartedEngine.pairs`."""
+        self.fleets = {name: pair.fleet for name, pair in (pairs or {}).items()}
+        """See `StartedEngine.shared_fleets`."""
         self._opening = opening
         self._loaded: dict[str, tuple[Engine, AsyncExitStack]] = {}
 
@@ -250,7 +251,7 @@ async def swapped_places(
     async with running_pairs(addresses, dict.fromkeys(models, some), alike, on_progress) as clients:
         pairs = []
         for client in clients.values():
-            pair_of_weights = WeightPair(client, client.servers, config.limits.engine_start_s)
+            pair_of_weights = WeightPair(client, client.fleet.servers, config.limits.engine_start_s)
             await pair_of_weights.begin()
             pairs.append(pair_of_weights)
         folders = {alias: model.folder.resolve() for alias, model in files.items()}
@@ -260,7 +261,7 @@ async def swapped_places(
 # --- sleeping servers
 
 
-class SleepingServers(SglangPair):
+class SleepingFleet(PairFleet):
     """The servers of one model, which may be asleep.
 
     Before its first load they are asked nothing that needs them awake.
@@ -273,6 +274,12 @@ class SleepingServers(SglangPair):
         await run_all(require_sleep(server) for server in self.servers)
         await asyncio.gather(*(server.knows_contract() for server in self.servers))
         return ()
+
+
+class SleepingPair(SglangPair):
+    """The pairs of one model, which may be asleep."""
+
+    fleet_type = SleepingFleet
 
 
 class SleepingPairs:
@@ -301,9 +308,9 @@ class SleepingPairs:
         pair = self.pairs[alias]
         stays = {alias, *self._open}
         await run_all(self._put_to_sleep(other) for other in self.pairs if other not in stays)
-        await run_all(wake(server, self.limit_s) for server in pair.servers)
+        await run_all(wake(server, self.limit_s) for server in pair.fleet.servers)
         if alias not in self._probed:
-            await SglangPair.probe(pair)
+            await PairFleet.probe(pair.fleet)
             self._probed.add(alias)
         self._open.add(alias)
         yield pair  # without `finally`: nothing is put to sleep when the router ends
@@ -311,7 +318,7 @@ class SleepingPairs:
         await self._put_to_sleep(alias)
 
     async def _put_to_sleep(self, alias: str) -> None:
-        servers = self.pairs[alias].servers
+        servers = self.pairs[alias].fleet.servers
         try:
             await run_all(self._put_server_to_sleep(alias, server) for server in servers)
         except EngineError as error:
@@ -342,7 +349,5 @@ async def sleeping_places(
         if any(pair.launch for pair in pairs):
             launched.add(alias)
     limit_s = config.limits.engine_start_s
-    async with running_pairs(
-        addresses, files, config, on_progress, client=SleepingServers
-    ) as clients:
+    async with running_pairs(addresses, files, config, on_progress, client=SleepingPair) as clients:
         yield Places(SleepingPairs(clients, limit_s, launched).opened, clients)

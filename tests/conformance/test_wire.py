@@ -154,7 +154,7 @@ async def wire(starting: AbstractAsyncContextManager[PairUnderTest]) -> AsyncIte
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(wire: Wire) -> AsyncIterator[SglangPair]:
     pair = SglangPair(wire.address)
-    await pair.probe()
+    await pair.fleet.probe()
     yield pair
     await pair.aclose()
 
@@ -451,18 +451,18 @@ async def test_each_server_says_what_it_is(wire: Wire) -> None:
 
 
 async def test_loads_count_requests_and_tokens(wire: Wire, client: SglangPair) -> None:
-    await client.ready()
+    await client.fleet.ready()
     for url in (wire.address.prefill_url, wire.address.decode_url):
         for rank in (await wire.get(url, "v1/loads"))["loads"]:
             assert {"dp_rank", "num_running_reqs", "num_waiting_reqs"} <= rank.keys()
             assert 0 <= rank["token_usage"] <= 1
             assert 0 <= rank["num_used_tokens"] <= rank["max_total_num_tokens"]
-    prefill, decode = [await server.report() for server in client.servers]
+    prefill, decode = [await server.report() for server in client.fleet.servers]
     assert prefill.running == decode.running == 0
 
 
 async def test_the_probe_found_a_way_to_prefill_only(client: SglangPair) -> None:
-    assert set(client.prefill_ways) <= set(PREFILL_WAYS)
+    assert set(client.fleet.prefill_ways) <= set(PREFILL_WAYS)
 
 
 async def test_the_prefills_answer_holds_one_input_log_probability_per_prompt_token_from_the_asked_start(

@@ -48,7 +48,7 @@ async def client_of(under_test: PairUnderTest) -> AsyncIterator[Served]:
     pair = SglangPair(under_test.address)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session:
-        await pair.probe()
+        await pair.fleet.probe()
         yield Served(under_test, pair, session)
         await pair.aclose()
 

@@ -26,7 +26,7 @@ from shell_router.api import (
 )
 from shell_router.api.live import LiveTopologies
 from shell_router.api.services import new_run_id
-from shell_router.app.models import Fleet
+from shell_router.app.fleet_changes import FleetChanges
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import open_folder
 from shell_router.config import BatchesSettings
@@ -205,7 +205,7 @@ async def api(
         topologies=live(moa.models, *topologies, settings=live_settings),
         models=moa.models,
         relays=relays or {},
-        fleet=Fleet({}, {}, {}),
+        fleet=FleetChanges({}, {}),
         embedders=embedders or {},
         engines=dict.fromkeys(moa.models, "scripted engine"),
         checks=checks or {},

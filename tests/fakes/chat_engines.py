@@ -189,6 +189,6 @@ async def chat_pair(script: ChatScript | None = None) -> AsyncIterator[ChatPair]
         at.pair = SglangPair(
             address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN, rules=NativeRules(1000)
         )
-        await at.pair.probe()
+        await at.pair.fleet.probe()
         yield at
         await at.pair.aclose()

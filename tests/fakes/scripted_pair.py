@@ -127,7 +127,7 @@ class ScriptedPool:
 
     def breakers(self) -> list[bool]:
         """Whose breaker is open: prefill servers, then decode servers."""
-        return [server.breaker.open for server in self.pool.servers]
+        return [server.breaker.open for server in self.pool.fleet.servers]
 
     async def idle(self) -> None:
         """Return once nothing runs on any server; fails after half a minute."""

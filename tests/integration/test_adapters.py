@@ -152,7 +152,7 @@ async def test_prefill_only_requests_warm_the_adapters_own_prefix() -> None:
     served = ScriptedSettings(adapters=NAMES)
     for settings in (served, replace(served, warms=())):
         async with scripted_pool(settings=settings, adapters=NAMES) as at:
-            await at.pool.probe()
+            await at.pool.fleet.probe()
             await at.pool.prefill(request("algebra", 40))
             _, of_another = await collect(at.pool, request("biology", 60))
             _, of_the_same = await collect(at.pool, request("algebra", 60))

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from shell_router.api import ApiSettings, Services, create_app, listening
-from shell_router.app.models import Fleet
+from shell_router.app.fleet_changes import FleetChanges
 from shell_router.http.server import bound_sockets
 from tests.fakes.api_server import DUO, ScriptedRelay, chat, live, until
 from tests.fakes.moa import ScriptedMoa
@@ -41,7 +41,7 @@ async def server(
 ) -> AsyncIterator[StoppableServer]:
     relays = {"small": relay or ScriptedRelay()}
     services = Services(
-        moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays, Fleet({}, {}, {})
+        moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays, FleetChanges({}, {})
     )
     force_shutdown = asyncio.Event()
     with bound_sockets() as sockets:

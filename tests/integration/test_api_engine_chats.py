@@ -218,8 +218,8 @@ async def test_a_pair_that_replaces_one_that_is_down_is_compared_with_what_the_m
         with (
             nullcontext() if fits else pytest.raises(EngineRejected, match="others than the model")
         ):
-            await at.pair.add(new.pair.addresses[0])
-        assert len(at.pair.addresses) == 1 + fits
+            await at.pair.fleet.add(new.pair.fleet.addresses[0])
+        assert len(at.pair.fleet.addresses) == 1 + fits
 
 
 async def test_fields_that_the_router_chooses_are_refused() -> None:

@@ -250,7 +250,7 @@ async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[At
         rules = NativeRules(VOCABULARY, CONTEXT)
         breaker = BreakerSettings(failures=3)
         relay = SglangPair(
-            *pair.pair.addresses, limits=LIMITS, retries=SOON, rules=rules, breaker=breaker
+            *pair.pair.fleet.addresses, limits=LIMITS, retries=SOON, rules=rules, breaker=breaker
         )
         stack.push_async_callback(relay.aclose)
         folder = stack.enter_context(open_folder(tmp_path_factory.mktemp("batches")))

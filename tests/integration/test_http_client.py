@@ -176,7 +176,7 @@ async def test_a_pairs_servers_get_their_key_with_every_request() -> None:
         pair = SglangPair(
             PairAddress(server.url, server.url, "127.0.0.1", 1), key="sk-engine", retries=ONCE
         )
-        await pair.ready()
+        await pair.fleet.ready()
         with pytest.raises(EngineError):
             async for _ in pair.generate(generation("r", 2)):
                 pass
@@ -189,7 +189,7 @@ async def test_aborting_a_large_batch_takes_few_connections() -> None:
     async with raw_server(WHOLE) as server:
         pair = SglangPair(PairAddress(server.url, server.url, "127.0.0.1", 1))
         rids = [f"r{number}" for number in range(1024)]
-        pair.servers[0].abort(rids)
+        pair.fleet.servers[0].abort(rids)
         await until(lambda: len(server.requests) == len(rids))
         await pair.aclose()
     assert sorted(

@@ -18,7 +18,7 @@ from openai.types import Batch
 
 from shell_router.api import Services
 from shell_router.app import load_config, running_server
-from shell_router.app.models import Fleet
+from shell_router.app.fleet_changes import FleetChanges
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import PoolLines
 from shell_router.batch.journal import Output, Role
@@ -93,7 +93,9 @@ async def answered(ai: openai.AsyncOpenAI, *lines: object) -> tuple[dict[str, An
 def scripted_services() -> Services:
     """What a runner of lines needs besides its pool."""
     moa = ScriptedMoa()
-    return Services(moa.executor, moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}))
+    return Services(
+        moa.executor, moa.programs, live(moa.models), moa.models, {}, FleetChanges({}, {})
+    )
 
 
 async def no_run_is_left(deployment: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scripted.server import Fault, ScriptedSettings
-from shell_router.app.models import pool_of
+from shell_router.app.pairs import connect_pairs
 from shell_router.config import Config, Limits, ModelSettings
 from shell_router.core.engine import Tokens
 from shell_router.engines.address import PairAddress, PairLimits
@@ -128,7 +128,7 @@ async def test_a_server_that_is_not_there(leg: str) -> None:
         with pytest.raises(EngineUnreachable, match=f"{leg} engine"):
             await collect(at.pair, generation())
         with pytest.raises(EngineUnreachable, match=f"{leg} engine"):
-            await at.pair.ready()
+            await at.pair.fleet.ready()
         await at.idle()
         await at.quiet()
 
@@ -177,7 +177,7 @@ async def test_an_answer_in_one_piece_is_waited_for_as_long_as_a_request_may_tak
     async with served() as at:
         at.break_leg("decode", Fault("stall"))
         config = Config({"small": ModelSettings(Path())}, limits=Limits(request_timeout_s=0.3))
-        pair = await pool_of("small", at.pair.addresses, config)
+        pair = connect_pairs("small", at.pair.fleet.addresses, config)
         with pytest.raises(EngineStalled, match="decode engine"):
             async with asyncio.timeout(10), pair.forward("generate", b'{"input_ids": [1, 2, 3]}'):
                 pass

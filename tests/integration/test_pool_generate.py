@@ -98,7 +98,7 @@ async def test_a_prefill_answer_that_never_comes_costs_the_count_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with apart(ScriptedSettings(prefill_s=30), ScriptedSettings()) as at:
-        pair = SglangPair(*at.pair.addresses, limits=PairLimits(settle_s=0.01))
+        pair = SglangPair(*at.pair.fleet.addresses, limits=PairLimits(settle_s=0.01))
         _, finish = await collect(pair, generation("lone"))
         assert finish.cached_tokens == 0
         assert "without the prefill engine" in caplog.text
@@ -129,8 +129,8 @@ async def test_prefill_only_warms_the_cache_and_says_so() -> None:
 @pytest.mark.parametrize(("warms", "way"), [(("route",), "route"), ((), "pair")])
 async def test_the_probe_finds_the_way_that_warms(warms: tuple[str, ...], way: str) -> None:
     async with served(ScriptedSettings(warms=warms)) as at:  # type: ignore[arg-type]
-        assert await at.pair.probe() == (way,)
-        assert at.pair.prefill_ways == (way,)
+        assert await at.pair.fleet.probe() == (way,)
+        assert at.pair.fleet.prefill_ways == (way,)
         await at.pair.prefill(generation("a", prompt_tokens=100))
         assert (await at.pair.prefill(generation("b", prompt_tokens=120))).cached_tokens == 100
         await at.idle()
@@ -139,16 +139,16 @@ async def test_the_probe_finds_the_way_that_warms(warms: tuple[str, ...], way: s
 async def test_a_cache_that_nothing_warms_is_named_with_its_remedy() -> None:
     async with served(ScriptedSettings(cache_tokens=0)) as at:
         with pytest.raises(EngineRejected, match="disable-radix-cache"):
-            await at.pair.probe()
+            await at.pair.fleet.probe()
 
 
 async def test_loads_and_health_are_read_from_both_servers() -> None:
     async with served(ScriptedSettings(token_s=5)) as at:
 
         async def states() -> list[EngineReport]:
-            return [await server.report() for server in at.pair.servers]
+            return [await server.report() for server in at.pair.fleet.servers]
 
-        await at.pair.ready()
+        await at.pair.fleet.ready()
         assert [(one.running, one.waiting) for one in await states()] == [(0, 0), (0, 0)]
         stream = at.pair.generate(generation())
         await anext(stream)
@@ -203,7 +203,7 @@ async def test_a_relayed_error_status_comes_through_and_frees_both_legs() -> Non
 @pytest.mark.parametrize("warms", [("route",), ()])
 async def test_prefill_only_is_relayed_in_every_way(warms: tuple[str, ...]) -> None:
     async with served(ScriptedSettings(warms=warms)) as at:  # type: ignore[arg-type]
-        await at.pair.probe()
+        await at.pair.fleet.probe()
         ids = orjson.dumps(list(range(60)))
         for _ in range(2):
             async with at.pair.forward("prefill_only", b'{"input_ids": %s}' % ids) as answer:
@@ -234,7 +234,7 @@ async def test_a_prefill_by_a_real_pair_merges_log_probabilities_though_its_clie
     None
 ):
     async with served(ScriptedSettings(warms=())) as at:
-        await at.pair.probe()
+        await at.pair.fleet.probe()
         body = (
             b'{"input_ids": [1, 2, 3], "stream": true, "return_logprob": true, '
             b'"logprob_start_len": 0}'
@@ -258,7 +258,7 @@ async def test_a_request_may_send_the_further_fields_that_its_key_names_and_othe
 
 async def test_with_isolation_each_tenants_requests_carry_a_cache_key_of_its_own() -> None:
     async with served(ScriptedSettings(log_bodies=8)) as at:
-        pair = SglangPair(*at.pair.addresses, limits=LIMITS, isolates=True)
+        pair = SglangPair(*at.pair.fleet.addresses, limits=LIMITS, isolates=True)
         await collect(pair, replace(generation(), hints=Hints(user="alice")))
         await pair.prefill(replace(generation(), hints=Hints(user="alice")))
         async with pair.forward("generate", b'{"input_ids": [1]}', hints=Hints("bob")) as answer:

@@ -56,7 +56,7 @@ async def impatient() -> AsyncIterator[tuple[ScriptedPool, SglangPair]]:
             BreakerSettings(failures=1, open_s=BREAKER.open_s),
         )
         pool = SglangPair(
-            *at.pool.addresses, limits=limits, breaker=breaker, clock=lambda: at.now_s
+            *at.pool.fleet.addresses, limits=limits, breaker=breaker, clock=lambda: at.now_s
         )
         yield at, pool
         await pool.aclose()
@@ -90,8 +90,8 @@ async def test_a_growing_prompt_stays_with_the_server_that_holds_its_kv() -> Non
 
 async def test_a_server_in_several_pairs_is_one_server() -> None:
     async with scripted_pool(2, 2) as at:
-        assert len(at.pool.addresses) == 4
-        roles = [server.server.role for server in at.pool.servers]
+        assert len(at.pool.fleet.addresses) == 4
+        roles = [server.server.role for server in at.pool.fleet.servers]
         assert roles == ["prefill", "prefill", "decode", "decode"]
 
 
@@ -102,7 +102,9 @@ async def test_a_retry_goes_elsewhere(leg: str) -> None:
         await servers[0].stop()
         for index in range(6):
             await collect(at.pool, generation(f"r{index}"))
-        assert at.pool.retried == BREAKER.failures, "a server was tried though its breaker was open"
+        assert at.pool.fleet.retried == BREAKER.failures, (
+            "a server was tried though its breaker was open"
+        )
         assert servers[1].requests >= 6
 
 
@@ -133,7 +135,9 @@ async def test_only_the_failing_servers_breaker_counts(
             times=BREAKER.failures,
         )
         assert at.breakers() == open_ones
-        assert [server.failures for server in at.pool.servers] == [3 * found for found in open_ones]
+        assert [server.failures for server in at.pool.fleet.servers] == [
+            3 * found for found in open_ones
+        ]
 
 
 async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(
@@ -171,7 +175,7 @@ async def test_a_trial_closes_the_breaker_with_its_first_token_and_not_only_at_i
 
 async def test_a_trial_is_not_spent_while_the_other_role_refuses() -> None:
     async with scripted_pool(retries=ONCE) as at:
-        prefill, decode = at.pool.servers
+        prefill, decode = at.pool.fleet.servers
         for server, opened_s in ((prefill, 0.0), (decode, 1.0)):
             for _ in range(BREAKER.failures):
                 server.breaker.failed(opened_s)
@@ -183,7 +187,7 @@ async def test_a_trial_is_not_spent_while_the_other_role_refuses() -> None:
 
 async def test_a_relayed_stream_that_tells_of_a_failure_does_not_close_a_breaker() -> None:
     async with scripted_pool() as at:
-        decode = at.pool.servers[1]
+        decode = at.pool.fleet.servers[1]
         for _ in range(BREAKER.failures):
             decode.breaker.failed(0.0)
         at.now_s = BREAKER.open_s
@@ -196,9 +200,9 @@ async def test_a_relayed_stream_that_tells_of_a_failure_does_not_close_a_breaker
 
 async def test_a_prefill_only_request_by_a_real_pair_spends_one_trial() -> None:
     async with scripted_pool(settings=ScriptedSettings(warms=()), retries=ONCE) as at:
-        await at.pool.probe()
+        await at.pool.fleet.probe()
         for _ in range(BREAKER.failures):
-            at.pool.servers[0].breaker.failed(at.now_s)
+            at.pool.fleet.servers[0].breaker.failed(at.now_s)
         at.now_s += BREAKER.open_s
         async with at.pool.forward("prefill_only", b'{"input_ids": [1, 2, 3]}') as answer:
             assert answer.status == 200
@@ -211,7 +215,7 @@ async def test_a_transfer_that_failed_may_be_the_fault_of_either_server() -> Non
             Fault("status", message="Prefill transfer failed for request rank=0"), at.prefills[0]
         )
         await fails(at, EngineRejected)
-        assert [server.failures for server in at.pool.servers] == [1, 1]
+        assert [server.failures for server in at.pool.fleet.servers] == [1, 1]
 
 
 async def test_what_is_wrong_with_a_request_opens_no_breaker() -> None:
@@ -229,7 +233,7 @@ async def test_a_request_that_every_attempt_is_refused_opens_no_breaker(status: 
             at.strike(Fault("status", status=status), fails_always)
             await fails(at, EngineRejected, times=2 * BREAKER.failures)
             assert at.breakers() == [False, False]
-            assert not any(server.failures for server in at.pool.servers)
+            assert not any(server.failures for server in at.pool.fleet.servers)
             at.strike(None, fails_always)
             await collect(at.pool, generation(random_rid()))
 
@@ -258,7 +262,7 @@ async def test_silence_after_the_first_token_is_decodes_own() -> None:
         at.strike(Fault("stall", after_tokens=1), at.decodes[0])
         with pytest.raises(EngineStalled):
             await collect(pool, generation())
-        assert [server.failures for server in pool.servers] == [0, 1]
+        assert [server.failures for server in pool.fleet.servers] == [0, 1]
 
 
 async def test_silence_before_it_may_be_eithers_and_success_clears() -> None:
@@ -266,22 +270,22 @@ async def test_silence_before_it_may_be_eithers_and_success_clears() -> None:
         at.strike(Fault("stall"), at.prefills[0])
         with pytest.raises(EngineStalled):
             await collect(pool, generation())
-        assert [server.failures for server in pool.servers] == [1, 1]
-        assert [server.breaker.open for server in pool.servers] == [True, True]
+        assert [server.failures for server in pool.fleet.servers] == [1, 1]
+        assert [server.breaker.open for server in pool.fleet.servers] == [True, True]
         at.strike(None, at.prefills[0])
         at.now_s += BREAKER.open_s
         await collect(pool, generation())
-        assert [server.breaker.open for server in pool.servers] == [False, False]
+        assert [server.breaker.open for server in pool.fleet.servers] == [False, False]
 
 
 async def test_the_model_serves_while_one_server_of_each_role_does() -> None:
     async with scripted_pool(2, 2) as at:
-        assert await at.pool.serves()
+        assert await at.pool.fleet.serves()
         await at.prefills[0].stop()
         await at.decodes[1].stop()
-        assert await at.pool.serves()
+        assert await at.pool.fleet.serves()
         await at.decodes[0].stop()
-        assert not await at.pool.serves()
+        assert not await at.pool.fleet.serves()
 
 
 async def test_a_server_of_the_other_role_is_named_when_it_is_probed() -> None:
@@ -290,7 +294,7 @@ async def test_a_server_of_the_other_role_is_named_when_it_is_probed() -> None:
         with pytest.raises(
             EngineRejected, match=r"prefill engine .* disaggregation mode is decode"
         ):
-            await swapped.probe()
+            await swapped.fleet.probe()
         await swapped.aclose()
 
 
@@ -304,7 +308,7 @@ async def test_requests_under_way_are_counted_and_end_with_their_streams() -> No
 
 
 def in_flight(pool: SglangPair) -> list[EngineState]:
-    return [at.load for role in pool.dispatchers for at in role.tracked]
+    return [at.load for role in pool.fleet.dispatchers.values() for at in role.tracked]
 
 
 @asynccontextmanager
@@ -312,7 +316,9 @@ async def queueing(queue: QueueSettings) -> AsyncIterator[tuple[ScriptedPool, Sg
     """One pair whose tokens take their time, and a client that holds requests back."""
     async with scripted_pool(settings=ScriptedSettings(token_s=0.005)) as at:
         scheduling = SchedulingSettings(queue=queue, poll_s=0.01, stale_s=60.0)
-        pool = SglangPair(*at.pool.addresses, limits=PairLimits(abort_s=2), scheduling=scheduling)
+        pool = SglangPair(
+            *at.pool.fleet.addresses, limits=PairLimits(abort_s=2), scheduling=scheduling
+        )
         yield at, pool
         await pool.aclose()
 
@@ -334,7 +340,7 @@ async def test_what_is_in_flight_is_forgotten_on_every_way_to_end() -> None:
         await at.prefills[0].stop()
         for index in range(4):
             await collect(at.pool, generation(f"retried-{index}"))
-        assert at.pool.retried
+        assert at.pool.fleet.retried
         assert [(one.running, one.tokens) for one in in_flight(at.pool)] == [(0, 0)] * 4
 
 
@@ -350,7 +356,7 @@ async def test_requests_wait_in_the_router_while_a_server_runs_as_many_as_it_may
 
         await asyncio.gather(*(ask(number) for number in range(8)))
         assert most == 2
-        assert pool.dispatchers[1].waits.count == 6
+        assert pool.fleet.dispatchers["decode"].waits.count == 6
         assert [(one.running, one.tokens) for one in in_flight(pool)] == [(0, 0)] * 2
 
 
@@ -381,7 +387,7 @@ async def test_native_requests_of_two_tenants_take_turns_however_many_one_of_the
         async with aclosing(pool.generate(generation("holds"))) as stream:
             await anext(stream)
             waiting = [asyncio.create_task(ask(tenant)) for tenant in [*["flood"] * 8, "quiet"]]
-            await until(lambda: pool.dispatchers[1].waiting == len(waiting))
+            await until(lambda: pool.fleet.dispatchers["decode"].waiting == len(waiting))
         await asyncio.gather(*waiting)
         assert ended.index("quiet") <= 1
 
@@ -392,16 +398,16 @@ async def test_a_request_that_is_given_up_while_it_waits_never_reaches_a_server(
             await anext(stream)
             waits = asyncio.create_task(collect(pool, generation("waits")))
             await asyncio.sleep(0)
-            assert pool.dispatchers[1].waiting == 1
+            assert pool.fleet.dispatchers["decode"].waiting == 1
             waits.cancel()
             await asyncio.wait([waits])
-            assert pool.dispatchers[1].waiting == 0
+            assert pool.fleet.dispatchers["decode"].waiting == 0
         assert at.decodes[0].requests == 1
 
 
 async def test_the_servers_state_is_followed_while_it_is_asked_for() -> None:
-    async with queueing(QueueSettings()) as (_, pool), pool.followed():
-        decode = pool.dispatchers[1].tracked[0]
+    async with queueing(QueueSettings()) as (_, pool), pool.fleet.followed():
+        decode = pool.fleet.dispatchers["decode"].tracked[0]
         async with aclosing(pool.generate(generation("one", 400))) as stream:
             await anext(stream)
             async with asyncio.timeout(2):
@@ -433,9 +439,9 @@ async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other
 ):
     async with scripted_pool(settings=ScriptedSettings(warms=(), prefill_s=0.002)) as at:
         queue = QueueSettings(max_running=1, max_prefill_tokens=1, wait_s=1e6)
-        pool = SglangPair(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))
-        await pool.probe()
-        assert pool.prefill_ways == ("pair",)
+        pool = SglangPair(*at.pool.fleet.addresses, scheduling=SchedulingSettings(queue=queue))
+        await pool.fleet.probe()
+        assert pool.fleet.prefill_ways == ("pair",)
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
             for index in range(6):
                 group.create_task(pool.prefill(generation(f"u{index}", 40 + index)))

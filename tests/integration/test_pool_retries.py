@@ -42,7 +42,7 @@ async def test_a_failure_that_passes_is_not_noticed(
         tokens, finish = await collect(at.pool, generation("second"))
         assert tokens == expected[0]
         assert finish.completion_tokens == 8
-        assert at.pool.retried == 1
+        assert at.pool.fleet.retried == 1
         assert "attempt 1 failed" in caplog.text and f"{leg} engine" in caplog.text
         await at.idle()
 
@@ -71,7 +71,7 @@ async def test_after_a_token_nothing_is_sent_again() -> None:
                 assert isinstance(event, Tokens)
                 seen += event.ids
         assert len(seen) == 2
-        assert (at.pool.retried, at.decodes[0].requests) == (0, 1)
+        assert (at.pool.fleet.retried, at.decodes[0].requests) == (0, 1)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -81,7 +81,7 @@ async def test_a_lasting_failure_is_reported_after_the_last_attempt(leg: str) ->
         at.strike(Fault("status", status=500), broken)
         with pytest.raises(EngineRejected, match=f"{leg} engine .* 500"):
             await collect(at.pool, generation())
-        assert (at.pool.retried, broken.requests) == (2, 3)
+        assert (at.pool.fleet.retried, broken.requests) == (2, 3)
         await at.idle()
 
 
@@ -90,7 +90,7 @@ async def test_attempts_end_with_the_failure_that_opened_the_breaker() -> None:
         at.strike(Fault("refuse"), at.decodes[0])
         with pytest.raises(EngineUnreachable, match="decode engine cannot be reached"):
             await collect(at.pool, generation())
-        assert (at.pool.retried, at.decodes[0].requests) == (1, 2)
+        assert (at.pool.fleet.retried, at.decodes[0].requests) == (1, 2)
 
 
 @pytest.mark.parametrize("status", [400, 404, 501])
@@ -99,7 +99,7 @@ async def test_a_refusal_is_reported_at_once(status: int) -> None:
         at.strike(Fault("status", status=status), at.prefills[0])
         with pytest.raises(EngineError):
             await collect(at.pool, generation())
-        assert (at.pool.retried, at.prefills[0].requests) == (0, 1)
+        assert (at.pool.fleet.retried, at.prefills[0].requests) == (0, 1)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -115,5 +115,5 @@ async def test_a_relayed_request_is_sent_again_under_a_fresh_id(
         assert b"output_ids" in await relayed(at, BODY % stream)
         first, second = map(orjson.loads, at.decodes[0].bodies)
         assert first["rid"] != second["rid"] and first["bootstrap_room"] != second["bootstrap_room"]
-        assert at.pool.retried == 1
+        assert at.pool.fleet.retried == 1
         await at.idle()

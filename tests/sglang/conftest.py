@@ -45,7 +45,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 async def pair(real_sglang: PairUnderTest) -> AsyncIterator[SglangPair]:
     """The router's client of the real pair, its way of prefill-only chosen."""
     pair = SglangPair(real_sglang.address)
-    await pair.probe()
+    await pair.fleet.probe()
     yield pair
     await pair.aclose()
 

@@ -47,7 +47,7 @@ def address(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 async def test_a_mixed_load_answers_as_each_adapter_alone(address: PairAddress) -> None:
     pool = SglangPair(address, adapters=NAMES)
-    assert await pool.probe() == ("route",)
+    assert await pool.fleet.probe() == ("route",)
     await a_mixed_load_answers_as_each_adapter_alone(pool, PROMPTS, requests=40)
     await an_adapters_updates_warm_its_real_request_alone(pool, [5 + at for at in range(90)])
     await pool.aclose()

@@ -116,7 +116,7 @@ async def test_prompts_are_completed_and_responses_translated(pair: SglangPair) 
 
 
 async def held(pair: SglangPair) -> int:
-    return sum([(await server.report()).running for server in pair.servers])
+    return sum([(await server.report()).running for server in pair.fleet.servers])
 
 
 async def test_a_client_that_leaves_ends_its_chats_on_both_servers(pair: SglangPair) -> None:

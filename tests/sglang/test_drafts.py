@@ -41,7 +41,7 @@ async def drafting(servers: CpuPair) -> AsyncIterator[SglangPair]:
             servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port
         )
     )
-    await pair.probe()
+    await pair.fleet.probe()
     yield pair
     await pair.aclose()
 

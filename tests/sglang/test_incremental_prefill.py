@@ -50,4 +50,4 @@ async def test_outputs_are_the_same_with_incremental_prefill_and_its_cache_is_hi
 
 
 async def test_prefill_only_goes_by_the_plugins_route(pair: SglangPair) -> None:
-    assert pair.prefill_ways == ("route",)
+    assert pair.fleet.prefill_ways == ("route",)

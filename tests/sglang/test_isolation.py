@@ -57,7 +57,7 @@ async def test_two_tenants_see_each_others_cached_tokens_only_without_isolation(
 ) -> None:
     pair, ids = SglangPair(real_sglang.address, isolates=isolates), prompt()
     try:
-        await pair.probe()
+        await pair.fleet.probe()
         first, again, other = [await asked(pair, ids, tenant) for tenant in (ALICE, ALICE, BOB)]
         assert first <= 1 < TOKENS // 2 < again
         assert (other <= 1) if isolates else (other == again)

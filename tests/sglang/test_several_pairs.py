@@ -121,7 +121,7 @@ async def test_servers_of_two_pairs_work_together_and_outlive_a_dead_prefill(
     own_sglang: CpuPair, second: CpuPair
 ) -> None:
     pool = SglangPair(address(own_sglang), address(second))
-    assert await pool.probe() == ("route", "route")
+    assert await pool.fleet.probe() == ("route", "route")
     answers = {
         (affinity, turn): await answer(
             pool, affinity
@@ -132,5 +132,5 @@ async def test_servers_of_two_pairs_work_together_and_outlive_a_dead_prefill(
     second.prefill.kill()
     for affinity in "abcdef":
         assert await answer(pool, affinity) == answers["a", 0]
-    assert pool.retried >= 1
+    assert pool.fleet.retried >= 1
     await pool.aclose()

@@ -15,7 +15,7 @@ from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.app import running_server
-from shell_router.app.models import address_of
+from shell_router.app.pairs import address_of
 from shell_router.config import (
     Config,
     EmbedderSettings,
@@ -130,7 +130,7 @@ async def sleeps_by_its_mark_and_is_refused_on_a_cpu(model: Path, pair: CpuPair)
     assert "start it on a GPU" in str(refused.value.remedy)
     async with aclosing(SglangPair(address_of(settings))) as client:
         for version in ("default (asleep)", "default (unsettled)", "default"):
-            for server in client.servers:
+            for server in client.fleet.servers:
                 body = json.dumps({"new_version": version, "abort_all_requests": False}).encode()
                 await server.post("update_weight_version", body, limit_s=30)
                 assert (await server.info("model_info"))["weight_version"] == version
@@ -139,4 +139,4 @@ async def sleeps_by_its_mark_and_is_refused_on_a_cpu(model: Path, pair: CpuPair)
                 elif version.endswith("(unsettled)"):
                     with pytest.raises(EngineRejected, match="between sleep and waking"):
                         await wake(server, 30)
-        await client.probe()  # it was awake all the time, and serves
+        await client.fleet.probe()  # it was awake all the time, and serves

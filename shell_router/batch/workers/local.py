@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shell_router.app.launching import launched_engines
-from shell_router.app.models import RunningModel, adapted_models, running_models
+from shell_router.app.models import RunningModel, running_models
 from shell_router.app.wings import EngineKind
 from shell_router.batch.pool import Pool, PoolWorker
 from shell_router.batch.profile import Load
@@ -57,8 +57,7 @@ class LocalWorker:
         async with self.open_model(model) as (running, load):
             served = running.served
             if self._pool.models[model].adapter is not None:
-                assert running.pool is not None
-                ((adapted, _),) = adapted_models(served, running.pool).values()
+                ((adapted, _),) = running.adapted_models()
                 served = replace(adapted, alias=served.alias)
             yield served, load
 
@@ -71,7 +70,7 @@ class LocalWorker:
             try:
                 yield running, load
             finally:
-                servers = running.pool.servers if running.pool else ()
+                servers = running.engine.fleet.servers if running.engine.fleet else ()
                 if any(server.failures for server in servers):
                     log.warning("%s: the engine failed requests and is not used again", model)
                     await self.stop()
@@ -127,10 +126,11 @@ class LocalWorker:
         """Put the model's weights into the engine that is up. Raises EngineError."""
         running = await self._connect(config, model, stack)
         weights = config.models[model].path
-        assert running.pool is not None
+        assert running.engine.fleet is not None
         if self._held_weights != weights:
             self._held_weights = None  # a swap that fails midway leaves unknown weights
-            await swap_weights(running.pool.servers, weights, self._pool.limits.engine_start_s)
+            servers = running.engine.fleet.servers
+            await swap_weights(servers, weights, self._pool.limits.engine_start_s)
             self._held_weights = weights
         return running
 

@@ -125,8 +125,8 @@ class NodeWorker:
         try:
             assert self._worker is not None
             async with self._worker.open_model(model) as (running, load):
-                assert running.pool is not None
-                address.set_result((running.pool.addresses[0], load))
+                assert running.engine.fleet is not None
+                address.set_result((running.engine.fleet.addresses[0], load))
                 await asyncio.Event().wait()  # until `close` cancels this task
         except Exception as error:
             if address.done():

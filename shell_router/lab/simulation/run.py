@@ -20,7 +20,7 @@ from shell_router.core.engine import (
     ServedModel,
     Tokens,
 )
-from shell_router.engines.pairing import engine_slot
+from shell_router.engines.fleet import take_slot
 from shell_router.engines.server_client import Monitor
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
@@ -70,7 +70,7 @@ class Fleet:
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""
-        slot = await engine_slot(self.dispatcher, PlacementRequest.of(request, update=True))
+        slot = await take_slot(self.dispatcher, PlacementRequest.of(request, update=True))
         request.on_placed(slot.placement())
         try:
             return await slot.engine.prefill(request)
@@ -79,7 +79,7 @@ class Fleet:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""
-        slot = await engine_slot(self.dispatcher, PlacementRequest.of(request))
+        slot = await take_slot(self.dispatcher, PlacementRequest.of(request))
         request.on_placed(slot.placement())
         try:
             async with aclosing(slot.engine.generate(request)) as stream:

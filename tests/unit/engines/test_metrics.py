@@ -14,7 +14,7 @@ async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() 
     now_s = [0.0]
     pairs = [PairAddress("http://p", f"http://{host}", "p", 8998) for host in "ab"]
     pool = SglangPair(*pairs, clock=lambda: now_s[0])
-    _, decodes = pool.dispatchers
+    decodes = pool.fleet.dispatchers["decode"]
     decodes.report(0, EngineReport(0.25, 0, 0, 0, 0.5))
     decodes.tracked[0].failed_polls = 2
     assert isinstance(decodes.submit(PlacementRequest(600, max_output_tokens=100)), EngineSlot)
@@ -23,7 +23,7 @@ async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() 
     now_s[0] = 1.5
     registry = CollectorRegistry()
     registry.register(
-        EngineMetrics({"small": pool}, [lambda: {"small decode": 1}], lambda: now_s[0])
+        EngineMetrics({"small": pool.fleet}, [lambda: {"small decode": 1}], lambda: now_s[0])
     )
 
     def value(name: str, **labels: str) -> float | None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.core.engine import Hints
-from shell_router.engines.pairing import engine_slot
+from shell_router.engines.fleet import take_slot
 from shell_router.errors import EngineUnavailable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
@@ -76,7 +76,7 @@ async def soon() -> None:
 @virtually
 async def test_without_limits_no_request_waits() -> None:
     at = dispatcher(QueueSettings())
-    places = [await engine_slot(at, wanted()) for _ in range(10)]
+    places = [await take_slot(at, wanted()) for _ in range(10)]
     assert [place.engine for place in places] == ["engine 0", "engine 1"] * 5
     assert at.choices == {"fewest_requests": 10}
 
@@ -84,8 +84,8 @@ async def test_without_limits_no_request_waits() -> None:
 @virtually
 async def test_who_waits_gets_whichever_engine_is_free_first() -> None:
     at = dispatcher()
-    held = [await engine_slot(at, wanted()) for _ in range(2)]
-    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    held = [await take_slot(at, wanted()) for _ in range(2)]
+    waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     assert (at.waiting, waiting.done()) == (1, False)
     await asyncio.sleep(3.0)
@@ -97,8 +97,8 @@ async def test_who_waits_gets_whichever_engine_is_free_first() -> None:
 @virtually
 async def test_bound_at_its_arrival_it_waits_for_that_engine() -> None:
     at = dispatcher(replace(ONE_AT_A_TIME, bind="arrival"), SelectionSettings("round_robin"))
-    held = [await engine_slot(at, wanted()) for _ in range(2)]
-    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    held = [await take_slot(at, wanted()) for _ in range(2)]
+    waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     held[1].close()
     await soon()
@@ -111,7 +111,7 @@ async def test_bound_at_its_arrival_it_waits_for_that_engine() -> None:
 async def test_a_prompt_that_grows_for_one_adapter_has_no_home_for_another() -> None:
     at = dispatcher(QueueSettings(), engines=3)
     for adapter in ("algebra", "algebra", "biology", None):
-        place = await engine_slot(at, replace(wanted(affinity="run"), adapter=adapter))
+        place = await take_slot(at, replace(wanted(affinity="run"), adapter=adapter))
         place.close()
     assert at.choices["growing_prompt"] == 1
 
@@ -121,10 +121,10 @@ async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_
     None
 ):
     at = dispatcher()
-    first = await engine_slot(at, wanted(affinity="tree"))
-    other = await engine_slot(at, wanted())
-    grown = asyncio.create_task(engine_slot(at, wanted(30, affinity="tree")))
-    unbound = asyncio.create_task(engine_slot(at, wanted()))
+    first = await take_slot(at, wanted(affinity="tree"))
+    other = await take_slot(at, wanted())
+    grown = asyncio.create_task(take_slot(at, wanted(30, affinity="tree")))
+    unbound = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     other.close()
     assert (await unbound).engine == "engine 1"
@@ -141,7 +141,7 @@ async def test_a_clients_routing_key_chooses_the_engine_of_one_tenant_and_counts
 ):
     at = dispatcher(QueueSettings(), engines=3)
     slots = [
-        await engine_slot(at, PlacementRequest(2000, affinity="1", hints=Hints(user)))
+        await take_slot(at, PlacementRequest(2000, affinity="1", hints=Hints(user)))
         for user in ("alice", "bob", "bob")
     ]
     assert [slot.engine for slot in slots] == ["engine 0", "engine 1", "engine 1"]
@@ -151,10 +151,10 @@ async def test_a_clients_routing_key_chooses_the_engine_of_one_tenant_and_counts
 @virtually
 async def test_the_order_decides_who_is_next() -> None:
     at = dispatcher(replace(ONE_AT_A_TIME, order="shortest_prefill"), engines=1)
-    held, done = await engine_slot(at, wanted()), list[int]()
+    held, done = await take_slot(at, wanted()), list[int]()
 
     async def ask(tokens: int) -> None:
-        place = await engine_slot(at, wanted(tokens))
+        place = await take_slot(at, wanted(tokens))
         done.append(tokens)
         place.close()
 
@@ -169,8 +169,8 @@ async def test_the_order_decides_who_is_next() -> None:
 @virtually
 async def test_cancelled_while_it_waits_it_frees_its_turn() -> None:
     at = dispatcher(engines=1)
-    held = await engine_slot(at, wanted())
-    given_up, stays = (asyncio.create_task(engine_slot(at, wanted())) for _ in range(2))
+    held = await take_slot(at, wanted())
+    given_up, stays = (asyncio.create_task(take_slot(at, wanted())) for _ in range(2))
     await soon()
     given_up.cancel()
     await soon()
@@ -182,8 +182,8 @@ async def test_cancelled_while_it_waits_it_frees_its_turn() -> None:
 @virtually
 async def test_cancelled_in_the_moment_of_its_turn_it_gives_the_place_back() -> None:
     at = dispatcher(engines=1)
-    held = await engine_slot(at, wanted())
-    given_up, stays = (asyncio.create_task(engine_slot(at, wanted())) for _ in range(2))
+    held = await take_slot(at, wanted())
+    given_up, stays = (asyncio.create_task(take_slot(at, wanted())) for _ in range(2))
     await soon()
     held.close()  # its turn has come
     given_up.cancel()  # and it does not know yet
@@ -195,9 +195,9 @@ async def test_cancelled_in_the_moment_of_its_turn_it_gives_the_place_back() -> 
 @virtually
 async def test_who_waits_too_long_is_refused_with_what_to_do() -> None:
     at = dispatcher(replace(ONE_AT_A_TIME, wait_s=7.0), engines=1)
-    held = await engine_slot(at, wanted())
+    held = await take_slot(at, wanted())
     with pytest.raises(EngineUnavailable, match=r"within 7 s.*scheduling\.queue\.wait_s"):
-        await engine_slot(at, wanted())
+        await take_slot(at, wanted())
     assert (asyncio.get_running_loop().time(), at.waiting) == (7.0, 0)
     held.close()
     assert nothing_on(at.tracked[0].load)
@@ -206,8 +206,8 @@ async def test_who_waits_too_long_is_refused_with_what_to_do() -> None:
 @virtually
 async def test_when_the_last_engine_fails_no_request_waits_for_it() -> None:
     at = dispatcher(engines=1)
-    held = await engine_slot(at, wanted())
-    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    held = await take_slot(at, wanted())
+    waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     at.tracked[0].breaker.failed(0.0)
     held.close()
@@ -219,8 +219,8 @@ async def test_when_the_last_engine_fails_no_request_waits_for_it() -> None:
 async def test_of_those_that_wait_only_one_probes_an_engine_that_failed() -> None:
     at = dispatcher(QueueSettings(max_running=3))
     at.tracked[0].breaker.failed(0.0)
-    held = [await engine_slot(at, wanted()) for _ in range(3)]
-    waiting = [asyncio.create_task(engine_slot(at, wanted())) for _ in range(4)]
+    held = [await take_slot(at, wanted()) for _ in range(3)]
+    waiting = [asyncio.create_task(take_slot(at, wanted())) for _ in range(4)]
     await asyncio.sleep(6.0)  # the breaker of engine 0 allows a probe again
     held[0].close()
     await soon()
@@ -236,8 +236,8 @@ async def test_of_those_that_wait_only_one_probes_an_engine_that_failed() -> Non
 @virtually
 async def test_bound_to_an_engine_that_failed_it_goes_elsewhere() -> None:
     at = dispatcher(replace(ONE_AT_A_TIME, bind="arrival"), SelectionSettings("round_robin"))
-    held = [await engine_slot(at, wanted()) for _ in range(2)]
-    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    held = [await take_slot(at, wanted()) for _ in range(2)]
+    waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     at.tracked[0].breaker.failed(0.0)
     held[1].close()
@@ -247,8 +247,8 @@ async def test_bound_to_an_engine_that_failed_it_goes_elsewhere() -> None:
 @virtually
 async def test_an_engine_takes_no_more_while_enough_is_to_be_prefilled_there() -> None:
     at = dispatcher(QueueSettings(max_prefill_tokens=100), engines=1)
-    first = await engine_slot(at, wanted(150))
-    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    first = await take_slot(at, wanted(150))
+    waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     assert not waiting.done()
     first.prefilled()
@@ -258,8 +258,8 @@ async def test_an_engine_takes_no_more_while_enough_is_to_be_prefilled_there() -
 @virtually
 async def test_an_engine_takes_no_more_while_its_kv_is_expected_to_fill() -> None:
     at = dispatcher(QueueSettings(max_tokens=200), engines=1)
-    first = await engine_slot(at, replace(wanted(150), max_output_tokens=60))
-    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    first = await take_slot(at, replace(wanted(150), max_output_tokens=60))
+    waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     assert not waiting.done()
     first.wrote(60)
@@ -271,9 +271,9 @@ async def test_an_engine_takes_no_more_while_its_kv_is_expected_to_fill() -> Non
 async def test_updates_neither_take_the_places_of_real_requests_nor_wait_for_them() -> None:
     at = dispatcher(engines=1)
     update = PlacementRequest(10, max_output_tokens=0, update=True)
-    first = await engine_slot(at, update)
-    real = await engine_slot(at, wanted())
-    again = await engine_slot(at, update)
+    first = await take_slot(at, update)
+    real = await take_slot(at, wanted())
+    again = await take_slot(at, update)
     for place in (first, real, again):
         place.close()
     assert nothing_on(at.tracked[0].load)
@@ -284,17 +284,17 @@ async def test_a_stale_report_is_ignored() -> None:
     at = dispatcher(QueueSettings(), SelectionSettings("gimbal"))
     for index, usage in enumerate((0.95, 0.1)):
         at.report(index, EngineReport(usage, 0, 0, 0))
-    assert (await engine_slot(at, wanted())).placement().why == "lowest_kv_usage"
+    assert (await take_slot(at, wanted())).placement().why == "lowest_kv_usage"
     await asyncio.sleep(SchedulingSettings().stale_s)
-    assert (await engine_slot(at, wanted())).placement().why == "no_metrics"
+    assert (await take_slot(at, wanted())).placement().why == "no_metrics"
 
 
 @virtually
 async def test_a_batch_takes_as_many_places_as_it_has_requests() -> None:
     at = dispatcher(QueueSettings(max_running=4), engines=1)
-    batch = await engine_slot(at, replace(wanted(), requests=3))
-    await engine_slot(at, wanted())
-    waits = asyncio.create_task(engine_slot(at, wanted()))
+    batch = await take_slot(at, replace(wanted(), requests=3))
+    await take_slot(at, wanted())
+    waits = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     assert (at.tracked[0].load.running, at.waiting) == (4, 1)
     batch.close()
@@ -305,7 +305,7 @@ async def test_a_batch_takes_as_many_places_as_it_has_requests() -> None:
 @virtually
 async def test_a_place_says_where_it_is_and_why() -> None:
     at = dispatcher(selection=SelectionSettings("round_robin"))
-    placed = (await engine_slot(at, wanted())).placement()
+    placed = (await take_slot(at, wanted())).placement()
     assert str(placed) == "pair-0 (round_robin: turn)"
 
 
@@ -315,7 +315,7 @@ async def test_requests_that_share_a_long_prefix_meet_on_one_engine() -> None:
     shared = list(range(640))
 
     async def ask(*more: int) -> EngineSlot[str]:
-        return await engine_slot(
+        return await take_slot(
             at, PlacementRequest(len(shared) + 1, ids=[*shared, *more], max_output_tokens=1)
         )
 
@@ -400,7 +400,7 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
                 )
                 tasks.append(
                     asyncio.create_task(
-                        engine_slot(at, replace(one, hints=Hints(f"u{which}", f"p{number}")))
+                        take_slot(at, replace(one, hints=Hints(f"u{which}", f"p{number}")))
                     )
                 )
             elif what == "cancel" and tasks:

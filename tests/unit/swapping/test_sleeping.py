@@ -21,7 +21,7 @@ from shell_router.http.tasks import TaskOwner
 from shell_router.swapping.eviction import Eviction, ModelInTurn
 from shell_router.swapping.kind import SwappedModel
 from shell_router.swapping.leases import ModelLeases
-from shell_router.swapping.places import Places, SleepingPairs, SleepingServers
+from shell_router.swapping.places import Places, SleepingPair, SleepingPairs
 from tests.fakes.scripted_pair import LIMITS, ONCE, until
 
 NAMES = "abcdefgh"
@@ -99,7 +99,7 @@ class Machine:
             pairs = {}
             for name, model in self.models.items():
                 address = PairAddress(model.prefill.url, model.decode.url, "127.0.0.1", 8998)
-                pairs[name] = pair = SleepingServers(address, limits=limits, retries=ONCE)
+                pairs[name] = pair = SleepingPair(address, limits=limits, retries=ONCE)
                 stack.push_async_callback(pair.aclose)
             sleeping = SleepingPairs(pairs, LIMIT_S, launched)
             places, tasks = Places(sleeping.opened), TaskOwner()
@@ -177,7 +177,7 @@ async def test_every_request_is_answered_by_its_own_model_and_no_more_are_awake_
         assert not any(
             server.breaker.failures
             for pair in router.sleeping.pairs.values()
-            for server in pair.servers
+            for server in pair.fleet.servers
         )
 
 
@@ -364,8 +364,8 @@ async def test_a_server_that_cannot_sleep_is_refused_at_the_start_and_nothing_is
     async with machine("a") as at, at.router() as router:
         decode = at.models["a"].decode
         decode.settings = ScriptedSettings(role="decode", **settings)
-        await router.sleeping.pairs["a"].ready()
+        await router.sleeping.pairs["a"].fleet.ready()
         with pytest.raises(EngineRejected, match="The decode engine cannot sleep") as refused:
-            await router.sleeping.pairs["a"].probe()
+            await router.sleeping.pairs["a"].fleet.probe()
         assert words in str(refused.value.remedy)
         assert at.died == [] and at.awake == ""

@@ -56,7 +56,7 @@ class Pair:
         engine = ScriptedEngine(
             WordTokenizer(), lambda _: Script(self.decode.folder.name, piece_words=1)
         )
-        self.weights = WeightPair(engine, clients.servers, 30.0)
+        self.weights = WeightPair(engine, clients.fleet.servers, 30.0)
         self.places = Places(
             SwappedPairs({name: folder / name for name in NAMES}, [self.weights]).opened
         )

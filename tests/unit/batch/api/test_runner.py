@@ -11,7 +11,7 @@ from shell_router.api import ApiSettings, Services
 from shell_router.api.chat import Chats
 from shell_router.api.drain import Drain
 from shell_router.api.models import Targets
-from shell_router.app.models import Fleet
+from shell_router.app.fleet_changes import FleetChanges
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import ChatLines, PoolLines
 from shell_router.batch.api.storage import BatchRecord
@@ -79,7 +79,7 @@ def runner(
 ) -> ChatLines:
     moa = moa or ScriptedMoa()
     services = Services(
-        Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {})
+        Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {}, FleetChanges({}, {})
     )
     chats = Chats(services, ApiSettings(), Targets(services), Drain())
     pools = {} if pool is None else {"panel": PoolLines("panel", pool, folder, services)}

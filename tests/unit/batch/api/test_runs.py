@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.api import Services
-from shell_router.app.models import Fleet
+from shell_router.app.fleet_changes import FleetChanges
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.run import BatchRuns
 from shell_router.batch.api.runner import Keep
@@ -62,7 +62,7 @@ def runs(folder: BatchFolder, runner: Answering, now: float = NOW) -> BatchRuns:
         live(moa.models),
         moa.models,
         {},
-        Fleet({}, {}, {}),
+        FleetChanges({}, {}),
         wall=lambda: now,
     )
     return BatchRuns(folder, runner, services, max_line_bytes=2**20)

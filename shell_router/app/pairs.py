@@ -1,0 +1,244 @@
+"""The engine kind of prefill-decode pairs: SGLang's, or servers that speak its wire format."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from yarl import URL
+
+from shell_router.app.model_files import ModelFiles
+from shell_router.app.wings import Progress, StartedEngine
+from shell_router.config import Config, ModelSettings, PairSettings
+from shell_router.config.models import secret
+from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.native_body import ANY_MODEL, NativeRules
+from shell_router.engines.pair_fleet import PairFleet
+from shell_router.engines.sglang import AdaptedModel, SglangPair
+from shell_router.errors import EngineError, EngineStalled, require
+from shell_router.files.read import read_sent
+from shell_router.routing.failures import BreakerSettings, RetrySettings
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+SGLANG_BATCH_SIZE = 32
+"""Sequences that an SGLang engine is taken to decode together without `auto.max_batch`."""
+
+
+class SglangPairs:
+    """The engine kind of models that name `pairs`, which run already.
+
+    With `may_lack` some models may have no engines yet, if others do; the router waits for them in
+    the background.
+    """
+
+    settings: ClassVar[type] = PairSettings
+
+    def __init__(self, *, may_lack: bool = False) -> None:
+        self._may_lack = may_lack
+
+    @asynccontextmanager
+    async def running(
+        self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
+    ) -> AsyncIterator[Mapping[str, StartedEngine]]:
+        """See `EngineKind`."""
+        addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
+        async with running_pairs(
+            addresses, files, config, on_progress, may_lack=self._may_lack
+        ) as pools:
+            engines = {}
+            for alias, pool in pools.items():
+                name = await _name(pool.fleet)
+                engines[alias] = started(pool, name, SGLANG_BATCH_SIZE, config.models[alias])
+            yield engines
+
+
+def started(
+    pool: SglangPair,
+    name: str,
+    batch_size: int,
+    model: ModelSettings,
+    restarts: Callable[[], Mapping[str, int]] = dict,
+) -> StartedEngine:
+    """Return pairs as a started engine; see its attributes."""
+    adapted = {adapter: AdaptedModel(pool, adapter) for adapter in pool.adapters}
+    return StartedEngine(
+        pool,
+        name,
+        batch_size,
+        pool.fleet,
+        relay=pool,
+        call_parser=pool,
+        adapters={adapter: (engine, engine) for adapter, engine in adapted.items()},
+        read_address=partial(_read_address, model, pool.fleet),
+        restarts=restarts,
+    )
+
+
+def _read_address(model: ModelSettings, fleet: PairFleet, fields: Mapping[str, Any]) -> PairAddress:
+    """Read a pair that is added to the model's; raise InvalidField or ConfigError."""
+    pair = read_sent(PairSettings, fields, "pair")
+    require(
+        pair.launch is None, "pair.launch is for files.", "Start its engines, and leave launch out."
+    )
+    address = address_of(pair)
+    require(
+        address not in fleet.addresses,
+        "The model has this pair already.",
+        "GET /v1/engines lists all.",
+    )
+    pairs = [
+        PairSettings(at.prefill_url, at.decode_url, at.bootstrap_port, at.bootstrap_host)
+        for at in (*fleet.addresses, address)
+    ]
+    replace(model, pairs=tuple(pairs))  # checks them together
+    return address
+
+
+def address_of(pair: PairSettings) -> PairAddress:
+    """Return the pair's address; its bootstrap host is the prefill server's by default."""
+    host = pair.bootstrap_host or URL(pair.prefill).host or ""
+    return PairAddress(pair.prefill, pair.decode, host, pair.bootstrap_port)
+
+
+async def _name(fleet: PairFleet) -> str:
+    """Name the servers by the version that they give; a number is SGLang's."""
+    try:
+        version = await fleet.version()
+    except EngineError as error:
+        log.warning("an engine does not say what it is: %s", error)
+        return "engine of unknown kind"
+    return {"scripted": "scripted engine", "embedded": "embedded pair"}.get(
+        version, f"SGLang {version}"
+    )
+
+
+@asynccontextmanager
+async def running_pairs(
+    addresses: Mapping[str, Sequence[PairAddress]],
+    files: Mapping[str, ModelFiles],
+    config: Config,
+    on_progress: Progress,
+    *,
+    may_lack: bool = False,
+    client: type[SglangPair] = SglangPair,
+) -> AsyncIterator[Mapping[str, SglangPair]]:
+    """Give the pairs of each model once all of them serve; raises EngineError.
+
+    With `may_lack` it also gives them once the limit is over and the pairs of one model serve. The
+    router waits for the others in the background.
+    """
+    async with AsyncExitStack() as stack:
+        fields = frozenset(config.limits.native_fields)
+        pools = dict[str, SglangPair]()
+        for alias, pairs in addresses.items():
+            rules = NativeRules(files[alias].vocabulary, files[alias].context_length, fields)
+            pools[alias] = connect_pairs(alias, pairs, config, rules, client)
+            stack.push_async_callback(pools[alias].aclose)
+        await stack.enter_async_context(
+            _probed(pools, config.limits.engine_start_s, on_progress, may_lack=may_lack)
+        )
+        for pool in pools.values():
+            await stack.enter_async_context(pool.fleet.followed())
+        yield pools
+
+
+def connect_pairs(
+    alias: str,
+    addresses: Sequence[PairAddress],
+    config: Config,
+    rules: NativeRules = ANY_MODEL,
+    client: type[SglangPair] = SglangPair,
+) -> SglangPair:
+    """Make the client of a model's servers, which the caller closes; nothing is sent to them yet.
+
+    Raises:
+        ConfigError: A secret or a certificate is missing.
+    """
+    limits = config.limits
+    model = config.models[alias]
+    key = f"models.{alias}.engine_key"
+    return client(
+        *addresses,
+        limits=PairLimits(stall_s=limits.engine_stall_s, answer_s=limits.request_timeout_s),
+        retries=RetrySettings(attempts=limits.engine_attempts),
+        breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
+        rules=rules,
+        isolates=limits.isolate_tenants,
+        scheduling=config.scheduling,
+        adapters=tuple(model.adapters),
+        key=secret(model.engine_key, key, os.environ),
+        tls=model.engine_tls.context(f"models.{alias}.engine_tls") if model.engine_tls else None,
+    )
+
+
+@asynccontextmanager
+async def _probed(
+    pools: Mapping[str, SglangPair], limit_s: float, on_progress: Progress, *, may_lack: bool
+) -> AsyncIterator[None]:
+    """Enter when every server is healthy and probed; see `running_pairs`."""
+    late = asyncio.Event()
+    probes = {
+        alias: asyncio.create_task(_probe(alias, pool.fleet, on_progress, late))
+        for alias, pool in pools.items()
+    }
+    try:
+        ended, waiting = await asyncio.wait(
+            probes.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for probe in ended:
+            probe.result()
+        missing = [alias for alias, probe in probes.items() if probe in waiting]
+        if missing and not (may_lack and ended):
+            raise EngineStalled(
+                f"The engines of {', '.join(missing)} were not ready within {limit_s:g} s.",
+                remedy="Look at their logs, or raise limits.engine_start_s.",
+            )
+        for alias in missing:
+            log.error(
+                "model %s is missing: its engines were not ready within %g s; they are waited for",
+                alias,
+                limit_s,
+            )
+        late.set()
+        yield
+    finally:
+        for probe in probes.values():
+            probe.cancel()
+        await asyncio.gather(*probes.values(), return_exceptions=True)
+
+
+async def _probe(alias: str, fleet: PairFleet, on_progress: Progress, late: asyncio.Event) -> None:
+    """Wait for the servers, which may still be loading, and probe them.
+
+    The caller limits the wait. Once it is `late`, failed probes are repeated instead of raised.
+    """
+    reported = ""
+    healthy = False
+    while True:
+        try:
+            await fleet.ready()
+            healthy = True
+            ways = await fleet.probe()
+            break
+        except EngineError as error:
+            if healthy and not late.is_set():
+                raise
+            notes = getattr(error, "__notes__", ())  # they have the server's URL
+            reason = "; ".join(notes) or str(error)
+            if reported != reason:
+                on_progress(f"model {alias}: waiting for its engines ({reason})")
+            reported = reason
+            await asyncio.sleep(RETRY_S)
+    named = " and ".join(sorted(set(ways))) or "what its load finds"
+    on_progress(f"model {alias} is ready; prefill-only by {named}")
+    if "pair" in ways:
+        log.warning(
+            "model %s: no prefill-only request warms the cache; one-token requests take its place",
+            alias,
+        )

@@ -1,0 +1,245 @@
+"""One request on a prefill and a decode server, supervised as one."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NoReturn
+
+from shell_router.core.engine import Finish, Tokens, error_message
+from shell_router.engines.server_client import HTTP_OK, ServerClient, ServerFailure
+from shell_router.engines.wire import OutputReader, read_prefilled, rejected, require_not_aborted
+from shell_router.errors import (
+    EngineError,
+    EngineRejected,
+    EngineStalled,
+    EngineUnreachable,
+    PromptTooLong,
+)
+from shell_router.http.client import Exchange
+
+log = logging.getLogger(__name__)
+
+_TRANSFER_FAILED = "transfer failed"
+"""SGLang's words, on either server."""
+
+
+class Legs:
+    """One request running on both servers; the first failure on either ends and aborts both.
+
+    Make it, then call `next` for the answer; or read `decode` until it is empty and call
+    `settle_later`. Always end with `close`, which aborts on both servers unless the answer had
+    ended. The prefill leg is not awaited before decode's end. No leg is a task: its exchange
+    reports its end.
+
+    The first failure is blamed on the server that caused it, in `blamed_servers`:
+
+        failure                                     blamed
+        ------------------------------------------  --------------------------------
+        the prefill leg is lost, stalls, or errs    prefill
+        the decode leg is lost, stalls, or errs     decode
+        a leg stalls before any byte of an answer   both: one stalls the other
+        a status says "transfer failed"             both: each reports it
+        prefill errs after decode's error status    no server: decode's is first
+        a leg fails after the answer's end          no server
+
+    Args:
+        prefill: The prefill server.
+        decode: The decode server.
+        rids: The request's ids, by which the servers abort it.
+        bodies: The bodies for prefill and decode.
+        read_timeout_s: The limit of a silence.
+        on_prefilled: Called when the prefill leg has ended.
+        blame: Called with each blamed server and the failure; by default its breaker counts it.
+        route: The servers' route.
+    """
+
+    def __init__(
+        self,
+        prefill: ServerClient,
+        decode: ServerClient,
+        rids: Sequence[str],
+        bodies: tuple[bytes, bytes],
+        read_timeout_s: float,
+        on_prefilled: Callable[[], None] | None = None,
+        blame: Callable[[ServerClient, ServerFailure], None] = ServerClient.failed,
+        route: str = "generate",
+    ) -> None:
+        self.prefill_server = prefill
+        self.decode_server = decode
+        self.blamed_servers: tuple[ServerClient, ...] = ()
+        self._rids = rids
+        self._on_prefilled = on_prefilled
+        self._blame = blame
+        self._failure: ServerFailure | None = None
+        self._ended = False
+        self._prefill_answer: bytes | None = None
+        self._prefill_over: asyncio.Event | None = None
+        self._output: OutputReader | None = None
+        self._begun = False
+        self.decode = decode.begin(
+            route,
+            bodies[1],
+            read_timeout_s=read_timeout_s,
+            streamed=True,
+            ended=self._decode_ended,
+        )
+        """Decode's answer, whose reader raises the first failure of either leg."""
+        self._prefill = prefill.begin(
+            route,
+            bodies[0],
+            read_timeout_s=read_timeout_s,
+            ended=self._prefill_ended,
+        )
+
+    async def next(self, *, logprobs: bool) -> Tokens | Finish:
+        """Return the tokens that decode streams next, and at the end one Finish.
+
+        Raises:
+            EngineError: A leg failed first in this way.
+            PromptTooLong: A server says so.
+        """
+        decode = self.decode
+        reader = self._output
+        try:
+            if reader is None:
+                reader = self._output = OutputReader(self.decode_server.name, logprobs=logprobs)
+                await decode.head()
+                if decode.status != HTTP_OK:
+                    await self.raise_refusal()
+            while reader.error is None and (chunk := await decode.read()):
+                if (tokens := reader.feed(chunk)) is not None:
+                    if not self._begun:
+                        self._begun = True
+                        self.decode_server.succeeded()
+                    return tokens
+            if reader.error is not None:
+                raise reader.error
+            if reader.finish is None:
+                raise EngineUnreachable(
+                    f"The {self.decode_server.name} closed its stream before the answer ended."
+                )
+            return self._count_cached(reader.finish, await self.settle())
+        except (EngineError, PromptTooLong) as error:
+            self.fail(error)
+            raise
+
+    async def raise_refusal(self) -> NoReturn:
+        """Read decode's error answer, and raise EngineRejected or PromptTooLong with its words."""
+        message = error_message(await self.decode.read_all())
+        error = rejected(self.decode_server.name, self.decode.status, message)
+        self.fail(error)
+        raise error
+
+    async def read_prefill(self) -> bytes:
+        """Await the prefill leg's answer before decode's; raise the first failure of either leg."""
+        await self._wait_for_prefill(self.prefill_server.limits.answer_s)
+        if self._prefill_answer is None:
+            raise self._failure or self.prefill_server.failure(TimeoutError())
+        return self._prefill_answer
+
+    async def settle(self) -> bytes | None:
+        """Return the prefill leg's answer once decode has ended well; None if it is late.
+
+        Decode cannot start without the prefill's KV, so the answer is normally here already.
+        """
+        self._ended = True
+        try:
+            if not self._prefill.over:
+                await self._wait_for_prefill(self.prefill_server.limits.settle_s)
+        finally:
+            if self._prefill_answer is None:
+                log.warning(
+                    "decode of %s ended without the %s's answer", self._rids, self.prefill_server
+                )
+                self._prefill.close()
+                self._abort()
+        return self._prefill_answer
+
+    def settle_later(self) -> None:
+        """Settle in the background, for callers that do not need the prefill leg's answer."""
+        self._ended = True
+        if self._prefill_answer is None:
+            self.prefill_server.tasks.start(self.settle())
+
+    def fail(self, error: ServerFailure) -> None:
+        """Report that decode answered with an error, which counts unless a leg failed first."""
+        self._fail(self.decode_server, error)
+
+    def close(self) -> None:
+        """Abort both legs, unless the answer has ended; idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        self.decode.close()
+        self._prefill.close()
+        self._abort()
+
+    async def _wait_for_prefill(self, limit_s: float) -> None:
+        if self._prefill.over:
+            return
+        self._prefill_over = asyncio.Event()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._prefill_over.wait()
+
+    def _count_cached(self, finish: Finish, prefill_answer: bytes | None) -> Finish:
+        """Take `cached_tokens` from the prefill leg: decode's count adds hits of its own cache."""
+        if prefill_answer is None:
+            return finish
+        cached_tokens = read_prefilled(self.prefill_server.name, prefill_answer).cached_tokens
+        if cached_tokens == finish.cached_tokens:
+            return finish
+        return replace(finish, cached_tokens=cached_tokens)
+
+    def _abort(self) -> None:
+        for server in (self.prefill_server, self.decode_server):
+            server.abort(self._rids)
+
+    def _decode_ended(self, decode: Exchange) -> None:
+        if isinstance(decode.failure, EngineError):
+            self._fail(self.decode_server, decode.failure)
+
+    def _prefill_ended(self, prefill: Exchange) -> None:
+        if self._on_prefilled is not None:
+            self._on_prefilled()
+        server = self.prefill_server
+        try:
+            body = server.check_answer(prefill, prefill.held())
+            if b"abort" in body or b"error" in body:
+                streamed = prefill.content_type.startswith("text/event-stream")
+                require_not_aborted(server.name, body, streamed=streamed)
+            self._prefill_answer = body
+            server.succeeded()
+        except (EngineError, PromptTooLong) as error:
+            # an error status of decode is the first failure already, and is being read
+            if self.decode.status in (0, HTTP_OK):
+                self._fail(server, error)
+        if self._prefill_over is not None:
+            self._prefill_over.set()
+
+    def _fail(self, server: ServerClient, error: ServerFailure) -> None:
+        """Keep the first failure, make every reader raise it, and stop both legs."""
+        if self._failure is None and not self._ended:
+            self._failure = error
+            self.blamed_servers = self._find_blamed(server, error)
+            for blamed in self.blamed_servers:
+                self._blame(blamed, error)
+            self.decode.fail(error)
+            self.close()
+
+    def _find_blamed(self, server: ServerClient, error: ServerFailure) -> tuple[ServerClient, ...]:
+        """Return the server that failed, or both if either may be at fault.
+
+        A server that is blamed wrongly is cleared by the next request that it serves.
+        """
+        silent = (
+            isinstance(error, EngineStalled)
+            and not self.decode.began
+            and self._prefill_answer is None
+        )
+        transfer = isinstance(error, EngineRejected) and _TRANSFER_FAILED in str(error).lower()
+        if silent or transfer:
+            return (self.prefill_server, self.decode_server)
+        return (server,)

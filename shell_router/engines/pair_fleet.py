@@ -1,0 +1,124 @@
+"""Prefill-decode pairs whose abilities were probed: prefill-only requests and chats."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from shell_router.core.engine import ChatServing, PrefillCost
+from shell_router.engines.address import PairAddress
+from shell_router.engines.pairing import Pairing
+from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
+from shell_router.engines.server_client import ServerClient, Transport
+from shell_router.engines.wire import broken_wire
+from shell_router.errors import EngineError, EngineRejected
+from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.failures import RetrySettings
+
+log = logging.getLogger(__name__)
+
+
+class PairFleet(Pairing):
+    """The pairs of a model, probed before they are used.
+
+    Attributes:
+        prefill_only: The prefill-only requests of each prefill server.
+        chat: See `Relay.chat`; known after `probe`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        scheduling: SchedulingSettings,
+        retries: RetrySettings,
+        room: Callable[[], int],
+        rid: Callable[[], str],
+        draw: Callable[[], float],
+    ) -> None:
+        super().__init__(transport, scheduling, retries, room, draw)
+        self.prefill_only: dict[ServerClient, PrefillOnly] = {}
+        self.chat: ChatServing | None = None
+        self._rid = rid
+
+    def clients_of(self, address: PairAddress) -> tuple[ServerClient, ...]:
+        """See `Pairing.clients_of`."""
+        prefill, decode = super().clients_of(address)
+        if prefill not in self.prefill_only:
+            self.prefill_only[prefill] = PrefillOnly(prefill, self, self._rid, self.transport.clock)
+        return prefill, decode
+
+    async def probe(self) -> tuple[PrefillWay, ...]:
+        """Ask all servers for their abilities, and find ways of prefill-only that warm caches.
+
+        Returns:
+            The way of each prefill server.
+
+        Raises:
+            EngineRejected: No way warms a cache, or a server has another role.
+            EngineError: A server does not serve.
+        """
+        await self._probe(self.servers)
+        self.chat = await chat_of(self.servers)
+        return self.prefill_ways
+
+    async def probe_new(self, servers: Sequence[ServerClient]) -> None:
+        """Probe servers that are added, which must have the chats of those that serve."""
+        await self._probe(servers)
+        if self.chat is None or not servers:
+            return
+        # servers in use may be down, and these their replacement
+        chat = await chat_of(servers)
+        if chat is None or self.chat.tool_parser not in (None, chat.tool_parser):
+            raise EngineRejected(
+                "The pair has no chats, or others than the model.",
+                status=400,
+                remedy="Start its engines with the --tool-call-parser of the model's others.",
+            )
+
+    async def _probe(self, servers: Sequence[ServerClient]) -> None:
+        contracts = await asyncio.gather(*(server.knows_contract() for server in servers))
+        for server, route in zip(servers, contracts, strict=True):
+            if server in self.prefill_only:
+                await self.prefill_only[server].probe(route=route)
+
+    @property
+    def prefill_ways(self) -> tuple[PrefillWay, ...]:
+        """How each prefill server makes prefill-only requests; `route` until `probe`."""
+        return tuple(only.way for only in self.prefill_only.values())
+
+    @property
+    def prefill_cost(self) -> PrefillCost | None:
+        """The measured cost of a prefill-only request to an idle server, of the dearest server."""
+        costs = [only.cost for only in self.prefill_only.values() if only.cost is not None]
+        return max(costs, key=lambda cost: cost.fixed_s / cost.token_s, default=None)
+
+    def forget(self, servers: Iterable[ServerClient]) -> None:
+        """See `Fleet.forget`."""
+        for server in servers:
+            self.prefill_only.pop(server, None)
+            super().forget((server,))
+
+    async def version(self) -> str:
+        """Return the version that the first decode server gives; raises EngineError."""
+        server = self.decodes.engines[0]
+        info = await server.info()
+        if "version" not in info:
+            raise broken_wire(server.name, "server_info without a version")
+        return str(info["version"])
+
+
+async def chat_of(servers: Sequence[ServerClient]) -> ChatServing | None:
+    """Return the OpenAI routes that all of `servers` have; None if one has none, or is silent.
+
+    SGLang's servers name their parser of tool calls, set or not; other servers do not.
+    """
+    try:
+        infos = await asyncio.gather(*(server.info() for server in servers))
+    except EngineError as error:
+        log.warning(
+            "chats are not forwarded, as a server does not say whether it has them: %s", error
+        )
+        return None
+    if not all("tool_call_parser" in info for info in infos):
+        return None
+    parsers = {info["tool_call_parser"] for info in infos}
+    return ChatServing(parsers.pop() if len(parsers) == 1 else None)
