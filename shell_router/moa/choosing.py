@@ -4,7 +4,7 @@ Agents of one program with the same candidates share one model (Chimera, Algorit
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,15 +36,6 @@ from shell_router.topology import AUTO, Topology
 log = logging.getLogger(__name__)
 
 Candidates = tuple[str, ...]
-
-
-def require_models(who: str, names: Iterable[str], models: Mapping[str, ServedModel]) -> None:
-    """Raise UnknownModel if `who` names models that are not configured."""
-    if unknown := sorted(set(names) - models.keys()):
-        raise UnknownModel(
-            f"{who} names models that are not configured: {', '.join(unknown)}.",
-            remedy=f"Configure them, or use some of: {', '.join(sorted(models))}.",
-        )
 
 
 Leave = Callable[[str], None]
@@ -131,20 +122,101 @@ class ModelChooser:
         """Return a chooser with the same policy, which has measured nothing yet."""
         return ModelChooser(self._models, self._auto, self._predictor, clock=self.clock)
 
-    def list_candidates(self, names: Candidates) -> Candidates:
-        """Return the models to choose from: `names`, or those of `auto` if there are none.
+    def require_models(self, who: str, names: Set[str]) -> None:
+        """Raise UnknownModel if `who` names models that are not configured."""
+        if unknown := sorted(names - self._models.keys()):
+            raise UnknownModel(
+                f"{who} names models that are not configured: {', '.join(unknown)}.",
+                remedy=f"Configure them, or use some of: {', '.join(sorted(self._models))}.",
+            )
+
+    async def choose_for_topology(
+        self, topology: Topology, request: MoaRequest, limits: Mapping[str, int], emit: Emit
+    ) -> tuple[Topology, Mapping[str, Forecast]]:
+        """Choose a model for every agent that names several; equal candidates share one.
+
+        Args:
+            topology: The graph whose agents may name several models.
+            request: The request whose prompts they get.
+            limits: Each agent's `max_new_tokens`.
+            emit: Gets every choice.
+
+        Returns:
+            The topology with one model for every agent, and the forecast of each agent.
+        """
+        started_s = self.clock()
+        prompts = {}
+        for agent in topology.agents.values():
+            prompts[agent.id] = read_agent_prompt(agent, request.messages)
+        undecided: dict[str, Candidates] = {}
+        for agent in topology.agents.values():
+            if agent.model == AUTO:
+                candidates = self._list_candidates(agent.candidates)
+                undecided[agent.id] = await self._drop_too_small(
+                    candidates, prompts[agent.id], limits[agent.id]
+                )
+        forecasts = await self._forecast_agents(topology, prompts, undecided, emit)
+        chosen: dict[str, str] = {}
+        for candidates in dict.fromkeys(undecided.values()):
+            agents = tuple(name for name in undecided if undecided[name] == candidates)
+            forecast = forecasts.get(agents[0], NO_FORECAST)
+            model = self.choose(agents, candidates, forecast, started_s, emit)
+            chosen |= dict.fromkeys(agents, model)
+        return topology.with_models(chosen), forecasts
+
+    async def choose_for_agent(
+        self, request: AgentRequest, chosen: MutableMapping[Candidates, str], emit: Emit
+    ) -> tuple[str, Hints]:
+        """Choose the model of an external program's agent, and expect its output tokens.
+
+        What follows the agent in its program is not known, unless a predictor has learned it.
+
+        Args:
+            request: The agent.
+            chosen: Its program's model per candidates; a new choice is added.
+            emit: Gets the choice.
 
         Raises:
-            UnknownModel: One of them is not configured.
+            UnknownModel: A model is not configured.
         """
-        candidates = names or self._auto.models or tuple(self._models)
-        require_models("The choice", candidates, self._models)
-        return candidates
-
-    def scores_decide(self, candidates: Candidates) -> bool:
-        """Tell whether scores could change the choice, by what is in flight now."""
-        unscored = [self._describe(model, NO_FORECAST) for model in candidates]
-        return scores_decide(unscored, self._auto.settings)
+        is_undecided = request.model == AUTO
+        candidates: Candidates = (request.model,)
+        if is_undecided:
+            candidates = self._list_candidates(request.candidates)
+        self.require_models(f"Agent {request.agent!r}", set(candidates))
+        started_s = self.clock()
+        forecast = NO_FORECAST
+        if self.predicts:
+            is_scored = is_undecided and candidates not in chosen
+            prompt = read_request_prompt(request)
+            describe = partial(
+                prompt.describe,
+                self._models[candidates[0]].tokenizer,
+                AGENT_REQUEST,
+                PLAIN_REQUEST if request.chat else request.agent,
+                candidates,
+                is_scored and self._scores_decide(candidates),
+            )
+            prospect = await run_off_loop(prompt.characters, describe)
+            (forecast,) = await self.forecast([prospect], emit)
+        agents = (request.agent,)
+        if not is_undecided:
+            model = request.model
+        elif candidates in chosen:  # perhaps by another agent, while the predictors were asked
+            model = chosen[candidates]
+            self._keep(agents, model, emit)
+        else:
+            model = self.choose(agents, candidates, forecast, started_s, emit)
+            chosen[candidates] = model
+        # the random id of a chat says nothing of the agents to come
+        name = None if request.chat else request.agent
+        own = forecast.own_tokens.get(model)
+        if own is None:
+            own = self.estimates.output_tokens(model, None, name, request.tenant)
+        total = forecast.total_tokens.get(model)
+        return model, Hints(
+            request.tenant, request.program, None, name, own, total, request.end_user
+        )
 
     async def forecast(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
         """Return what to expect of each prospect; empty forecasts without a predictor.
@@ -159,6 +231,69 @@ class ModelChooser:
             emit(Degraded(self.clock(), "", kind, why))
         return forecasts.each
 
+    async def _forecast_agents(
+        self,
+        topology: Topology,
+        prompts: Mapping[str, KnownPrompt],
+        undecided: Mapping[str, Candidates],
+        emit: Emit,
+    ) -> Mapping[str, Forecast]:
+        """Ask the predictor about every agent that a model serves.
+
+        Of agents with the same candidates only the first is scored, since they share one choice.
+        """
+        if not self.predicts:
+            return {}
+        agents = [agent for agent in topology.agents.values() if not agent.votes]
+        candidates = {agent.id: undecided.get(agent.id, (agent.model,)) for agent in agents}
+        to_score = set(filter(self._scores_decide, undecided.values()))
+
+        def describe_agents() -> list[Prospect]:
+            stages = number_stages(topology)
+            workflow = name_workflow(topology)
+            prospects = []
+            for agent, models in candidates.items():
+                is_scored = agent in undecided and models in to_score
+                to_score.discard(models)
+                tokenizer = self._models[models[0]].tokenizer
+                describe = prompts[agent].describe
+                prospects.append(describe(tokenizer, workflow, stages[agent], models, is_scored))
+            return prospects
+
+        characters = sum(prompts[agent].characters for agent in candidates)
+        forecasts = await self.forecast(await run_off_loop(characters, describe_agents), emit)
+        return dict(zip(candidates, forecasts, strict=True))
+
+    def _list_candidates(self, names: Candidates) -> Candidates:
+        """Return the models to choose from: `names`, or those of `auto` if there are none."""
+        candidates = names or self._auto.models or tuple(self._models)
+        self.require_models("The choice", set(candidates))
+        return candidates
+
+    async def _drop_too_small(
+        self, candidates: Candidates, prompt: KnownPrompt, limit: int
+    ) -> Candidates:
+        """Return the candidates whose context takes the prompt and `limit` tokens of output.
+
+        If none does, return all; the request is then refused by name. A text has hardly more tokens
+        than bytes, so short ones need no tokenizing.
+        """
+        contexts = {name: self._models[name].context_length for name in candidates}
+        if 4 * prompt.characters + limit <= min(contexts.values()):
+            return candidates
+        fitting = []
+        for name, context in contexts.items():
+            count = partial(prompt.count_tokens, self._models[name].tokenizer)
+            _, _, tokens = await run_off_loop(prompt.characters, count)
+            if tokens + limit <= context:
+                fitting.append(name)
+        return tuple(fitting) or candidates
+
+    def _scores_decide(self, candidates: Candidates) -> bool:
+        """Tell whether scores could change the choice, by what is in flight now."""
+        unscored = [self._describe(model, NO_FORECAST) for model in candidates]
+        return scores_decide(unscored, self._auto.settings)
+
     def choose(
         self,
         agents: tuple[str, ...],
@@ -172,27 +307,15 @@ class ModelChooser:
         settings = self._auto.settings
         choice = choose_model(described, settings)
         scores = {each.model: each.score for each in described if each.score is not None}
-        emit(
-            ModelChosen(
-                self.clock(),
-                started_s,
-                agents,
-                choice.model,
-                settings.policy,
-                choice.why,
-                scores,
-                choice.waits,
-                choice.unmeasured,
-            )
-        )
+        reason = settings.policy, choice.why, scores, choice.waits, choice.unmeasured
+        emit(ModelChosen(self.clock(), started_s, agents, choice.model, *reason))
         return choice.model
 
-    def keep(self, agents: tuple[str, ...], model: str, emit: Emit) -> str:
-        """Return the model that the program was given before (Algorithm 1, line 26)."""
+    def _keep(self, agents: tuple[str, ...], model: str, emit: Emit) -> None:
+        """Report that the program keeps its model (Algorithm 1, line 26)."""
         now_s = self.clock()
         policy = self._auto.settings.policy
         emit(ModelChosen(now_s, now_s, agents, model, policy, "kept", {}, {}, ()))
-        return model
 
     def _describe(self, model: str, forecast: Forecast) -> Candidate:
         figures = self._auto.figures.get(model, ModelFigures())
@@ -207,168 +330,3 @@ class ModelChooser:
             figures.max_batch,
             forecast.own_tokens.get(model),
         )
-
-
-async def choose_models(
-    chooser: ModelChooser,
-    models: Mapping[str, ServedModel],
-    topology: Topology,
-    request: MoaRequest,
-    limits: Mapping[str, int],
-    emit: Emit,
-) -> tuple[Topology, Mapping[str, Forecast]]:
-    """Choose a model for every agent that names several; agents with equal candidates share one.
-
-    Args:
-        chooser: Decides.
-        models: All configured models, by alias.
-        topology: The graph whose agents may name several models.
-        request: The request whose prompts they get.
-        limits: Each agent's `max_new_tokens`.
-        emit: Gets every choice.
-
-    Returns:
-        The topology with one model for every agent, and the forecast of each agent.
-    """
-    started_s = chooser.clock()
-    prompts = {}
-    for agent in topology.agents.values():
-        prompts[agent.id] = read_agent_prompt(agent, request.messages)
-    undecided: dict[str, Candidates] = {}
-    for agent in topology.agents.values():
-        if agent.model == AUTO:
-            candidates = chooser.list_candidates(agent.candidates)
-            limit = limits[agent.id]
-            undecided[agent.id] = await _drop_too_small(
-                candidates, prompts[agent.id], limit, models
-            )
-    forecasts: Mapping[str, Forecast] = {}
-    if chooser.predicts:
-        forecasts = await _forecast(chooser, models, topology, prompts, undecided, emit)
-    chosen: dict[str, str] = {}
-    for candidates in dict.fromkeys(undecided.values()):
-        agents = tuple(agent for agent, named in undecided.items() if named == candidates)
-        forecast = forecasts.get(agents[0], NO_FORECAST)
-        model = chooser.choose(agents, candidates, forecast, started_s, emit)
-        chosen |= dict.fromkeys(agents, model)
-    return topology.with_models(chosen), forecasts
-
-
-async def _forecast(
-    chooser: ModelChooser,
-    models: Mapping[str, ServedModel],
-    topology: Topology,
-    prompts: Mapping[str, KnownPrompt],
-    undecided: Mapping[str, Candidates],
-    emit: Emit,
-) -> Mapping[str, Forecast]:
-    """Ask the predictor about every agent that a model serves.
-
-    Of agents with the same candidates only the first is scored, since they share one choice.
-    """
-    candidates: dict[str, Candidates] = {}
-    for agent in topology.agents.values():
-        if not agent.votes:
-            candidates[agent.id] = undecided.get(agent.id, (agent.model,))
-    to_score = {named for named in undecided.values() if chooser.scores_decide(named)}
-
-    def describe_agents() -> list[Prospect]:
-        stages = number_stages(topology)
-        workflow = name_workflow(topology)
-        prospects = []
-        for agent, named in candidates.items():
-            is_scored = agent in undecided and named in to_score
-            to_score.discard(named)
-            tokenizer = models[named[0]].tokenizer
-            prospects.append(
-                prompts[agent].describe(tokenizer, workflow, stages[agent], named, is_scored)
-            )
-        return prospects
-
-    characters = sum(prompts[agent].characters for agent in candidates)
-    prospects = await run_off_loop(characters, describe_agents)
-    forecasts = await chooser.forecast(prospects, emit)
-    return dict(zip(candidates, forecasts, strict=True))
-
-
-async def _drop_too_small(
-    candidates: Candidates, prompt: KnownPrompt, limit: int, models: Mapping[str, ServedModel]
-) -> Candidates:
-    """Return the candidates whose context takes the known prompt and `limit` tokens of output.
-
-    If none does, return all; the request is then refused by name. A text has hardly more tokens
-    than bytes, so short ones need no tokenizing.
-    """
-    if 4 * prompt.characters + limit <= min(models[name].context_length for name in candidates):
-        return candidates
-    fitting = []
-    for name in candidates:
-        count = partial(prompt.count_tokens, models[name].tokenizer)
-        _, _, tokens = await run_off_loop(prompt.characters, count)
-        if tokens + limit <= models[name].context_length:
-            fitting.append(name)
-    return tuple(fitting) or candidates
-
-
-async def choose_for_agent(
-    chooser: ModelChooser,
-    models: Mapping[str, ServedModel],
-    request: AgentRequest,
-    chosen: MutableMapping[Candidates, str],
-    emit: Emit,
-) -> tuple[str, Hints]:
-    """Choose the model of an external program's agent, and expect its output tokens.
-
-    What follows the agent in its program is not known, unless a predictor has learned it.
-
-    Args:
-        chooser: Decides.
-        models: All configured models, by alias.
-        request: The agent.
-        chosen: Its program's model per candidates; a new choice is added.
-        emit: Gets the choice.
-
-    Raises:
-        UnknownModel: A model is not configured.
-    """
-    is_undecided = request.model == AUTO
-    candidates: Candidates = (request.model,)
-    if is_undecided:
-        candidates = chooser.list_candidates(request.candidates)
-    require_models(f"Agent {request.agent!r}", candidates, models)
-    forecast = NO_FORECAST
-    started_s = chooser.clock()
-    if chooser.predicts:
-        is_scored = is_undecided and candidates not in chosen and chooser.scores_decide(candidates)
-        prospect = await _describe_agent(request, candidates, models, scored=is_scored)
-        (forecast,) = await chooser.forecast([prospect], emit)
-    agents = (request.agent,)
-    if not is_undecided:
-        model = request.model
-    elif candidates in chosen:  # perhaps by another agent, while the predictors were asked
-        model = chooser.keep(agents, chosen[candidates], emit)
-    else:
-        model = chooser.choose(agents, candidates, forecast, started_s, emit)
-        chosen[candidates] = model
-    # the random id of a chat says nothing of the agents to come
-    name = None if request.chat else request.agent
-    own = forecast.own_tokens.get(model)
-    if own is None:
-        own = chooser.estimates.output_tokens(model, None, name, request.tenant)
-    total = forecast.total_tokens.get(model)
-    return model, Hints(request.tenant, request.program, None, name, own, total, request.end_user)
-
-
-async def _describe_agent(
-    request: AgentRequest,
-    candidates: Candidates,
-    models: Mapping[str, ServedModel],
-    *,
-    scored: bool,
-) -> Prospect:
-    """Return the description that predictors get of an external program's agent."""
-    prompt = read_request_prompt(request)
-    stage = PLAIN_REQUEST if request.chat else request.agent
-    tokenizer = models[candidates[0]].tokenizer
-    describe = partial(prompt.describe, tokenizer, AGENT_REQUEST, stage, candidates, scored)
-    return await run_off_loop(prompt.characters, describe)

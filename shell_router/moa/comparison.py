@@ -1,7 +1,7 @@
 """A/B comparisons of runs with and without an optimization, which show whether it pays."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from shell_router.moa.agent import AgentTask
@@ -9,64 +9,71 @@ from shell_router.moa.requests import AgentUsage, Answer, MoaRequest
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.topology import INLINE, Agent, Topology
 
-HeldOut = Mapping[Compared, bool]
-"""Whether a run goes without an optimization, for each that could pay."""
 
+class RunComparison:
+    """The optimizations that one run goes without, for comparison with other runs.
 
-def choose_holdouts(
-    holdouts: Holdouts,
-    topology: Topology,
-    request: MoaRequest,
-    *,
-    grows: bool,
-    drafting: Sequence[Agent],
-    now_s: float,
-) -> HeldOut:
-    """Decide which optimizations the run goes without, for comparison.
-
-    Args:
-        holdouts: Decides.
-        topology: The graph, with models chosen.
-        request: Its seed and question fix the draws.
-        grows: Whether prompts could be prefilled while they grow.
-        drafting: The agents whose drafts are compared.
-        now_s: The time.
+    Attributes:
+        drops_updates: The run goes without incremental prefill.
+        dropped_drafts: The agents that go without drafts.
     """
-    compared = [name_updates(topology)] if grows else []
-    compared += [name_drafts(topology, agent) for agent in drafting]
-    # by the question, too: a client with one seed for all would be a group of its own
-    seed = f"{request.seed}/{request.question[-1000:]}"
-    held_out = {}
-    for key in dict.fromkeys(compared):
+
+    def __init__(
+        self,
+        holdouts: Holdouts,
+        topology: Topology,
+        request: MoaRequest,
+        *,
+        grows: bool,
+        drafting: Iterable[Agent],
+        now_s: float,
+    ) -> None:
+        """Decide by the request's seed and question.
+
+        Args:
+            holdouts: Keeps all comparisons.
+            topology: The graph, with models chosen.
+            request: Gives the draws.
+            grows: Whether prompts could be prefilled while they grow.
+            drafting: The agents whose drafts are compared.
+            now_s: The time.
+        """
+        self._holdouts = holdouts
+        self._held_out: dict[Compared, bool] = {}
+        self._drafting: dict[Compared, list[str]] = {}
+        # by the question, too: a client with one seed for all would be a group of its own
+        seed = f"{request.seed}/{request.question[-1000:]}"
+        updates = name_updates(topology)
+        if grows:
+            self._held_out[updates] = self._draw(updates, seed, now_s)
+        for agent in drafting:
+            key = name_drafts(topology, agent)
+            if key not in self._drafting:
+                self._held_out[key] = self._draw(key, seed, now_s)
+            self._drafting.setdefault(key, []).append(agent.id)
+        self.drops_updates = self._held_out.get(updates, False)
+        self.dropped_drafts: set[str] = set()
+        for key, agents in self._drafting.items():
+            if self._held_out[key]:
+                self.dropped_drafts.update(agents)
+
+    def _draw(self, key: Compared, seed: str, now_s: float) -> bool:
         draw = random.Random(f"{key.optimization}/{seed}").random()
-        held_out[key] = holdouts.holds_out(key, draw, now_s)
-    return held_out
+        return self._holdouts.holds_out(key, draw, now_s)
 
-
-def observe_run(
-    holdouts: Holdouts,
-    topology: Topology,
-    tasks: Mapping[str, AgentTask],
-    held_out: HeldOut,
-    answer: Answer,
-    *,
-    seconds: float,
-    now_s: float,
-) -> None:
-    """Learn from a run that ended after `seconds`."""
-    for key, is_held_out in held_out.items():
-        if key.optimization == "incremental_prefill":
-            holdouts.observe(key, held_out=is_held_out, seconds=seconds, now_s=now_s)
-            continue
-        usages = []
-        for name, task in tasks.items():
-            agent = topology.agents[name]
+    def observe(
+        self, tasks: Mapping[str, AgentTask], answer: Answer, seconds: float, now_s: float
+    ) -> None:
+        """Learn from the run, which ended after `seconds`."""
+        for key, is_held_out in self._held_out.items():
+            if key.optimization == "incremental_prefill":
+                self._holdouts.observe(key, held_out=is_held_out, seconds=seconds, now_s=now_s)
+                continue
+            agents = [agent for agent in self._drafting[key] if not tasks[agent].prediction]
+            usages = [answer.agents[agent] for agent in agents]
             # a fallback may have answered in place of the agent's model
-            is_of_model = answer.agents[name].model == key.models
-            is_drafting = agent.drafts and not task.prediction
-            if is_drafting and is_of_model and name_drafts(topology, agent) == key:
-                usages.append(answer.agents[name])
-        observe_drafts(holdouts, key, usages, held_out=is_held_out, now_s=now_s)
+            usages = [usage for usage in usages if usage.model == key.models]
+            observe_drafts(self._holdouts, key, usages, held_out=is_held_out, now_s=now_s)
 
 
 def observe_drafts(

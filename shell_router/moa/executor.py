@@ -41,7 +41,6 @@ from shell_router.moa.agent import (
 )
 from shell_router.moa.choosing import Leave, ModelChooser
 from shell_router.moa.cluster_exit import ClusterExit, Verdict
-from shell_router.moa.comparison import observe_run
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.incremental import CompletePrompt, complete_prompt
 from shell_router.moa.journal import RunJournal
@@ -129,25 +128,13 @@ class Executor:
                         answer = await self._run_single(plan, emit)
                     else:
                         answer = await run.answer()
-                if plan.outline.held_out:
-                    self._observe(resources.holdouts, plan, answer, started_s)
+                if plan.comparison is not None:
+                    now_s = self.clock()
+                    plan.comparison.observe(plan.tasks, answer, now_s - started_s, now_s)
                 return answer
             finally:
                 if run is not None:
                     await self.cache.forget(request.tenant, request.id)
-
-    def _observe(self, holdouts: Holdouts, plan: Plan, answer: Answer, started_s: float) -> None:
-        """Learn from the run what its optimizations save."""
-        now_s = self.clock()
-        observe_run(
-            holdouts,
-            plan.outline.topology,
-            plan.tasks,
-            plan.outline.held_out,
-            answer,
-            seconds=now_s - started_s,
-            now_s=now_s,
-        )
 
     def _take_resources(self, journal: RunJournal) -> Resources:
         """Return the resources of a journaled run; nothing is learned from repeated outputs."""

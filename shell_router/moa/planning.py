@@ -1,8 +1,8 @@
 """Decides, and refuses, before the first agent of a request runs: models, sampling and prompts."""
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field, replace
 from typing import Any, Literal
 
 from agent_cache import LogKey
@@ -13,8 +13,8 @@ from shell_router.core.sampling import OUTPUT_FORMS, limit_sampling, require_pos
 from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.moa.agent import AgentTask, Source, check_task
 from shell_router.moa.calls import ToolOffer
-from shell_router.moa.choosing import ModelChooser, choose_models, require_models
-from shell_router.moa.comparison import HeldOut, choose_holdouts, name_drafts, name_updates
+from shell_router.moa.choosing import ModelChooser
+from shell_router.moa.comparison import RunComparison
 from shell_router.moa.expectations import LatencyEstimates, expect_outputs
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, render_agent_prompt
 from shell_router.moa.requests import MoaRequest
@@ -52,7 +52,7 @@ class Outline:
         hints: Each agent's hints, with its expected output tokens.
         growing: The agents whose prompts are prefilled while they grow, each with the fewest tokens
             of an update.
-        held_out: Whether the run goes without an optimization, for each that could pay.
+        dropped_drafts: The agents that go without drafts, for comparison.
     """
 
     topology: Topology
@@ -61,21 +61,25 @@ class Outline:
     estimates: LatencyEstimates
     sampling: Mapping[str, Sampling]
     hints: Mapping[str, Hints]
-    growing: Mapping[str, float]
-    held_out: HeldOut
+    growing: Mapping[str, float] = field(default_factory=dict)
+    dropped_drafts: Collection[str] = ()
 
 
 @value
 class Plan:
     """A request's graph with models chosen, and the task of every agent that asks a model.
 
-    `choices` are emitted once nothing can be refused any more, as a stream's head goes out with the
-    first event. `expected` holds each agent's model and expected output tokens.
+    Attributes:
+        choices: Emitted once nothing can be refused any more, as a stream's head goes out with the
+            first event.
+        expected: Each agent's model and expected output tokens.
+        comparison: None if no optimization could pay.
     """
 
     outline: Outline
     choices: Sequence[Event]
     expected: Mapping[str, tuple[str, float]]
+    comparison: RunComparison | None
     tasks: Mapping[str, AgentTask]
 
 
@@ -91,43 +95,56 @@ async def plan_run(resources: Resources, topology: Topology, request: MoaRequest
         PromptTooLong: A prompt does not fit its model's context.
     """
     models = resources.models
-    chooser = resources.chooser
-    estimates = chooser.estimates
     characters = sum([len(message["content"]) for message in request.messages])
     require_possible(characters, max([model.context_length for model in models.values()]))
     choices: list[Event] = []
-    sampling = {}
-    for agent in topology.agents.values():
-        sampling[agent.id] = merge_sampling(topology, agent, request)
-    require_models(f"Topology {topology.name!r}", topology.models - {AUTO}, models)
-    forecasts: Mapping[str, Forecast] = {}
-    if chooser.predicts or AUTO in topology.models:
-        limits = {agent: params["max_new_tokens"] for agent, params in sampling.items()}
-        topology, forecasts = await choose_models(
-            chooser, models, topology, request, limits, choices.append
-        )
-    if characters >= DRAFTED_FROM and (topology.name == AUTO or topology.name in models):
-        topology = replace(topology, agents={topology.name: replace(topology.root, drafts=True)})
-    hints = expect_outputs(topology, estimates, request, forecasts)
-    outline = Outline(topology, request, models, estimates, sampling, hints, {}, {})
+    outline = await _outline_run(resources, topology, request, characters, choices)
+    topology = outline.topology
     growing = find_growing_prompts(outline, characters)
     drafting = [agent for agent in topology.agents.values() if may_draft(agent, models) == "auto"]
+    comparison = None
     if growing or drafting:
-        held_out = choose_holdouts(
+        comparison = RunComparison(
             resources.holdouts,
             topology,
             request,
             grows=bool(growing),
             drafting=drafting,
-            now_s=chooser.clock(),
+            now_s=resources.chooser.clock(),
         )
-        if held_out.get(name_updates(topology)):
+        if comparison.drops_updates:
             growing = {}
-        outline = replace(outline, growing=growing, held_out=held_out)
+        outline = replace(outline, growing=growing, dropped_drafts=comparison.dropped_drafts)
     tasks = build_tasks(outline)
     for task in tasks.values():
         await check_task(task)
-    return Plan(outline, choices, expect_load(outline), tasks)
+    return Plan(outline, choices, expect_load(outline), comparison, tasks)
+
+
+async def _outline_run(
+    resources: Resources,
+    topology: Topology,
+    request: MoaRequest,
+    characters: int,
+    choices: list[Event],
+) -> Outline:
+    """Choose models and set expectations; `choices` gets the events of chosen models."""
+    models = resources.models
+    chooser = resources.chooser
+    agents = topology.agents.values()
+    sampling = {agent.id: merge_sampling(topology, agent, request) for agent in agents}
+    chooser.require_models(f"Topology {topology.name!r}", topology.models - {AUTO})
+    forecasts: Mapping[str, Forecast] = {}
+    if chooser.predicts or AUTO in topology.models:
+        limits = {agent: params["max_new_tokens"] for agent, params in sampling.items()}
+        topology, forecasts = await chooser.choose_for_topology(
+            topology, request, limits, choices.append
+        )
+    if characters >= DRAFTED_FROM and (topology.name == AUTO or topology.name in models):
+        topology = replace(topology, agents={topology.name: replace(topology.root, drafts=True)})
+    estimates = chooser.estimates
+    hints = expect_outputs(topology, estimates, request, forecasts)
+    return Outline(topology, request, models, estimates, sampling, hints)
 
 
 async def plan_fallback(outline: Outline, agent: str, attempt: int) -> AgentTask:
@@ -143,7 +160,7 @@ async def plan_fallback(outline: Outline, agent: str, attempt: int) -> AgentTask
         unlimited = replace(topology.agents[agent], max_thinking_tokens=None)
         topology = replace(topology, agents={**topology.agents, agent: unlimited})
         request = replace(request, max_thinking_tokens=None)
-    outline = replace(outline, topology=topology, request=request, growing={})
+    outline = replace(outline, topology=topology, request=request, growing={}, dropped_drafts=())
     fallback = topology.agents[agent]
     order = order_slots(fallback.precursors, topology.prefill.slot_order, expect_finish(outline))
     # engines abort every request whose id begins with that of the attempt before
@@ -308,9 +325,6 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
     elif request.max_thinking_tokens is not None:
         max_thinking_tokens = request.max_thinking_tokens
     check_thinking_limit(agent.id, max_thinking_tokens, model)
-    drafts = bool(may_draft(agent, outline.models))
-    if drafts and outline.held_out:
-        drafts = not outline.held_out.get(name_drafts(topology, agent))
     return AgentTask(
         agent.id,
         f"{request.id}.{number}.{agent.id}",
@@ -324,7 +338,7 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         prefill=topology.prefill if agent.id in outline.growing else NO_UPDATES,
         begin_s=request.timeout_s,
         silence_s=request.timeout_s,
-        drafts=drafts,
+        drafts=bool(may_draft(agent, outline.models)) and agent.id not in outline.dropped_drafts,
         prediction=request.prediction if may_answer and model.drafts else "",
         marks=model.reasoning if is_root or agent.readers_get == "answer" else None,
         max_thinking_tokens=max_thinking_tokens,

@@ -16,7 +16,7 @@ from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Emit, Event, answer_in
 from shell_router.core.sampling import limit_sampling, require_possible
 from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, count_usage
-from shell_router.moa.choosing import ModelChooser, choose_for_agent
+from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import observe_drafts
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import AGENT_REQUEST, read_request_prompt
@@ -196,7 +196,7 @@ class Programs:
         """Return the request's model and hints; a program keeps the model it was given before."""
         program = self._registry.find(request.tenant, request.program)
         chosen = dict(program.chosen) if program else {}
-        choice = await choose_for_agent(self._chooser, self._models, request, chosen, emit)
+        choice = await self._chooser.choose_for_agent(request, chosen, emit)
         if request.model == AUTO:
             await self._registry.make_space(request)
             self._registry.remember_choices(request, chosen)
