@@ -34,6 +34,7 @@ from shell_router.errors import ConfigError, EngineError
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
+from shell_router.moa.registry import ProgramLimits
 from shell_router.telemetry import Metrics, TraceStore
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ async def running_services(
                 served,
                 cache.logs,
                 clock=clock,
-                ttl_s=config.cache.ttl_s,
+                limits=ProgramLimits(ttl_s=config.cache.ttl_s),
                 chooser=chooser,
                 holdouts=executor.holdouts,
             ),

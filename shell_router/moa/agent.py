@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from functools import partial
 from typing import Any
 
 from agent_cache import Chunk, LogKey, LogWriter
@@ -24,7 +23,6 @@ from shell_router.core.events import (
     AgentPlaced,
     AgentStarted,
     AgentTokens,
-    AggregationSkipped,
     Emit,
     PromptReady,
 )
@@ -275,7 +273,7 @@ class AgentRun:
         )
         remedy = "Raise the agent's timeout_s or lower its max_new_tokens."
         try:
-            with Deadline(task.timeout_s, late=partial(EngineStalled, late, remedy=remedy)):
+            with Deadline(task.timeout_s, late=EngineStalled(late, remedy=remedy)):
                 if self._thinking is None:
                     finish = await self._consume(request)
                 else:
@@ -377,20 +375,6 @@ class AgentRun:
             reasoning_tokens,
             calls,
         )
-
-    async def copy_output(self, source: str, output: AgentOutput) -> AgentOutput:
-        """Take the output of the agent `source` as this agent's own, without asking an engine."""
-        text = output.text
-        ids = await encode_text(self.task.model.tokenizer, text)
-        self._texts.append(text)
-        if self._writer is not None:
-            self._writer.append(Chunk(text, tuple(ids)))
-        if self._on_text is not None and self._on_text(text, output.confidence or 0.0):
-            await asyncio.sleep(0)  # the cancellation just requested arrives here
-        self._emit(
-            AggregationSkipped(self._clock(), self.task.agent, source, text, output.confidence)
-        )
-        return output.drop_reasoning()
 
     def _report_placement(self, *placements: Placement) -> None:
         self._emit(AgentPlaced(self._clock(), self.task.agent, placements))

@@ -1,13 +1,12 @@
 """The time limit of a block of code, which others may end before its time."""
 
 import asyncio
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 
 class Deadline:
-    """A context that cancels its body after `limit_s` and then raises `late()`.
+    """A context that cancels its body after `limit_s` and then raises `late`.
 
     While it is open it is registered in `among`, so that a shutdown can end it. It costs a third of
     asyncio's own timeout, which small requests feel.
@@ -20,7 +19,7 @@ class Deadline:
         limit_s: float | None = None,
         among: "set[Deadline] | None" = None,
         *,
-        late: Callable[[], Exception] = TimeoutError,
+        late: Exception | None = None,
     ) -> None:
         self._among = among
         self._limit_s = limit_s
@@ -42,7 +41,7 @@ class Deadline:
     def end(self, error: Exception | None = None) -> None:
         """Cancel the body, after which the context raises `error`; later calls have no effect."""
         if self._error is None:
-            self._error = error or self._late()
+            self._error = error or self._late or TimeoutError()
             self._task.cancel()
 
     def __exit__(

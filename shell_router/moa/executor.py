@@ -6,7 +6,7 @@ Each step is a graph or a model.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -109,8 +109,7 @@ class Executor:
         plan = await plan_run(resources, topology, request)
         if journal is not None:
             journal.record_choices(plan.choices)
-        late = partial(
-            DeadlineExceeded,
+        late = DeadlineExceeded(
             f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
             remedy="Allow more time, or ask a smaller topology.",
         )
@@ -171,23 +170,22 @@ class _AggregationSkipped(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """The state of one agent of a run; a vote has no task.
+    """The state of one agent of a run; a vote has no `run`.
 
     Attributes:
         work: The asyncio task that runs the agent.
         filling: Open while the agent's prompt waits for precursors.
-        forwards: The agent whose output is forwarded instead of asking an engine, and the output.
+        forwards: The agent whose output is forwarded instead of asking an engine.
         output: The output of a finished agent.
         gone: Why the agent gave no output.
     """
 
     agent: Agent
     writer: LogWriter
-    task: AgentTask | None
     run: AgentRun | None
     work: asyncio.Task[None] | None = None
     filling: Deadline | None = None
-    forwards: tuple[str, AgentOutput] | None = None
+    forwards: str | None = None
     output: AgentOutput | None = None
     gone: CutOff | Literal["failed"] | None = None
 
@@ -281,7 +279,7 @@ class GraphRun:
         for agent, writer in zip(agents.values(), writers, strict=True):
             task = self._plan.tasks.get(agent.id)
             run = None if task is None else self._open_run(task, writer)
-            self._members[agent.id] = _Member(agent, writer, task, run)
+            self._members[agent.id] = _Member(agent, writer, run)
 
     def _open_run(self, task: AgentTask, writer: LogWriter) -> AgentRun:
         return AgentRun(
@@ -350,15 +348,14 @@ class GraphRun:
     async def _fall_back(self, member: _Member, attempt: int, error: EngineError) -> None:
         """Give the agent the task of its next fallback."""
         agent = member.agent.id
-        assert member.task is not None
-        failed = member.task.model.alias
+        assert member.run is not None
+        failed = member.run.task.model.alias
         task = await plan_fallback(self._plan.outline, agent, attempt)
         model = task.model.alias
         log.warning("agent %s: %s takes the place of %s: %s", agent, model, failed, error)
         now_s = self._clock()
         why = f"{failed} failed"
         self._emit(ModelChosen(now_s, now_s, (agent,), model, "fallback", why, {}, {}, ()))
-        member.task = task
         member.run = self._open_run(task, member.writer)
 
     async def _attempt(self, member: _Member) -> AgentOutput:
@@ -371,7 +368,24 @@ class GraphRun:
             if prompt is not None:
                 return await run.decode(prompt.ids, prompt.sent)
         assert member.forwards is not None
-        return await run.copy_output(*member.forwards)
+        return await self._forward(member, member.forwards)
+
+    async def _forward(self, member: _Member, source: str) -> AgentOutput:
+        """Take the output of the agent `source` as this agent's own, without asking an engine."""
+        output = self._members[source].output
+        assert output is not None
+        text = output.text
+        ids: Sequence[int] = ()
+        if member.run is not None:
+            ids = await encode_text(member.run.task.model.tokenizer, text)
+        member.writer.append(Chunk(text, tuple(ids)))
+        on_text = self._watch(member.agent.id)
+        if on_text is not None and on_text(text, output.confidence or 0.0):
+            await asyncio.sleep(0)  # the cancellation just requested arrives here
+        self._emit(
+            AggregationSkipped(self._clock(), member.agent.id, source, text, output.confidence)
+        )
+        return output.drop_reasoning()
 
     async def _complete_prompt(self, member: _Member, task: AgentTask) -> CompletePrompt | None:
         """Return the filled prompt; None if the agent's aggregation is skipped meanwhile."""
@@ -434,18 +448,8 @@ class GraphRun:
 
     async def _vote(self, member: _Member) -> AgentOutput:
         """Forward the elected precursor's output as soon as no other answer can win."""
-        agent = member.agent.id
-        self._emit(AgentStarted(self._clock(), agent, VOTE))
-        source = await self._elect(member.agent)
-        output = self._members[source].output
-        assert output is not None
-        text = output.text
-        member.writer.append(Chunk(text, ()))
-        on_text = self._watch(agent)
-        if on_text is not None and on_text(text, output.confidence or 0.0):
-            await asyncio.sleep(0)  # the cancellation just requested arrives here
-        self._emit(AggregationSkipped(self._clock(), agent, source, text, output.confidence))
-        return output.drop_reasoning()
+        self._emit(AgentStarted(self._clock(), member.agent.id, VOTE))
+        return await self._forward(member, await self._elect(member.agent))
 
     async def _elect(self, agent: Agent) -> str:
         """Return the precursor whose output wins the vote."""
@@ -512,16 +516,16 @@ class GraphRun:
 
     def _skip_aggregation(self, reader: _Member, sources: Collection[str]) -> None:
         """Let `reader` forward the first output of `sources` that it could have written."""
-        task = reader.task
-        if task is None or task.offer is not None:
+        if reader.run is None or reader.run.task.offer is not None:
             return
         if not reader.is_running or reader.forwards is not None:
             return
+        sampling = reader.run.task.sampling
         for source in sources:
             output = self._members[source].output
             assert output is not None
-            if could_have_written(output, task.sampling, reader.agent.prompt):
-                reader.forwards = source, output
+            if could_have_written(output, sampling, reader.agent.prompt):
+                reader.forwards = source
                 if reader.filling is not None:
                     reader.filling.end(_AggregationSkipped())
                 return
@@ -558,16 +562,16 @@ class GraphRun:
 
 def _count_usage(member: _Member) -> AgentUsage:
     """Return the cost of an agent, however it ended."""
-    if member.task is None or member.run is None:
+    if member.run is None:
         return AgentUsage(VOTE, 0, 0, 0, member.gone or "skipped")
-    model = member.task.model.alias
+    model = member.run.task.model.alias
     if member.output is None:
         assert member.gone is not None
         progress = member.run.progress
         return AgentUsage(model, progress.prompt_tokens, progress.decoded, 0, member.gone)
     if member.forwards is not None:
         return AgentUsage(model, 0, 0, 0, "skipped")
-    return count_usage(member.task, member.output)
+    return count_usage(member.run.task, member.output)
 
 
 async def _read_ballot(voter: str, output: AgentOutput) -> Ballot:

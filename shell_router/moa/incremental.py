@@ -80,6 +80,14 @@ async def complete_prompt(
     return CompletePrompt(await encode_text(task.model.tokenizer, text))
 
 
+def make_silence_error(agent: str, precursor: str, wait_s: float) -> PrecursorTimeout:
+    """Return the error for an agent whose precursor has written nothing for `wait_s`."""
+    return PrecursorTimeout(
+        f"Agent {agent!r} waited {wait_s:g} s for {precursor!r}, and nothing came.",
+        remedy="Send the precursor first, or allow a longer wait.",
+    )
+
+
 class _SlotFiller:
     """Fills the slots of one task, and prefills the growing prompt, one update at a time."""
 
@@ -176,13 +184,7 @@ class _SlotFiller:
                 if error.begun and wait_s < self._task.silence_s:
                     wait_s = self._task.silence_s
                     continue
-                raise PrecursorTimeout(
-                    (
-                        f"Agent {self._task.agent!r} waited {wait_s:g} s for {source.key.agent!r}, "
-                        "and nothing came."
-                    ),
-                    remedy="Send the precursor first, or allow a longer wait.",
-                ) from error
+                raise make_silence_error(self._task.agent, source.key.agent, wait_s) from error
             if read.position > position:
                 self._slot = source.key.agent
                 await self._append(read, shares_ids=source.shares_ids())

@@ -20,11 +20,17 @@ from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import observe_drafts
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import AGENT_REQUEST, read_request_prompt
-from shell_router.moa.incremental import CompletePrompt, complete_prompt, count_common_prefix
+from shell_router.moa.incremental import (
+    CompletePrompt,
+    complete_prompt,
+    count_common_prefix,
+    make_silence_error,
+)
 from shell_router.moa.planning import can_share_ids, check_thinking_limit
 from shell_router.moa.prompt import Message, Part, Slot, encode_text, render
 from shell_router.moa.registry import (
     AgentRecord,
+    ProgramLimits,
     ProgramRegistry,
     make_duplicate_error,
 )
@@ -59,10 +65,7 @@ class Programs:
         cache: AgentPromptCache,
         *,
         clock: Callable[[], float],
-        ttl_s: float = 3600.0,
-        max_programs: int = 10_000,
-        max_agents: int = 10_000,
-        max_written_bytes: int = 2**27,
+        limits: ProgramLimits | None = None,
         chooser: ModelChooser | None = None,
         holdouts: Holdouts | None = None,
     ) -> None:
@@ -71,14 +74,7 @@ class Programs:
         self._clock = clock
         self._chooser = chooser or ModelChooser(models, clock=clock)
         self._holdouts = holdouts or Holdouts(HoldoutSettings(share=0.0))
-        self._registry = ProgramRegistry(
-            cache,
-            clock=clock,
-            ttl_s=ttl_s,
-            max_programs=max_programs,
-            max_agents=max_agents,
-            max_written_bytes=max_written_bytes,
-        )
+        self._registry = ProgramRegistry(cache, limits or ProgramLimits(), clock)
         self.find_chat_program = self._registry.find_chat_program
         self.count_written = self._registry.count_written
 
@@ -291,10 +287,12 @@ class Programs:
         """Do the agent's work within its time limit, and end its log."""
         writer = await self._create_log(request, record)
         limit_s = None if record.request is None else request.timeout_s
-        late = f"Agent {request.agent!r} did not end within {request.timeout_s:g} s."
-        make_error = partial(errors.DeadlineExceeded, late, remedy="Allow more time.")
+        late = errors.DeadlineExceeded(
+            f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.",
+            remedy="Allow more time.",
+        )
         try:
-            with Deadline(limit_s, late=make_error):
+            with Deadline(limit_s, late=late):
                 answer = await work(writer)
             writer.end(End.FINISHED)
         except asyncio.CancelledError:
@@ -425,13 +423,7 @@ class Programs:
             await self._cache.read(key, wait_s=request.wait_s)
         except LogTimeout as error:
             if not error.begun:
-                raise errors.PrecursorTimeout(
-                    (
-                        f"Agent {request.agent!r} waited {request.wait_s:g} s for {agent!r}, and "
-                        "nothing came."
-                    ),
-                    remedy="Send the precursor first, or allow a longer wait.",
-                ) from error
+                raise make_silence_error(request.agent, agent, request.wait_s) from error
         read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
         if read.end is not End.FINISHED:
             raise errors.AgentFailed(

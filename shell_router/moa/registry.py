@@ -98,34 +98,36 @@ class ProgramRecord:
         return any(agent.ended is None for agent in self.agents.values())
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """The programs that are remembered.
+
+    Attributes:
+        ttl_s: Seconds from a program's last agent until it is forgotten, as its logs are.
+        max_programs: Above it, the tenant with most programs loses its oldest.
+        max_agents: Agents of a program.
+        max_written_bytes: A tenant's outputs that are written elsewhere.
+    """
+
+    ttl_s: float = 3600.0
+    max_programs: int = 10_000
+    max_agents: int = 10_000
+    max_written_bytes: int = 2**27
+
+
 ProgramKey = tuple[str, str]
 """A tenant, and the program's id."""
 
 
 class ProgramRegistry:
-    """Remembers programs, the last used last.
-
-    A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the
-    cache forgets their logs. It is forgotten earlier if there are more than `max_programs`, or if
-    its tenant's outputs that are written elsewhere take more than `max_written_bytes`.
-    """
+    """Remembers programs, the last used last; of running programs none is forgotten."""
 
     def __init__(
-        self,
-        cache: AgentPromptCache,
-        *,
-        clock: Callable[[], float],
-        ttl_s: float,
-        max_programs: int,
-        max_agents: int,
-        max_written_bytes: int,
+        self, cache: AgentPromptCache, limits: ProgramLimits, clock: Callable[[], float]
     ) -> None:
         self._cache = cache
+        self._limits = limits
         self._clock = clock
-        self._ttl_s = ttl_s
-        self._max_programs = max_programs
-        self._max_agents = max_agents
-        self._max_written_bytes = max_written_bytes
         self._programs: dict[ProgramKey, ProgramRecord] = {}
         self._written_bytes: Counter[str] = Counter()  # by tenant
         self._chats: dict[tuple[str, str], str] = {}  # the program, by tenant and agent
@@ -135,7 +137,7 @@ class ProgramRegistry:
         record = self._programs.get((tenant, program))
         if record is None:
             return None
-        if record.used_s > self._clock() - self._ttl_s or record.is_running():
+        if record.used_s > self._clock() - self._limits.ttl_s or record.is_running():
             return record
         return None
 
@@ -207,7 +209,7 @@ class ProgramRegistry:
         program.used_s = self._clock()
         self._programs[key] = program
         agents = program.agents
-        if len(agents) >= self._max_agents:
+        if len(agents) >= self._limits.max_agents:
             raise Overloaded(
                 f"Program {request.program!r} has {len(agents)} agents, which is the limit.",
                 remedy="Begin a new program for every run.",
@@ -228,16 +230,16 @@ class ProgramRegistry:
 
     async def make_space(self, request: AgentRequest) -> None:
         """Forget programs until the request's program has its place. Raises Overloaded."""
-        limit_s = self._clock() - self._ttl_s
+        limit_s = self._clock() - self._limits.ttl_s
         expired = takewhile(lambda item: item[1].used_s <= limit_s, self._programs.items())
         await self._forget_ended(list(expired))
         if (request.tenant, request.program) in self._programs:
             return
-        while len(self._programs) >= self._max_programs:
+        while len(self._programs) >= self._limits.max_programs:
             ended = self._list_oldest_ended()
             if not ended:
                 raise Overloaded(
-                    f"All {self._max_programs} programs are still running.",
+                    f"All {self._limits.max_programs} programs are still running.",
                     remedy="Try again when some have ended.",
                 )
             await self._forget_ended(ended)
@@ -276,7 +278,7 @@ class ProgramRegistry:
         if record is not None:
             record.written_bytes += size
             self._written_bytes[tenant] += size
-        while self._written_bytes[tenant] > self._max_written_bytes:
+        while self._written_bytes[tenant] > self._limits.max_written_bytes:
             await self.forget(*self._find_written(tenant, besides=program))
 
     def _find_written(self, tenant: str, *, besides: str) -> ProgramKey:
@@ -284,9 +286,10 @@ class ProgramRegistry:
         for key, program in self._list_ended(tenant):
             if program.written_bytes and key[1] != besides:
                 return key
+        most = self._limits.max_written_bytes
         raise Overloaded(
-            f"Outputs that {tenant!r} has written take more than {self._max_written_bytes} bytes.",
-            remedy=(f"First send DELETE /v1/agent/requests/{besides}, or let other programs end."),
+            f"Outputs that {tenant!r} has written take more than {most} bytes.",
+            remedy=f"First send DELETE /v1/agent/requests/{besides}, or let other programs end.",
         )
 
     async def forget(self, tenant: str, program: str) -> None:

@@ -5,7 +5,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -94,7 +93,7 @@ class Walk:
         limit_s = self._request.timeout_s
         late = f"{self._topology.name!r} gave no answer within {limit_s:g} s."
         remedy = "Allow more time, or ask a topology with fewer steps."
-        with Deadline(limit_s, late=partial(DeadlineExceeded, late, remedy=remedy)):
+        with Deadline(limit_s, late=DeadlineExceeded(late, remedy=remedy)):
             step = await self._choose_next(START, self._topology.start)
             assert step is not None, "the start leads to a step"
             while True:

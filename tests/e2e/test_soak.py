@@ -27,6 +27,7 @@ from shell_router.lab.simulation.run import Fleet
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
+from shell_router.moa.registry import ProgramLimits
 from shell_router.moa.requests import AgentRequest, Answer, OutputOf
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.queue import QueueSettings
@@ -258,7 +259,11 @@ def test_a_day_of_faults_and_bursts_leaves_nothing() -> None:
         embedder = SimulatedEmbedder(0.9, 0.3, 0.001)
         async with MemoryAgentPromptCache(clock=loop.time) as cache:
             executor = Executor(models, cache, embedder, clock=loop.time)
-            day = Day(draws, executor, Programs(models, cache, clock=loop.time, ttl_s=300.0))
+            day = Day(
+                draws,
+                executor,
+                Programs(models, cache, clock=loop.time, limits=ProgramLimits(ttl_s=300.0)),
+            )
             tasks = asyncio.all_tasks()
             await day.pass_by()
             assert asyncio.all_tasks() == tasks

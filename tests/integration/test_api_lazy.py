@@ -14,6 +14,7 @@ from shell_router.core.engine import Generation
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineUnreachable
 from shell_router.moa.programs import Programs
+from shell_router.moa.registry import ProgramLimits
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, client, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script, at_once
@@ -387,7 +388,9 @@ async def test_two_lazy_chains_of_one_program_race() -> None:
 
 async def test_markers_of_an_abandoned_program_expire_and_its_outputs_go() -> None:
     now_s, moa = 0.0, moa_that_echoes()
-    moa.programs = Programs(moa.models, moa.cache, clock=lambda: now_s, ttl_s=10.0)
+    moa.programs = Programs(
+        moa.models, moa.cache, clock=lambda: now_s, limits=ProgramLimits(ttl_s=10.0)
+    )
     async with api(moa) as served:
         marker = await content(served, "small", ("user", "Why?"), program="p", lazy=True)
         assert (await served.get(OUTPUTS + marker))[0] == 200

@@ -2,7 +2,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from time import monotonic
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,7 @@ from shell_router.errors import (
     UnknownProgram,
 )
 from shell_router.moa.programs import Programs
+from shell_router.moa.registry import ProgramLimits
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script
@@ -114,7 +114,12 @@ async def test_an_agent_that_failed_or_whose_callers_have_all_left_runs_again() 
 
 async def test_a_program_has_a_limit_of_agents() -> None:
     moa = ScriptedMoa()
-    programs = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_agents=1)
+    programs = Programs(
+        moa.models,
+        moa.cache,
+        clock=asyncio.get_running_loop().time,
+        limits=ProgramLimits(max_agents=1),
+    )
     await programs.run(send("first", "Hi"), print)
     with pytest.raises(Overloaded, match="new program"):
         await programs.run(send("second", "Hi"), print)
@@ -187,7 +192,9 @@ async def test_a_max_new_tokens_that_is_no_number_of_tokens_is_refused(wanted: o
 async def test_an_ended_program_is_forgotten_after_its_time_and_its_name_is_free() -> None:
     now_s = 0.0
     moa = ScriptedMoa()
-    programs = Programs(moa.models, moa.cache, clock=lambda: now_s, ttl_s=10.0)
+    programs = Programs(
+        moa.models, moa.cache, clock=lambda: now_s, limits=ProgramLimits(ttl_s=10.0)
+    )
     await programs.run(send("first", "Hi"), print)
     now_s = 10.0
     await programs.run(send("other", "Hi", program="q"), print)
@@ -273,7 +280,10 @@ async def test_tenants_do_not_see_each_others_programs() -> None:
 async def test_the_oldest_ended_program_makes_room_and_running_ones_do_not() -> None:
     hold, moa = Hold(), ScriptedMoa()
     programs = Programs(
-        moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=1
+        moa.models,
+        moa.cache,
+        clock=asyncio.get_running_loop().time,
+        limits=ProgramLimits(max_programs=1),
     )
     await programs.run(send("first", "Hi", program="old"), print)
     moa.engines["small"].pace = hold.pace
@@ -301,15 +311,15 @@ class SlowCache(MemoryAgentPromptCache):
         await super().forget(tenant, program)
 
 
-@pytest.mark.parametrize("limits", [{"ttl_s": 10.0}, {"max_programs": 200}])
+@pytest.mark.parametrize("limits", [ProgramLimits(ttl_s=10.0), ProgramLimits(max_programs=200)])
 async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(
-    limits: dict[str, Any],
+    limits: ProgramLimits,
 ) -> None:
     async def texts() -> AsyncIterator[str]:
         yield "x"
 
     now_s, hold, moa, cache = 0.0, Hold(), ScriptedMoa(), SlowCache()
-    programs = Programs(moa.models, cache, clock=lambda: now_s, **limits)
+    programs = Programs(moa.models, cache, clock=lambda: now_s, limits=limits)
     for number in range(200):
         await programs.write(AgentRequest("tenant", f"{number}", "a", ""), texts())
     now_s, moa.engines["small"].pace = 10.0, hold.pace
@@ -328,7 +338,10 @@ async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(
 async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
     moa = ScriptedMoa()
     programs = Programs(
-        moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=4
+        moa.models,
+        moa.cache,
+        clock=asyncio.get_running_loop().time,
+        limits=ProgramLimits(max_programs=4),
     )
     await programs.run(replace(send("a", "Hi", program="only"), tenant="bob"), print)
     for number in range(10):
@@ -341,7 +354,9 @@ async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
 
 async def test_what_a_tenant_writes_elsewhere_is_bounded_in_all_its_programs() -> None:
     moa = ScriptedMoa()
-    programs = Programs(moa.models, moa.cache, clock=monotonic, max_written_bytes=10)
+    programs = Programs(
+        moa.models, moa.cache, clock=monotonic, limits=ProgramLimits(max_written_bytes=10)
+    )
 
     async def write(program: str, agent: str, tenant: str = "alice") -> None:
         async def texts() -> AsyncIterator[str]:
