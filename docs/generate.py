@@ -19,7 +19,7 @@ ROOT = PAGES.parent
 sys.path.insert(0, str(ROOT))
 from shell_router.app.wings import kind_settings  # noqa: E402
 from shell_router.config import Config, deployment_schema  # noqa: E402
-from shell_router.files.schema import Schema, bounds, json_schema, resolve  # noqa: E402
+from shell_router.files.schema import Schema, bounds, json_schema, options, resolve  # noqa: E402
 from shell_router.lab.simulation.settings import Length  # noqa: E402
 from shell_router.standins.embedded.settings import EmbeddedSection  # noqa: E402
 from shell_router.topology import topology_schema  # noqa: E402
@@ -234,9 +234,8 @@ def _form(form: Schema, schema: Schema) -> str:
     if "anyOf" in form:
         inner = [one for one in form["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(_form(one, schema) for one in inner))
-    options = form.get("enum", [form["const"]] if "const" in form else [])
-    if options:
-        return ", ".join(f"`{option}`" for option in options if not isinstance(option, bool))
+    if words := options(form):
+        return ", ".join(f"`{word}`" for word in words if not isinstance(word, bool))
     kind = str(form.get("type", "any"))
     if kind == "array":
         return f"list of {_form(form['items'], schema)}"

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import islice
 from pathlib import Path as File
 from typing import Any, Literal, TypeVar
 
@@ -33,14 +34,18 @@ from shell_router.files.schema import (
     forms_at,
     json_schema,
     known_keys,
+    options,
     phrase,
 )
 
 T = TypeVar("T")
 SEE_PAGE = "docs/reference/settings.md explains every setting."
+MAX_ERRORS = 1000
+"""Errors of one document that are looked at; a client may send a hundred thousand."""
+MAX_PROBLEMS = 100
+"""Problems of one document that are put into words."""
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-_TOO_MANY = ("too_short", "too_long")
-_FIRM = ("missing", "value_error", *_UNKNOWN, *_TOO_MANY)
+_FIRM = ("missing", "value_error", *_UNKNOWN)
 """Kinds of pydantic's errors that hold whichever form of a union was meant."""
 
 
@@ -106,7 +111,8 @@ def check(
             orjson.dumps(value), strict=True, extra=extra, context={"folder": folder}
         )
     except ValidationError as error:
-        return None, list(_problems_of(error, value, (schema or own_schema)(), at, see))
+        problems = _problems_of(error, value, (schema or own_schema)(), at, see)
+        return None, list(islice(problems, MAX_PROBLEMS))
     return built, []
 
 
@@ -120,13 +126,14 @@ def _problems_of(
 ) -> Iterator[Problem]:
     """Name each place that is wrong once: pydantic has an error per form of a union."""
     places: dict[Path, list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False):
+    for detail in error.errors(include_url=False, include_input=False)[:MAX_ERRORS]:
         places.setdefault(_place_of(detail, value), []).append(detail)
+    holders = {place[:depth] for place in places for depth in range(len(place))}
     for place, details in places.items():
         firm = [detail for detail in details if detail["type"] in _FIRM]
         if firm:
             yield from (_firm_problem(detail, place, value, schema, at, see) for detail in firm)
-        elif not any(_is_inside(other, place) for other in places):
+        elif place not in holders:
             yield _wrong_value(details[0], place, value, schema, at)
 
 
@@ -140,10 +147,6 @@ def _place_of(detail: ErrorDetails, value: Any) -> Path:
             path = (*path, step)
             value = value[step]
     return path
-
-
-def _is_inside(place: Path, outer: Path) -> bool:
-    return len(place) > len(outer) and place[: len(outer)] == outer
 
 
 def _firm_problem(
@@ -160,8 +163,6 @@ def _firm_problem(
         where = f" in {holder}" if holder else ""
         keys = known_keys(schema, forms_at(schema, place[:-1]))
         return Problem(whole, f"Unknown key '{place[-1]}'{where}.", suggest(str(place[-1]), keys))
-    if kind in _TOO_MANY:
-        return _wrong_length(name, whole, detail, schema, place)
     return problem_of(detail["ctx"]["error"], whole, see)
 
 
@@ -170,20 +171,6 @@ def problem_of(error: Exception, at: Path, see: str) -> Problem:
     message = str(error.args[0]).rstrip(".")
     remedy = getattr(error, "remedy", "") or see
     return Problem(at, f"{spell(at)}: {message}." if at else f"{message}.", remedy)
-
-
-def _wrong_length(
-    name: str, whole: Path, detail: ErrorDetails, schema: Schema, place: Path
-) -> Problem:
-    size = detail["ctx"]["actual_length"]
-    if not size:
-        return Problem(whole, f"{name} is empty.", "Write at least one entry.")
-    forms = [form for outer in forms_at(schema, place) for form in alternatives(schema, outer)]
-    lists = next(form for form in forms if "minItems" in form or "maxItems" in form)
-    least = lists.get("minItems", 0)
-    most = lists.get("maxItems")
-    limits = f"{least} to {most} items" if most else f"at least {least} items"
-    return Problem(whole, f"{name} must hold {limits}, not {size}.", f"Write {limits}.")
 
 
 def _wrong_value(
@@ -223,21 +210,15 @@ def _remedy(value: object, schema: Schema, forms: Sequence[Schema]) -> str:
     kinds = {form.get("type") for form in every}
     if "string" in kinds and isinstance(value, int | float):
         return "Put it in quotes."
-    if isinstance(value, str):
-        options = [str(option) for form in every for option in _options(form)]
-        if options:
-            return suggest(value, options)
-        if kinds & {"integer", "number"}:
-            with suppress(ValueError):
-                number = float(value)
-                if number.is_integer() or "number" in kinds:
-                    return f"Write {number:.15g}."
-    return ""
-
-
-def _options(form: Schema) -> Sequence[Any]:
-    options = form.get("enum") or ([form["const"]] if "const" in form else [])
-    return [option for option in options if isinstance(option, str)]
+    if not isinstance(value, str):
+        return ""
+    if kinds & {"integer", "number"}:
+        with suppress(ValueError):
+            number = float(value)
+            if number.is_integer() or "number" in kinds:
+                return f"Write {number:.15g}."
+    words = [option for form in every for option in options(form) if isinstance(option, str)]
+    return suggest(value, words) if words else ""
 
 
 def show(value: object) -> str:
@@ -248,9 +229,9 @@ def show(value: object) -> str:
         case bool():
             return str(value).lower()
         case Mapping():
-            return "a mapping"
-        case list() | tuple():
-            return "a list"
+            return "a mapping" if value else "an empty mapping"
+        case list():
+            return f"a list of {len(value)}" if value else "an empty list"
         case int() | float():
             return f"{value:.6g}"
     text = str(value)

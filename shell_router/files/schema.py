@@ -1,6 +1,6 @@
 """JSON Schemas of the classes that describe files, and words for what they ask for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NotRequired, Required, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
@@ -17,13 +17,7 @@ _BOUNDS = {
     "exclusiveMaximum": "below",
     "maximum": "at most",
 }
-_NOUNS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "array": "a list",
-    "object": "a mapping",
-}
+_NOUNS = {"integer": "a whole number", "number": "a number"}
 
 
 def annotation_text(hint: Any) -> str:
@@ -132,19 +126,35 @@ def phrase(schema: Schema, forms: Sequence[Schema]) -> str:
     return " or ".join(dict.fromkeys(_phrase(form) for form in every)) or "left out"
 
 
-def _phrase(form: Mapping[str, Any]) -> str:
-    options = form.get("enum") or ([form["const"]] if "const" in form else [])
-    if True in options:
+def _phrase(form: Schema) -> str:
+    words = options(form)
+    if True in words:
         return "on or off"
-    if options:
-        return " or ".join(f"'{option}'" for option in options)
+    if words:
+        return " or ".join(f"'{word}'" for word in words)
     kind = form.get("type", "")
     if kind == "string":
         return str(form.get("title") or ("a path" if form.get("format") == "path" else "text"))
+    if kind == "array":
+        return f"a list{_lengths(form)}"
+    if kind == "object":
+        return "a mapping with entries" if "minProperties" in form else "a mapping"
     return f"{_NOUNS.get(kind, 'a JSON value')} {' and '.join(bounds(form))}".strip()
 
 
-def bounds(form: Mapping[str, Any]) -> list[str]:
+def _lengths(form: Schema) -> str:
+    least = form.get("minItems", 0)
+    if "maxItems" in form:
+        return f" of {least} to {form['maxItems']} items"
+    return f" of {least} or more items" if least else ""
+
+
+def options(form: Schema) -> list[Any]:
+    """List the values of a form that names all of them."""
+    return list(form.get("enum", [form["const"]] if "const" in form else []))
+
+
+def bounds(form: Schema) -> list[str]:
     """List the bounds of a number: `above 0`, `at most 1`."""
     limits = {key: form[key] for key in _BOUNDS if abs(form.get(key, NO_LIMIT)) < NO_LIMIT}
     return [f"{_BOUNDS[key]} {limit:g}" for key, limit in limits.items()]

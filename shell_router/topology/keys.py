@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from shell_router.core.sampling import RANGES
+from shell_router.core.validation import Array
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.files.schema import Schema, annotation_text, class_text, json_schema
 from shell_router.files.types import DISTINCT, Index, ModelName, Name, Switch
@@ -63,8 +64,8 @@ def _text(title: str) -> Any:
 
 
 ALIAS = _text("a model alias")
-MODELS = ALIAS | Annotated[list[ALIAS], Len(1, MAX_AGENTS), DISTINCT]
-WORDS = str | Annotated[list[str], Len(1)]
+MODELS = ALIAS | Annotated[Array[ALIAS], Len(1, MAX_AGENTS), DISTINCT]
+WORDS = str | Annotated[Array[str], Len(1)]
 MODEL = Annotated[
     MODELS,
     "Model alias, from the deployment's configuration; a list of them, or `auto` for the "
@@ -101,8 +102,8 @@ SAMPLING = _block(
         "repetition_penalty": Annotated[
             float, RANGES["repetition_penalty"], "Above 1 discourages repetition."
         ],
-        "stop": Annotated[str | list[str], "Text at which decoding stops."],
-        "stop_token_ids": Annotated[list[Index], "Tokens at which decoding stops."],
+        "stop": Annotated[str | Array[str], "Text at which decoding stops."],
+        "stop_token_ids": Annotated[Array[Index], "Tokens at which decoding stops."],
         "n": Annotated[Literal[1], "An agent has one output; add agents for more."],
     },
     extra="allow",
@@ -135,14 +136,14 @@ AGENT = _block(
     {
         "model": MODEL,
         "fallbacks": Annotated[
-            list[ALIAS],
+            Array[ALIAS],
             Len(0, 16),
             "Models that take its place, one after the other, where its model fails before it has "
             "written anything.",
         ],
         "vote": VOTE,
         "precursors": Annotated[
-            list[Name], DISTINCT, "Agents whose outputs it reads, in slot order."
+            Array[Name], DISTINCT, "Agents whose outputs it reads, in slot order."
         ],
         **SHARED,
     },
@@ -156,10 +157,10 @@ LAYERED = _block(
     "Layers of agents.",
     {
         "shape": Annotated[
-            list[_LAYER], Len(2, MAX_LAYERS), "Agents per layer, leaves first; the last is 1."
+            Array[_LAYER], Len(2, MAX_LAYERS), "Agents per layer, leaves first; the last is 1."
         ],
         "models": Annotated[
-            list[ALIAS], Len(1), "Model aliases, or `auto`; the agents of each layer take turns."
+            Array[ALIAS], Len(1), "Model aliases, or `auto`; the agents of each layer take turns."
         ],
         "root_model": Annotated[
             ALIAS, "The root's model alias, or `auto`; by default the last of `models`."
@@ -174,7 +175,7 @@ LAYERED = _block(
 CLUSTER = _block(
     "cluster",
     "Agents that are judged together.",
-    {"agents": Annotated[list[Name], Len(1), "Members."], "early_exit": EARLY_EXIT},
+    {"agents": Annotated[Array[Name], Len(1), "Members."], "early_exit": EARLY_EXIT},
     required=("agents",),
 )
 
@@ -228,7 +229,7 @@ STEP = _block(
     {
         "model": MODEL,
         "precursors": Annotated[
-            list[Name], DISTINCT, "Earlier steps whose outputs it reads, in slot order."
+            Array[Name], DISTINCT, "Earlier steps whose outputs it reads, in slot order."
         ],
         **OF_STEPS,
         "topology": Annotated[ModelName, "A topology's name: the step asks all of it."],
@@ -245,7 +246,7 @@ CLASSIFIER = _block(
     "Classifies a text as its most similar example.",
     {
         "examples": Annotated[
-            dict[_text("a class"), Annotated[list[_text("a text")], Len(1, MAX_EXAMPLES)]],
+            dict[_text("a class"), Annotated[Array[_text("a text")], Len(1, MAX_EXAMPLES)]],
             Len(1),
             "Texts by class.",
         ],

@@ -277,7 +277,7 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
             "must be a whole number at least 0 and at most 65535, not true",
         ),
         (MODELS + "listen: {port: 70000}\n", 2, "at most 65535, not 70000"),
-        (MODELS + "listen: []\n", 2, "listen must be a mapping, not a list"),
+        (MODELS + "listen: []\n", 2, "listen must be a mapping, not an empty list"),
         (MODELS + "topologies: here\n", 2, "topologies must be a list, not 'here'"),
         (
             MODELS + "cache: {backend: disk}\n",

@@ -17,7 +17,7 @@ WRONG = {
         1,
         "described twice, by 'tree' and by 'agents'",
     ),
-    "no agents": ("agents: {}\n", 1, "agents is empty"),
+    "no agents": ("agents: {}\n", 1, "agents must be a mapping with entries, not an empty mapping"),
     "unknown key": ("descripton: x\n" + AGENTS, 1, "Did you mean 'description'?"),
     "unknown key of an agent": (
         "agents:\n  a:\n    modl: m\n",
@@ -29,7 +29,11 @@ WRONG = {
     "bad agent id": ("agents:\n  'a/b': {model: m}\n", 2, "must be a name of letters"),
     "name of the wrong kind": ("name: 7\n" + AGENTS, 1, "name must be a name of letters, .* not 7"),
     "empty model": ("agents:\n  a: {model: ' '}\n", 2, "agents.a.model must be a model alias"),
-    "nothing to choose from": ("agents:\n  a: {model: []}\n", 2, "agents.a.model is empty"),
+    "nothing to choose from": (
+        "agents:\n  a: {model: []}\n",
+        2,
+        "a model alias or a list of 1 to 1024 items, not an empty list",
+    ),
     "auto among others": (
         "agents:\n  a:\n    model: [m, auto]\n",
         3,
@@ -135,7 +139,11 @@ WRONG = {
         "holds 'z', which is not an agent",
     ),
     "root in a cluster": (AGENTS + "clusters: {x: {agents: [a, c]}}\n", 5, "holds the root 'c'"),
-    "empty cluster": (AGENTS + "clusters: {x: {agents: []}}\n", 5, "agents is empty"),
+    "empty cluster": (
+        AGENTS + "clusters: {x: {agents: []}}\n",
+        5,
+        "x.agents must be a list of 1 or more items, not an empty list",
+    ),
     "cluster without agents": (AGENTS + "clusters: {x: {}}\n", 5, "lacks 'agents'"),
     "dropped root": ("agents:\n  a: {model: m, on_failure: drop}\n", 2, "root cannot be dropped"),
     "dropped root of a tree": (
@@ -248,7 +256,11 @@ WRONG = {
         2,
         "last layer of shape .* is not 1",
     ),
-    "one layer": ("tree: {shape: [1], models: [m]}\n", 1, "must hold 2 to"),
+    "one layer": (
+        "tree: {shape: [1], models: [m]}\n",
+        1,
+        "a list of 2 to 32 items, not a list of 1",
+    ),
     "empty layer": ("tree: {shape: [0, 1], models: [m]}\n", 1, "at least 1"),
     "shape of words": ("tree: {shape: [three, 1], models: [m]}\n", 1, "not 'three'"),
     "huge layers": ("all_to_all: {shape: [1000, 1000, 1], models: [m]}\n", 1, "hold 2001 agents"),
@@ -257,7 +269,11 @@ WRONG = {
         1,
         "must be a whole number below 2",
     ),
-    "no models": ("tree: {shape: [2, 1], models: []}\n", 1, "models is empty"),
+    "no models": (
+        "tree: {shape: [2, 1], models: []}\n",
+        1,
+        "models must be a list of 1 or more items",
+    ),
     "models forgotten": ("tree: {shape: [2, 1]}\n", 1, "tree lacks 'models'"),
 }
 

@@ -211,12 +211,12 @@ WRONG = {
     "a label without a value": (
         "start: [{when: {label: {x: []}}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
         1,
-        "label.x is empty",
+        "label.x must be text or a list of 1 or more items",
     ),
     "a label with a number": (
         "start: [{when: {label: {x: 3}}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
         1,
-        "must be text or a list, not 3",
+        "must be text or a list of 1 or more items, not 3",
     ),
     "a classifier without a class": (
         "start: [{when: {classifier: c}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n"
