@@ -1,5 +1,6 @@
-"""A pool's YAML file: models, the workers that run them, how it answers. See
-docs/how-to/batch-a-file.md.
+"""The YAML file of a pool: its models, the workers that run them, and how it answers.
+
+See docs/how-to/batch-a-file.md.
 """
 
 import re
@@ -22,7 +23,7 @@ from shell_router.standins.embedded.settings import EmbeddedSection
 
 SEE = "docs/how-to/batch-a-file.md explains pools."
 ALWAYS = 2.0
-"""A tau that no agreement reaches: the aggregator is asked everything."""
+"""A tau that no agreement reaches, so that the aggregator answers all questions."""
 
 AnswerKind = Literal["auto", "exact", "numeric", "choice"]
 Agreement = Literal["plurality", "probability"]
@@ -31,7 +32,7 @@ Parallel = Literal["data", "tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a model decodes, in SGLang's terms."""
+    """The sampling parameters of a model, in SGLang's terms."""
 
     temperature: Annotated[
         float,
@@ -42,15 +43,16 @@ class Sampling:
     max_new_tokens: Annotated[Count, "Longest output, in tokens."] = 512
 
     def params(self, seed: int) -> dict[str, Any]:
-        """The engine's `sampling_params`. The output is read at its end, so the engine need not
-        send single tokens.
+        """Return the engine's `sampling_params`.
+
+        The output is read at its end, so the engine need not send single tokens.
         """
         return {**asdict(self), "sampling_seed": seed, "stream_interval": self.max_new_tokens}
 
 
 @dataclass(frozen=True, slots=True)
 class Recruiting:
-    """Which models answer a question whose line names none."""
+    """The choice of proposers for a question whose line names none."""
 
     proposers: Annotated[Count, "Proposers per question whose line names none."] = 3
     skills: Annotated[
@@ -60,7 +62,7 @@ class Recruiting:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """How an answer is found in a text."""
+    """The rule by which an answer is extracted from a text."""
 
     kind: Annotated[
         AnswerKind, "How an answer is found: `auto`, `numeric`, `choice` or `exact`."
@@ -76,14 +78,15 @@ class Answers:
             require(False, f"pattern is no regular expression: {error}")
 
     def read(self, text: str) -> str | None:
-        """The answer, so that equal answers are equal (EXTRACT in MOSAIC's Algorithm 1); None where
-        there is none.
+        """Return the answer, None if there is none (EXTRACT in MOSAIC's Algorithm 1).
+
+        Answers of one meaning are equal.
         """
         if self.pattern is not None:
-            found = [
-                match[1 if match.re.groups else 0] for match in re.finditer(self.pattern, text)
-            ]
-            return found[-1] or None if found else None
+            answer = None
+            for match in re.finditer(self.pattern, text):
+                answer = match[1 if match.re.groups else 0]
+            return answer or None
         if self.kind != "auto":
             value = read_answer(text, self.kind)
             return None if value is None else str(value)
@@ -98,9 +101,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Aggregating:
-    """The model that answers where the proposers do not agree, and when they do (MOSAIC, equation
-    11).
-    """
+    """The aggregator, and the gate that decides when it is asked (MOSAIC, equation 11)."""
 
     model: Annotated[str, "One of the models."]
     tau: Annotated[
@@ -139,7 +140,7 @@ class PoolModel:
 
 @dataclass(frozen=True, slots=True)
 class PoolWorker:
-    """What holds one model at a time: an embedded pair, or an SGLang pair that is started there."""
+    """A worker, which holds one model at a time: an embedded pair, or an SGLang pair."""
 
     embedded: EmbeddedSection | None = None
     pair: PairSettings | None = None
@@ -178,7 +179,7 @@ class RaySettings:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool: more models than its workers hold at once."""
+    """A pool, which has more models than its workers hold at once."""
 
     models: Mapping[str, PoolModel]
     workers: tuple[PoolWorker, ...]
@@ -211,18 +212,17 @@ class Pool:
             "a worker names its node, and the pool runs on no Ray cluster",
             remedy="Add `ray: {address: auto}`, or leave node out.",
         )
-        adapted = [name for name, model in self.models.items() if model.adapter is not None]
-        require(
-            not adapted or (self.ray is None and all(worker.pair for worker in self.workers)),
-            (
-                f"model {(*adapted, '')[0]!r} has an adapter, which embedded workers and a Ray "
-                "cluster's do not load"
-            ),
-            remedy=(
-                "Give the pool SGLang pairs on this machine, or merge the adapter into the "
-                "model's weights."
-            ),
-        )
+        has_local_pairs = self.ray is None and all(worker.pair for worker in self.workers)
+        for name, pool_model in self.models.items():
+            require(
+                pool_model.adapter is None or has_local_pairs,
+                f"model {name!r} has an adapter, which embedded workers and a Ray cluster's do not "
+                "load",
+                remedy=(
+                    "Give the pool SGLang pairs on this machine, or merge the adapter into the "
+                    "model's weights."
+                ),
+            )
         for name in self.proposers:
             require(name in self.models, f"proposers names {name!r}, which is none of the models")
         require(len(set(self.proposers)) == len(self.proposers), "proposers names a model twice")
@@ -230,12 +230,9 @@ class Pool:
             model = self.aggregate.model
             require(model in self.models, f"aggregate names {model!r}, none of the models")
             require(
-                self.aggregate.parallel == "data"
-                or (self.ray is None and all(one.pair for one in self.workers)),
-                (
-                    "aggregate.parallel is tensor, and not all workers are SGLang pairs on this "
-                    "machine"
-                ),
+                self.aggregate.parallel == "data" or has_local_pairs,
+                "aggregate.parallel is tensor, and not all workers are SGLang pairs on this "
+                "machine",
                 remedy="Give the pool SGLang pairs and no Ray cluster, or write `parallel: data`.",
             )
         _ = self.spanning  # refuses GPUs that only some workers name
@@ -247,20 +244,19 @@ class Pool:
 
     @property
     def spanning(self) -> PoolWorker | None:
-        """The worker that an aggregator with `parallel: tensor` has: a pair over the GPUs of all
-        workers (section 5.3).
+        """The worker of an aggregator with `parallel: tensor` (MOSAIC, section 5.3).
 
-        It takes the place of the first, when all are stopped. Where no GPUs are named, each worker
-        counts as one.
+        It is a pair at the first worker's addresses over the GPUs of all workers, which are stopped
+        then. A worker that names no GPUs counts as one.
         """
         pairs = [worker.pair for worker in self.workers if worker.pair is not None]
         if self.aggregate is None or self.aggregate.parallel == "data" or not pairs:
             return None
         launches = [pair.launch or PairLaunch() for pair in pairs]
-        return PoolWorker(pair=replace(pairs[0], launch=spanning_launch(launches)))
+        return PoolWorker(pair=replace(pairs[0], launch=_merge_launches(launches)))
 
     def with_tau(self, tau: float | None) -> "Pool":
-        """The pool with another tau for its gate, if one is given. Raises ConfigError."""
+        """Return the pool with another tau for its gate, or itself for None. Raises ConfigError."""
         if tau is None:
             return self
         if self.aggregate is None:
@@ -270,9 +266,10 @@ class Pool:
         return replace(self, aggregate=replace(self.aggregate, tau=tau))
 
 
-def spanning_launch(launches: Sequence[PairLaunch]) -> PairLaunch:
-    """One launch with the GPUs of all, or with a rank for each where a role names none. Raises
-    ConfigError.
+def _merge_launches(launches: Sequence[PairLaunch]) -> PairLaunch:
+    """Return one launch with the GPUs of all; a role without GPUs gets a rank per launch.
+
+    Raises ConfigError.
     """
     changed: dict[str, Any] = {}
     for role in ("prefill", "decode"):
@@ -290,7 +287,6 @@ def spanning_launch(launches: Sequence[PairLaunch]) -> PairLaunch:
 
 
 def load_pool(path: Path) -> Pool:
-    """The pool that `path` describes. Raises ConfigError, which begins with the file and the
-    line."""
+    """Read a pool's file. Raises ConfigError, which begins with the file and the line."""
     pool, _ = read_file(path, Pool, see=SEE)
     return replace(pool, embedder=pool.embedder.found_from(path.parent))

@@ -84,10 +84,10 @@ def router(
             remedy="Without it only a head is trained.",
         )
     from shell_router.lab.evaluation.records import read_graded
-    from shell_router.prediction.teaching import TuningSettings, lessons_of, train_router
+    from shell_router.prediction.teaching import TuningSettings, collect_lessons, train_router
 
     score = train_router(
-        lessons_of(read_graded(records, data)),
+        collect_lessons(read_graded(records, data)),
         out,
         encoder=encoder,
         tuning=TuningSettings(epochs or 5, 1e-5 if rate is None else rate, seed=seed)

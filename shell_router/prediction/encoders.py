@@ -1,6 +1,4 @@
-"""Texts to vectors: a frozen sentence-transformers model, or an encoder that was fine-tuned. Needs
-torch.
-"""
+"""Encoders of texts: a frozen sentence-transformers model, or a fine-tuned one. Needs torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,51 +17,51 @@ MOST_TOKENS = 8192
 BATCH = 32
 
 
-def frozen_encoder(named: str, *, device: str, threads: int) -> Encode:
-    """A sentence-transformers model as it is: "default", a folder, or a name in the local Hugging
-    Face cache.
+def load_frozen_encoder(name: str, *, device: str, threads: int) -> Encode:
+    """Load a sentence-transformers model as it is.
 
-    A folder of another kind of model gives the means of its last hidden states. A text that is
-    longer than the model reads is cut.
+    It is "default", a folder, or a name in the local Hugging Face cache. A folder of another kind
+    of model gives the means of its last hidden states. A text beyond the model's length is cut.
     """
-    model = sentence_transformer(_folder(named), device=device, threads=threads)
+    model = sentence_transformer(_find_folder(name), device=device, threads=threads)
 
     def encode(texts: Sequence[str]) -> Vectors:
-        found = model.encode(
+        vectors = model.encode(
             list(texts), batch_size=BATCH, convert_to_numpy=True, show_progress_bar=False
         )
-        return np.asarray(found, dtype=np.float32)
+        return np.asarray(vectors, dtype=np.float32)
 
     return encode
 
 
-def _folder(named: str) -> str:
-    if named == DEFAULT_ENCODER:
+def _find_folder(name: str) -> str:
+    if name == DEFAULT_ENCODER:
         return str(default_model())
-    return named
+    return name
 
 
-def tuned_encoder(folder: Path, *, device: str, threads: int) -> Encode:
-    """An encoder and its tokenizer in `folder`, as Hugging Face keeps them."""
+def load_tuned_encoder(folder: Path, *, device: str, threads: int) -> Encode:
+    """Load an encoder and its tokenizer from `folder`, in Hugging Face's form."""
     torch.set_num_threads(threads)
-    tokenizer, model = loaded(str(folder), device)
+    tokenizer, model = load_model(str(folder), device)
     model.eval()
 
     def encode(texts: Sequence[str]) -> Vectors:
-        pieces = [texts[begin : begin + BATCH] for begin in range(0, len(texts), BATCH)]
+        vectors = []
         with torch.inference_mode():
-            return np.concatenate(
-                [pooled(model, tokenizer, piece).cpu().numpy() for piece in pieces]
-            )
+            for begin in range(0, len(texts), BATCH):
+                batch = texts[begin : begin + BATCH]
+                vectors.append(pool_states(model, tokenizer, batch).cpu().numpy())
+        return np.concatenate(vectors)
 
     return encode
 
 
-def loaded(named: str, device: str) -> tuple[Any, Any]:
-    """A tokenizer and an encoder, from the disk alone."""
+def load_model(name: str, device: str) -> tuple[Any, Any]:
+    """Load a tokenizer and an encoder from the disk alone."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folder = _folder(named)
+    folder = _find_folder(name)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -71,19 +69,18 @@ def loaded(named: str, device: str) -> tuple[Any, Any]:
     return tokenizer, model.to(device)
 
 
-def pooled(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
-    """h_r of the paper: the first token's last state, [texts, features].
+def pool_states(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
+    """Return one vector per text [texts, features]: the last state of the first token (h_r).
 
-    Without a token that begins each text to stand for it, as in decoders: the mean of the last
-    states.
+    A model without a class token, such as a decoder, gives the mean of the last states.
     """
     most = min(tokenizer.model_max_length, MOST_TOKENS)
     batch = tokenizer(
         list(texts), padding=True, truncation=True, max_length=most, return_tensors="pt"
     )
-    asked = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    states = model(**asked).last_hidden_state.float()
-    read = asked["attention_mask"][..., None]
+    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    states = model(**inputs).last_hidden_state.float()
+    mask = inputs["attention_mask"][..., None]
     if tokenizer.cls_token is None:
-        return (states * read).sum(1) / read.sum(1)
+        return (states * mask).sum(1) / mask.sum(1)
     return states[:, 0]

@@ -17,7 +17,7 @@ FILES: Mapping[Prediction, tuple[str, str]] = {
     "scores": ("router.json", "head.npz"),
     "lengths": ("lengths.json", "lengths.npz"),
 }
-"""What a folder of each kind holds: its description, and its arrays."""
+"""The files of a predictor's folder: its description and its arrays."""
 AGAIN = "Train the predictor again with this version."
 
 
@@ -38,28 +38,29 @@ def write_predictor(
 
 
 def read_predictor(folder: Path, kind: Prediction) -> tuple[dict[str, Any], Arrays]:
-    """What `write_predictor` wrote of this kind. Objects, which could hold code, are refused.
-    Raises ConfigError.
+    """Read what `write_predictor` wrote of this kind.
+
+    Pickled objects, which could hold code, are refused. Raises ConfigError.
     """
     description, archive = (folder / name for name in FILES[kind])
     try:
-        found = json.loads(description.read_text(encoding="utf-8"))
+        content = json.loads(description.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{description} cannot be read: {error}.", remedy=AGAIN) from error
-    if not isinstance(found, dict) or found.get("form") != f"shell-router {kind} 1":
+    if not isinstance(content, dict) or content.get("form") != f"shell-router {kind} 1":
         raise ConfigError(
             f"{description} is not of the form 'shell-router {kind} 1'.", remedy=AGAIN
         )
     try:
-        with np.load(archive, allow_pickle=False) as opened:
-            return found, {name: opened[name] for name in opened.files}
+        with np.load(archive, allow_pickle=False) as arrays:
+            return content, {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{archive} cannot be read: {error}.", remedy=AGAIN) from error
 
 
 DEFAULT_ENCODER = "default"
-"""The model that the embedder has by default."""
+"""The embedder's default model."""
 
 Vectors = NDArray[np.float32]
 Encode = Callable[[Sequence[str]], Vectors]
-"""Texts to vectors [texts, features]."""
+"""A function from texts to vectors [texts, features]."""

@@ -1,6 +1,4 @@
-"""Fits length predictors to recorded traces, and measures how well they order unseen ones (Chimera,
-table 3).
-"""
+"""Training of length predictors on traces, and their quality (Chimera, table 3)."""
 
 import random
 from collections import defaultdict
@@ -34,8 +32,10 @@ TEXTS = ("program", "topology", "agent", "stage", "model", "state")
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """One agent's run: what was known before it, what it and all after it in its program wrote, and
-    when it came.
+    """An agent's run in a recorded program.
+
+    `prospect` is what was known before the run, `total_tokens` what it and all agents after it
+    wrote. The run is `whole` if all of these ran to their ends.
     """
 
     program: str
@@ -46,12 +46,12 @@ class TracedRun:
     prompt_tokens: int
     arrived_s: float
     whole: bool
-    """It and all after it ran to their ends."""
 
 
 def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
-    """The runs in files, and in all .jsonl files of folders, in the order of their arrival. Raises
-    ConfigError.
+    """Read the runs of files, and of all .jsonl files of folders, in order of arrival.
+
+    Raises ConfigError.
     """
     files = [
         file
@@ -68,7 +68,7 @@ def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
             if not texts or not all(isinstance(line.get(name), int | float) for name in NUMBERS):
                 raise DataError(f"{where}: this is not a line of a trace file.", remedy=RECORDED)
             programs[line["program"]].append(line)
-    runs = [run for lines in programs.values() for run in _runs(lines)]
+    runs = [run for lines in programs.values() for run in _list_runs(lines)]
     require(
         bool(runs),
         "The traces hold no run.",
@@ -77,8 +77,8 @@ def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
     return sorted(runs, key=lambda run: run.arrived_s)
 
 
-def _runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
-    """The runs of one program, each with what followed it."""
+def _list_runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
+    """Yield the runs of one program."""
     by_agent = {line["agent"]: line for line in lines}
     readers: dict[str, list[str]] = defaultdict(list)
     for line in lines:
@@ -89,9 +89,10 @@ def _runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
         following = set()
         frontier = [line["agent"]]
         while frontier:
-            if (one := frontier.pop()) not in following:
-                following.add(one)
-                frontier.extend(readers.get(one, ()))
+            agent = frontier.pop()
+            if agent not in following:
+                following.add(agent)
+                frontier.extend(readers.get(agent, ()))
         after = [by_agent[agent] for agent in following]
         system, user, known = (
             int(line[name]) for name in ("system_tokens", "user_tokens", "known_tokens")
@@ -105,19 +106,19 @@ def _runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
             ),
             line["model"],
             int(line["output_tokens"]),
-            int(sum(one["output_tokens"] for one in after)),
+            int(sum(other["output_tokens"] for other in after)),
             int(line.get("prompt_tokens") or line["known_tokens"]),
             line["started_at"] + line["started_s"],
             line["state"] == "finished"
-            and all(one["state"] in ("finished", "skipped") for one in after),
+            and all(other["state"] in ("finished", "skipped") for other in after),
         )
 
 
 def kendall_distance(predicted: Sequence[float], true: Sequence[float]) -> float:
-    """Share of pairs, of those that differ in truth, whose order `predicted` has wrong; a tie in it
-    counts half.
+    """Return the share of pairs with different true values that `predicted` orders wrongly.
 
-    0 is the right order, 1 the opposite, 0.5 chance. NaN where no two differ.
+    A tie in `predicted` counts half. 0 is the right order, 1 the opposite, 0.5 chance. NaN if no
+    two true values differ.
     """
     guess = np.asarray(predicted, dtype=float)
     truth = np.asarray(true, dtype=float)
@@ -146,9 +147,7 @@ COMPONENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class LengthScore:
-    """Of one model's held-out runs: shares of pairs in the wrong order, and the median error in
-    tokens.
-    """
+    """Shares of one model's held-out runs that are in the wrong order, and the median error."""
 
     model: str
     runs: int
@@ -161,9 +160,9 @@ class LengthScore:
 def train_lengths(
     runs: Sequence[TracedRun], held_out: float = 0.2, seed: int = 0
 ) -> tuple[LengthModel, list[LengthScore]]:
-    """A predictor of `runs` that ended, but of a share of programs, `held_out`, that only judge it.
+    """Train a predictor on whole runs; the share `held_out` of their programs judges it.
 
-    Raises ConfigError for too few.
+    Raises ConfigError for too few programs.
     """
     ended = [run for run in runs if run.whole]
     programs = sorted({run.program for run in ended})
@@ -175,21 +174,21 @@ def train_lengths(
     random.Random(seed).shuffle(programs)
     judging = set(programs[: min(max(1, round(held_out * len(programs))), len(programs) - 1)])
     model = fit_lengths([run for run in ended if run.program not in judging], seed)
-    return model, judged(model, [run for run in ended if run.program in judging])
+    return model, judge_lengths(model, [run for run in ended if run.program in judging])
 
 
 def fit_lengths(runs: Sequence[TracedRun], seed: int) -> LengthModel:
-    """Two forests on all of `runs`: of the agent's own tokens, and of the rest of its program's."""
+    """Fit two forests: of an agent's own tokens, and of those from it to its program's end."""
     features = Features(
         sorted({run.prospect.workflow for run in runs}),
         sorted({run.prospect.stage for run in runs}),
         sorted({run.model for run in runs}),
-        _sketch([run.prospect.user for run in runs], seed),
+        _fit_sketch([run.prospect.user for run in runs], seed),
     )
     rows = features.rows([(run.prospect, run.model) for run in runs])
 
     def forest(targets: Sequence[float]) -> Forest:
-        """One that keeps all targets of its leaves."""
+        """Fit a forest that keeps all targets of its leaves."""
         fitted = RandomForestQuantileRegressor(
             TREES,
             min_samples_leaf=LEAST_RUNS,
@@ -197,7 +196,7 @@ def fit_lengths(runs: Sequence[TracedRun], seed: int) -> LengthModel:
             random_state=seed,
             n_jobs=1,
         )
-        return exported(fitted.fit(rows, np.asarray(targets, dtype=float)))
+        return export_forest(fitted.fit(rows, np.asarray(targets, dtype=float)))
 
     return LengthModel(
         features,
@@ -206,9 +205,10 @@ def fit_lengths(runs: Sequence[TracedRun], seed: int) -> LengthModel:
     )
 
 
-def exported(forest: RandomForestQuantileRegressor) -> Forest:
-    """What the fitted forest decides by. Its leaves hold training targets by number, counted from
-    1; 0 is none.
+def export_forest(forest: RandomForestQuantileRegressor) -> Forest:
+    """Return the arrays of a fitted forest.
+
+    Its leaves hold training targets by number, counted from 1; 0 is none.
     """
     trees = [estimator.tree_ for estimator in forest.estimators_]
     offsets = np.cumsum([0, *(tree.node_count for tree in trees)])
@@ -222,12 +222,8 @@ def exported(forest: RandomForestQuantileRegressor) -> Forest:
     ends = np.cumsum([len(leaf) for leaf in leaves]).astype(np.int32)
     return Forest(
         offsets[:-1].astype(np.int32),
-        np.concatenate(
-            [_moved(tree.children_left, by) for tree, by in zip(trees, offsets, strict=False)]
-        ),
-        np.concatenate(
-            [_moved(tree.children_right, by) for tree, by in zip(trees, offsets, strict=False)]
-        ),
+        _shift_links([tree.children_left for tree in trees], offsets),
+        _shift_links([tree.children_right for tree in trees], offsets),
         np.concatenate([np.maximum(tree.feature, 0) for tree in trees]).astype(np.int32),
         np.concatenate([tree.threshold for tree in trees]),
         np.concatenate([[0], ends[:-1]]).astype(np.int32),
@@ -236,13 +232,17 @@ def exported(forest: RandomForestQuantileRegressor) -> Forest:
     )
 
 
-def _moved(children: NDArray[np.int64], by: int) -> Places:
-    """A tree's links, counted from the forest's first node on."""
-    return np.where(children == LEAF, LEAF, children + by).astype(np.int32)
+def _shift_links(trees: Sequence[NDArray[np.int64]], offsets: NDArray[np.int64]) -> Places:
+    """Return all trees' links to children, counted from the forest's first node."""
+    shifted = [
+        np.where(children == LEAF, LEAF, children + offset)
+        for children, offset in zip(trees, offsets, strict=False)
+    ]
+    return np.concatenate(shifted).astype(np.int32)
 
 
-def _sketch(texts: Sequence[str], seed: int) -> Sketch | None:
-    """None where no texts were recorded."""
+def _fit_sketch(texts: Sequence[str], seed: int) -> Sketch | None:
+    """Fit a sketch of texts; None if none were recorded."""
     if not any(texts):
         return None
     vectors = TfidfVectorizer(ngram_range=(1, 2), max_features=TERMS)
@@ -258,9 +258,8 @@ def _sketch(texts: Sequence[str], seed: int) -> Sketch | None:
     return Sketch(vocabulary, vectors.idf_, projection)
 
 
-def judged(model: LengthModel, runs: Sequence[TracedRun]) -> list[LengthScore]:
-    """Per model, how `runs` are ordered by the predictor, by arrival, and by the prompt's
-    length."""
+def judge_lengths(model: LengthModel, runs: Sequence[TracedRun]) -> list[LengthScore]:
+    """Score per model how the predictor, arrival, and the prompt's length order `runs`."""
     scores = []
     for name in model.features.models:
         of = [run for run in runs if run.model == name]

@@ -1,6 +1,4 @@
-"""How many tokens an agent and its program from it on will write (Chimera, 3.4): features, and two
-quantile forests.
-"""
+"""The prediction of output lengths by features and two quantile forests (Chimera, 3.4)."""
 
 import re
 from collections import Counter
@@ -23,11 +21,9 @@ LEAF = -1
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The nodes of all trees one behind the other: a row goes left where its `feature` is at most
-    `threshold`.
+    """The nodes of all trees in one array: a row goes left if its `feature` is at most `threshold`.
 
-    `left` of a leaf is LEAF, and `values[begins[node]:ends[node]]` are the targets that fell into
-    it.
+    `left` of a leaf is LEAF, and `values[begins[leaf]:ends[leaf]]` are its training targets.
     """
 
     roots: Places
@@ -40,7 +36,7 @@ class Forest:
     values: Floats
 
     def medians(self, rows: Floats) -> list[float]:
-        """Per row [rows, features] the median of the targets in its leaves, all trees' together."""
+        """Return per row [rows, features] the median of the targets in the leaves of all trees."""
         nodes = np.tile(self.roots, (len(rows), 1))
         row = np.arange(len(rows))[:, None]
         while (inner := self.left[nodes] != LEAF).any():
@@ -58,39 +54,41 @@ _WORD = re.compile(r"(?u)\b\w\w+\b")
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """`vocabulary` gives each term its row in `idf` [terms] and `projection` [terms,
-    components]."""
+    """A projection of TF-IDF weights.
+
+    `vocabulary` gives each term its row in `idf` [terms] and `projection` [terms, components].
+    """
 
     vocabulary: Mapping[str, int]
     idf: NDArray[np.float64]
     projection: NDArray[np.float64]
 
     def of(self, texts: Sequence[str]) -> NDArray[np.float64]:
-        """[texts, components]; a text without a known term is all zeros."""
-        found = np.zeros((len(texts), self.projection.shape[1]))
+        """Return the sketches [texts, components]; a text without a known term is all zeros."""
+        sketches = np.zeros((len(texts), self.projection.shape[1]))
         for place, text in enumerate(texts):
             counts = Counter(
-                row for term in _terms(text) if (row := self.vocabulary.get(term)) is not None
+                row for term in _list_terms(text) if (row := self.vocabulary.get(term)) is not None
             )
             if counts:
                 rows = np.fromiter(counts, dtype=np.int64)
                 weights = np.fromiter(counts.values(), dtype=np.float64) * self.idf[rows]
-                found[place] = (weights / np.linalg.norm(weights)) @ self.projection[rows]
-        return found
+                sketches[place] = (weights / np.linalg.norm(weights)) @ self.projection[rows]
+        return sketches
 
 
-def _terms(text: str) -> list[str]:
-    """Words of at least two characters in lower case, and neighbouring pairs of them."""
+def _list_terms(text: str) -> list[str]:
+    """Return the words of two characters or more in lower case, and pairs of neighbors."""
     words = _WORD.findall(text.lower())
     return [*words, *(f"{one} {other}" for one, other in pairwise(words))]
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """A row per prospect and model: token counts, workflow, stage and model as ones among zeros,
-    the text's sketch.
+    """The features of a prospect and a model.
 
-    What training did not meet is all zeros. Without a `sketch` nothing is known of texts.
+    They are token counts, workflow, stage and model one-hot, and the text's sketch, if any. A value
+    that training did not meet is all zeros.
     """
 
     workflows: Sequence[str]
@@ -99,13 +97,13 @@ class Features:
     sketch: Sketch | None
 
     def rows(self, asked: Sequence[tuple[Prospect, str]]) -> Floats:
-        """[asked, features]."""
+        """Return the features [asked, features]."""
         counts = [(one.system_tokens, one.user_tokens, one.known_tokens) for one, _ in asked]
         parts = [
             np.array(counts, dtype=np.float32).reshape(len(asked), 3),
-            _ones([one.workflow for one, _ in asked], self.workflows),
-            _ones([one.stage for one, _ in asked], self.stages),
-            _ones([model for _, model in asked], self.models),
+            _encode_one_hot([one.workflow for one, _ in asked], self.workflows),
+            _encode_one_hot([one.stage for one, _ in asked], self.stages),
+            _encode_one_hot([model for _, model in asked], self.models),
         ]
         if self.sketch is not None:
             texts = list(dict.fromkeys(one.user for one, _ in asked))
@@ -114,7 +112,7 @@ class Features:
         return np.hstack(parts).astype(np.float32)
 
 
-def _ones(values: Sequence[str], known: Sequence[str]) -> Floats:
+def _encode_one_hot(values: Sequence[str], known: Sequence[str]) -> Floats:
     same: NDArray[np.bool_] = np.equal.outer(
         np.array(values, dtype=object), np.array(known, dtype=object)
     )
@@ -130,7 +128,7 @@ class LengthModel:
     total: Forest
 
     def answers(self, prospects: Sequence[Prospect]) -> list[Mapping[str, Mapping[str, float]]]:
-        """Per prospect the medians per model; models that training did not meet are left out."""
+        """Return the medians per prospect and model, without models that training did not meet."""
         known = self.features.models
         asked = [(one, model) for one in prospects for model in one.models if model in known]
         if not asked:

@@ -1,4 +1,4 @@
-"""The semantic router: per text and model the chance of a right answer (Chimera, 3.3)."""
+"""The semantic router: the chance of a right answer per text and model (Chimera, 3.3)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ENCODER = "encoder"
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """One model's answer to one question, and whether it was right."""
+    """A graded answer of a model to a question."""
 
     question: str
     model: str
@@ -25,17 +25,20 @@ class Graded:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """q[m] = sigmoid(l_m), a logit per model: `weights` [features, models], `bias` [models]."""
+    """A logit per model, with q[m] = sigmoid(l_m).
+
+    `weights` are [features, models], `bias` is [models].
+    """
 
     models: tuple[str, ...]
     weights: NDArray[np.float64]
     bias: NDArray[np.float64]
 
     def scores(self, vectors: Vectors) -> NDArray[np.float64]:
-        """[texts, models], each from 0 to 1."""
+        """Return the scores [texts, models], each from 0 to 1."""
         logits = np.clip(vectors @ self.weights + self.bias, -50.0, 50.0)
-        found: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-logits))
-        return found
+        scores: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-logits))
+        return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,11 @@ class ScoreModel:
     head: Head
 
     def scores(self, texts: Sequence[str]) -> NDArray[np.float64]:
-        """[texts, models]."""
+        """Return the scores [texts, models]."""
         return self.head.scores(self.encode(texts))
 
     def answers(self, prospects: Sequence[Prospect]) -> list[Mapping[str, Mapping[str, float]]]:
-        """Per prospect the scores of its models; those that training did not meet are left out."""
+        """Return the scores per prospect and model, without models that training did not meet."""
         texts = list(dict.fromkeys(one.user for one in prospects))
         if not texts:
             return []
@@ -69,8 +72,10 @@ class ScoreModel:
 
 
 def save_scores(folder: Path, head: Head, encoder: str) -> None:
-    """Write the folder. `encoder` is "default", a path or name as sentence-transformers takes it,
-    or "encoder" for the fine-tuned one in the folder itself. Raises ConfigError.
+    """Write the folder. Raises ConfigError.
+
+    `encoder` is "default", a path or name for sentence-transformers, or "encoder" for the
+    fine-tuned one in the folder itself.
     """
     arrays = {"weights": head.weights, "bias": head.bias}
     write_predictor(folder, "scores", {"models": list(head.models), "encoder": encoder}, arrays)
@@ -80,23 +85,26 @@ def load_scores(folder: Path, *, device: str, threads: int) -> ScoreModel:
     """Read the folder, and load its encoder. Raises ConfigError."""
     described, arrays = read_predictor(folder, "scores")
     head = Head(tuple(described["models"]), arrays["weights"], arrays["bias"])
-    return ScoreModel(
-        encoder_of(folder, described["encoder"], device=device, threads=threads), head
+    encode = load_encoder(folder, described["encoder"], device=device, threads=threads)
+    return ScoreModel(encode, head)
+
+
+def load_encoder(folder: Path, name: str, *, device: str, threads: int) -> Encode:
+    """Load the encoder that a folder's description names; a relative path counts from the folder.
+
+    Raises ConfigError.
+    """
+    from shell_router.prediction.encoders import (  # noqa: PLC0415 - loads torch
+        load_frozen_encoder,
+        load_tuned_encoder,
     )
 
-
-def encoder_of(folder: Path, named: str, *, device: str, threads: int) -> Encode:
-    """The encoder that a folder's description names; a relative path counts from the folder. Raises
-    ConfigError.
-    """
-    from shell_router.prediction.encoders import frozen_encoder, tuned_encoder  # noqa: PLC0415 - loads torch
-
-    if named == ENCODER:
-        return tuned_encoder(folder / ENCODER, device=device, threads=threads)
-    if named.startswith("."):
-        named = str((folder / named).resolve())
-        if not Path(named).is_dir():
+    if name == ENCODER:
+        return load_tuned_encoder(folder / ENCODER, device=device, threads=threads)
+    if name.startswith("."):
+        name = str((folder / name).resolve())
+        if not Path(name).is_dir():
             raise ConfigError(
-                f"{folder}: its encoder {named} is not there.", remedy="Train the predictor again."
+                f"{folder}: its encoder {name} is not there.", remedy="Train the predictor again."
             )
-    return frozen_encoder(named, device=device, threads=threads)
+    return load_frozen_encoder(name, device=device, threads=threads)

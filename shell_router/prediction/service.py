@@ -16,7 +16,7 @@ from shell_router.processes.worker import WorkerLimits, WorkerProcess
 log = logging.getLogger(__name__)
 
 Answers = Sequence[Mapping[str, Mapping[str, float]]]
-"""For each prospect, by kind ("scores", "own_tokens", "total_tokens"), by model."""
+"""The predictions per prospect, by kind ("scores", "own_tokens", "total_tokens") and model."""
 
 MAX_BATCH = 32
 HANG_S = 20.0
@@ -24,7 +24,7 @@ HANG_S = 20.0
 
 
 class PredictionService(WorkerProcess):
-    """One predictor's process. Raises ConfigError if `folder` holds no predictor of this `kind`."""
+    """A predictor's process. Raises ConfigError if `folder` holds no predictor of this `kind`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Predictions:
         self._lengths = lengths
 
     async def forecast(self, prospects: Sequence[Prospect]) -> Forecasts:
-        """See `Predictor.forecast`."""
+        """Forecast each prospect; see `Predictor.forecast`."""
         trouble: dict[Prediction, str] = {}
 
         async def ask(service: PredictionService | None, some: Sequence[Prospect]) -> Answers:

@@ -6,7 +6,7 @@ from quantile_forest import RandomForestQuantileRegressor
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from shell_router.prediction.fitting import COMPONENTS, _sketch, exported
+from shell_router.prediction.fitting import COMPONENTS, _fit_sketch, export_forest
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(300, 6)).astype(np.float32)
@@ -20,7 +20,7 @@ def test_medians_are_the_librarys(leaf: int) -> None:
     )
     fitted.fit(ROWS, TARGETS)
     fresh = RNG.normal(size=(50, 6)).astype(np.float32)
-    assert exported(fitted).medians(fresh) == pytest.approx(
+    assert export_forest(fitted).medians(fresh) == pytest.approx(
         list(fitted.predict(fresh, quantiles=0.5))
     )
 
@@ -33,7 +33,7 @@ TEXTS = [
 
 
 def test_sketches_are_scikit_learns() -> None:
-    sketch = _sketch(TEXTS, 0)
+    sketch = _fit_sketch(TEXTS, 0)
     assert sketch is not None
     vectors = TfidfVectorizer(ngram_range=(1, 2), max_features=2000)
     projected = TruncatedSVD(COMPONENTS, random_state=0).fit(vectors.fit_transform(TEXTS))
@@ -42,5 +42,5 @@ def test_sketches_are_scikit_learns() -> None:
 
 
 def test_texts_without_words_have_no_sketch() -> None:
-    assert _sketch(["", ""], 0) is None
-    assert _sketch(["1 2 3", "?"], 0) is None
+    assert _fit_sketch(["", ""], 0) is None
+    assert _fit_sketch(["1 2 3", "?"], 0) is None

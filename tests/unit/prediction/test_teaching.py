@@ -21,10 +21,10 @@ from shell_router.prediction.scores import (
 from shell_router.prediction.teaching import (
     Lessons,
     TuningSettings,
+    collect_lessons,
     fine_tune,
     fit_head,
-    judged_router,
-    lessons_of,
+    judge_router,
     train_router,
 )
 
@@ -42,7 +42,7 @@ def lessons() -> Lessons:
 def test_a_head_tells_who_will_be_right() -> None:
     taught = lessons()
     scores = fit_head(VECTORS[:300], taught.part(range(300))).scores(VECTORS[300:])
-    judged = judged_router(scores, taught.part(range(300, 400)))
+    judged = judge_router(scores, taught.part(range(300, 400)))
     assert judged.mean_precision > judged.chance_precision + 0.15
     assert scores[HARD[300:], 0].max() < scores[~HARD[300:], 0].min() + 0.5
     assert judged.oracle >= judged.chosen >= judged.alone["small"]
@@ -59,7 +59,7 @@ def test_answers_are_gathered_by_question_and_model() -> None:
     answers = [
         Graded(f"q{n}", model, right=n % 2 == 0) for n in range(30) for model in ("small", "large")
     ]
-    found = lessons_of(
+    found = collect_lessons(
         [*answers, Graded("q0", "small", right=False), Graded("new", "small", right=True)]
     )
     assert found.models == ("small", "large")
@@ -91,7 +91,7 @@ def test_the_largest_held_out_share_leaves_a_question_to_learn_from(tmp_path: Pa
 
 def test_answers_of_one_model_alone_teach_no_choice() -> None:
     with pytest.raises(ConfigError, match="1 models are too few"):
-        lessons_of([Graded(f"q{n}", "small", right=True) for n in range(30)])
+        collect_lessons([Graded(f"q{n}", "small", right=True) for n in range(30)])
 
 
 def test_held_out_questions_are_not_learned_from() -> None:
