@@ -13,7 +13,7 @@ from typing import Any
 
 from agent_cache import MemoryAgentPromptCache
 from benchmarks.overlap.measure import drawn_question, fixed_length, four_settings, setting
-from shell_router.api.models import straight_through
+from shell_router.api.models import make_single_agent
 from shell_router.app.services import running_embedder
 from shell_router.config import Config
 from shell_router.core.engine import Tokenizer
@@ -53,7 +53,7 @@ def all_settings(models: Collection[str], new_tokens: int) -> Mapping[str, Topol
 def alone(alias: str, new_tokens: int) -> Topology:
     """One agent that answers the question itself."""
     return setting(
-        straight_through(alias),
+        make_single_agent(alias),
         {alias: fixed_length(new_tokens)},
         incremental=False,
         early_exit=False,

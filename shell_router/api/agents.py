@@ -37,7 +37,6 @@ from shell_router.core.validation import (
     Array,
     JsonObject,
     field_error,
-    json_object,
     parse_object,
 )
 from shell_router.errors import InvalidRequest
@@ -49,7 +48,6 @@ from shell_router.topology import AUTO, Prefill
 DEFAULT_WAIT_S = 60.0
 
 
-@json_object
 class SegmentFields(TypedDict):
     """A part of a prompt: a text, or another agent's output."""
 
@@ -60,7 +58,6 @@ class SegmentFields(TypedDict):
 Segments = str | Array[str | SegmentFields]
 
 
-@json_object
 class AgentMessage(TypedDict):
     """A message of an agent's chat."""
 
@@ -68,7 +65,6 @@ class AgentMessage(TypedDict):
     content: Segments
 
 
-@json_object
 class AgentBody(OpenAISampling, total=False):
     """A request of one agent."""
 
@@ -179,7 +175,7 @@ def read_prefill(fields: PrefillFields | None) -> Prefill:
 
 
 async def run_agent(request: Request) -> Reply:
-    """POST: run one agent to its end."""
+    """Run one agent to its end."""
     sent = parse_object(await read_body(request))
     body = AGENT.read(sent)
     asked = read_agent(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
@@ -214,19 +210,19 @@ def _require_chat(body: AgentBody, asked: AgentRequest) -> None:
 
 
 async def show_program(request: Request) -> Response:
-    """GET: the program's agents, their states and outputs so far."""
-    found = request.app[SERVICES].programs.state(request[TENANT], request.match["program"])
+    """Show the program's agents, their states and outputs so far."""
+    state = request.app[SERVICES].programs.state(request[TENANT], request.match["program"])
     agents = {
-        name: {"state": how, "output": found.outputs.get(name, "")}
-        for name, how in found.agents.items()
+        name: {"state": of_agent, "output": state.outputs.get(name, "")}
+        for name, of_agent in state.agents.items()
     }
     return json_reply(
-        request, {"object": "agent.program", "program": found.program, "agents": agents}
+        request, {"object": "agent.program", "program": state.program, "agents": agents}
     )
 
 
 async def cancel_program(request: Request) -> Response:
-    """DELETE: end the program's running agents and forget it."""
+    """End the program's running agents and forget it."""
     program = request.match["program"]
     await request.app[SERVICES].programs.cancel(request[TENANT], program)
     return json_reply(request, {"object": "agent.program", "program": program, "deleted": True})
@@ -246,7 +242,7 @@ async def write_output(request: Request) -> Response:
     programs = request.app[SERVICES].programs
     wrote = partial(programs.count_written, asked.tenant, program)
     with request.app[DRAIN].deadline():
-        answer = await programs.write(asked, _texts(request, settings, wrote))
+        answer = await programs.write(asked, _decode(request, settings, wrote))
     body = {
         "object": "agent.output",
         "program": program,
@@ -257,7 +253,7 @@ async def write_output(request: Request) -> Response:
     return json_reply(request, body, status=201)
 
 
-async def _texts(
+async def _decode(
     request: Request, settings: ApiSettings, wrote: Callable[[int], Awaitable[None]]
 ) -> AsyncIterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()

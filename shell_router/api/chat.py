@@ -35,7 +35,7 @@ from shell_router.api.frames import ChatFrames
 from shell_router.api.keys import permit
 from shell_router.api.lazy import Wish, begin_lazy, read_program, read_wish
 from shell_router.api.models import Targets
-from shell_router.api.native import forwarded
+from shell_router.api.native import forward
 from shell_router.api.panels import BRINGING, read_brought
 from shell_router.api.replies import note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
@@ -98,7 +98,7 @@ class Chats:
         ignored = find_ignored(body, sent, is_brought=is_brought)
         if brought is None:
             models = read_models(body)
-            graph = self.targets.choice(models)
+            graph = self.targets.choose(models)
             return chat, Target(graph, graph.name, graph.name, models, ignored, is_brought)
         document, name = brought
         models = read_models(body) if "model" in body else (name,)
@@ -205,7 +205,7 @@ async def forward_to_engine(
     assert relay.chat is not None, "it was found by its chats"
     bodies = read_engine_chat(body, sent, model, relay.chat)
     end_user = read_end_user(body)
-    return await forwarded(request, relay, "v1/chat/completions", bodies, translation, end_user)
+    return await forward(request, relay, "v1/chat/completions", bodies, translation, end_user)
 
 
 async def answer_lazily(call: ChatCall) -> Reply:

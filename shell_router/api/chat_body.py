@@ -33,7 +33,7 @@ from shell_router.api.fields import (
 )
 from shell_router.api.panels import BRINGING, BringingFields, PanelFields
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
-from shell_router.core.validation import JsonObject, field_error, json_object, without_nulls
+from shell_router.core.validation import JsonObject, field_error, without_nulls
 from shell_router.moa.requests import MoaRequest
 
 MAX_CHOICES = 16
@@ -45,7 +45,7 @@ Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
 """A program's or agent's id, fit for URLs and cache keys."""
 
 
-@with_config(ConfigDict(strict=True, extra="forbid"))
+@with_config(ConfigDict(extra="forbid"))
 class PrefillFields(TypedDict, total=False):
     """When a prompt is prefilled while it grows."""
 
@@ -67,14 +67,12 @@ class SharedFields(SamplingFields, BringingFields, PanelFields, total=False):
     prefill: PrefillField
 
 
-@json_object
 class StreamOptions(TypedDict):
     """What a stream holds besides the text."""
 
     include_usage: NotRequired[bool | None]
 
 
-@json_object
 class Prediction(TypedDict):
     """A text that the answer is expected to repeat."""
 
@@ -100,7 +98,6 @@ class ForwardedFields(TypedDict, total=False):
     stream_options: StreamOptions
 
 
-@json_object
 class ChatBody(
     SharedFields,
     OpenAISampling,

@@ -13,7 +13,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from shell_router.core.sampling import check_depth
-from shell_router.core.validation import Array, Name, field_error, json_object, show
+from shell_router.core.validation import Array, Name, field_error, show
 from shell_router.moa.calls import ToolOffer
 from shell_router.moa.requests import OutputOf, Segment
 
@@ -26,7 +26,6 @@ FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 CallId = Annotated[str, MinLen(1), MaxLen(CALL_ID_CHARACTERS)]
 
 
-@json_object
 class ContentPart(TypedDict):
     """A part of a message: a text, or an image that only an engine's own chats read."""
 
@@ -37,7 +36,6 @@ class ContentPart(TypedDict):
 Content = str | Array[ContentPart]
 
 
-@json_object
 class CalledFunction(TypedDict):
     """A function with the arguments of a call, a JSON object as text."""
 
@@ -45,7 +43,6 @@ class CalledFunction(TypedDict):
     arguments: str | dict[str, Any]
 
 
-@json_object
 class Call(TypedDict):
     """A call that an assistant's message holds."""
 
@@ -54,7 +51,6 @@ class Call(TypedDict):
     function: CalledFunction
 
 
-@json_object
 class TextMessage(TypedDict):
     """A message of the client; `developer` counts as `system`."""
 
@@ -62,7 +58,6 @@ class TextMessage(TypedDict):
     content: Content
 
 
-@json_object
 class AssistantMessage(TypedDict):
     """A message that a model wrote."""
 
@@ -72,7 +67,6 @@ class AssistantMessage(TypedDict):
     reasoning_content: NotRequired[str | None]
 
 
-@json_object
 class ToolMessage(TypedDict):
     """The result of a call."""
 
@@ -85,7 +79,6 @@ Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discrimi
 Messages = Annotated[Array[Message], MinLen(1)]
 
 
-@json_object
 class Function(TypedDict):
     """A function that a model may call."""
 
@@ -95,7 +88,6 @@ class Function(TypedDict):
     strict: NotRequired[bool | None]
 
 
-@json_object
 class Tool(TypedDict):
     """A function tool; the router runs no tools of its own."""
 
@@ -103,14 +95,12 @@ class Tool(TypedDict):
     function: Function
 
 
-@json_object
 class NamedFunction(TypedDict):
     """A function by its name."""
 
     name: Name
 
 
-@json_object
 class NamedChoice(TypedDict):
     """The choice of one function."""
 

@@ -1,6 +1,4 @@
-"""POST /v1/embeddings: one vector for each text, from the embedder that early exit reads answers
-with.
-"""
+"""POST /v1/embeddings: a vector for each text, from the embedder that early exit uses."""
 
 import asyncio
 from base64 import b64encode
@@ -22,7 +20,6 @@ from shell_router.core.validation import (
     JsonObject,
     Name,
     field_error,
-    json_object,
     parse_object,
 )
 from shell_router.errors import DeadlineExceeded, UnknownModel
@@ -36,7 +33,6 @@ MAX_TOGETHER = 16
 Text = Annotated[str, MinLen(1), MaxLen(MAX_CHARACTERS)]
 
 
-@json_object
 class EmbeddingsBody(TypedDict, total=False):
     """Texts to embed."""
 
@@ -60,18 +56,16 @@ EMBEDDING = Key[asyncio.Semaphore]("EMBEDDING")
 
 
 async def create_embeddings(request: Request) -> Reply:
-    """The texts' vectors, in their order."""
+    """Embed the texts, and answer with their vectors in order."""
     sent = parse_object(await read_body(request))
     body = EMBEDDINGS.read(sent)
     services = request.app[SERVICES]
     name = body["model"]
     permit(request, (name,))
     if name not in services.embedders:
-        if services.embedders:
-            known = f"Known: {', '.join(services.embedders)}."
-        else:
-            known = "Set embedder.model."
-        raise UnknownModel(f"No embedder is named {name!r}.", remedy=known)
+        known = ", ".join(services.embedders)
+        remedy = f"Known: {known}." if known else "Set embedder.model."
+        raise UnknownModel(f"No embedder is named {name!r}.", remedy=remedy)
     texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
     as_text = body.get("encoding_format") == "base64"
     dimensions = body.get("dimensions")
@@ -79,21 +73,24 @@ async def create_embeddings(request: Request) -> Reply:
     limit_s = request.app[SETTINGS].request_timeout_s
     try:
         with request.app[DRAIN].deadline(limit_s):
-            states = []
-            async for one in _embedded(services.embedders[name], texts, request.app[EMBEDDING]):
-                if dimensions not in (None, width := one[0].size):
-                    what = f"must be {width}, as {name} has"
+            vectors = []
+            tokens = 0
+            embedded = _embed(services.embedders[name], texts, request.app[EMBEDDING])
+            async for vector, count in embedded:
+                if dimensions not in (None, vector.size):
+                    what = f"must be {vector.size}, as {name} has"
                     raise field_error("dimensions", what, "Leave it out.")
-                states.append(one)
+                vectors.append(vector)
+                tokens += count
     except TimeoutError:
         raise DeadlineExceeded(
             f"The texts were not embedded within {limit_s:g} s.", remedy="Send fewer."
         ) from None
-    vectors = [b64encode(one.tobytes()).decode() if as_text else one for one, _ in states]
+    written = [b64encode(vector.tobytes()).decode() for vector in vectors] if as_text else vectors
     data = [
-        {"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)
+        {"object": "embedding", "index": at, "embedding": vector}
+        for at, vector in enumerate(written)
     ]
-    tokens = sum(count for _, count in states)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     request[TOKENS] = tokens, 0
     services.rates.add(request[TENANT], tokens, services.clock())
@@ -102,28 +99,29 @@ async def create_embeddings(request: Request) -> Reply:
     )
 
 
-async def _embedded(
+async def _embed(
     embedder: Embedder, texts: Sequence[str], turn: asyncio.Semaphore
 ) -> AsyncIterator[tuple[TokenStates, int]]:
-    """Each text's vector and its number of tokens."""
-    for some in _some_at_a_time(texts):
+    """Yield each text's vector and its number of tokens."""
+    for group in _group(texts):
         async with turn:
-            states = await asyncio.gather(*map(embedder.embed, some))
-        for one in states:
-            yield sentence_vector(one), len(one)
+            states = await asyncio.gather(*map(embedder.embed, group))
+        for of_text in states:
+            yield pool_states(of_text), len(of_text)
 
 
-def _some_at_a_time(texts: Sequence[str]) -> Iterator[list[str]]:
-    some: list[str] = []
+def _group(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts in groups that the embedder gets at a time."""
+    group: list[str] = []
     for text in texts:
-        if len(some) == MAX_TOGETHER or sum(map(len, some)) + len(text) > MAX_CHARACTERS:
-            yield some
-            some = []
-        some.append(text)
-    yield some
+        if len(group) == MAX_TOGETHER or sum(map(len, group)) + len(text) > MAX_CHARACTERS:
+            yield group
+            group = []
+        group.append(text)
+    yield group
 
 
-def sentence_vector(states: TokenStates) -> TokenStates:
-    """The mean over the tokens, of length 1: what most sentence-transformers models pool by."""
+def pool_states(states: TokenStates) -> TokenStates:
+    """Return the mean over the tokens, of length 1, as most sentence-transformers models do."""
     mean: TokenStates = states.mean(axis=0, dtype=np.float32)
     return mean / np.float32(np.linalg.norm(mean) or 1.0)

@@ -1,13 +1,11 @@
-"""Chats that a model's own servers answer on their OpenAI routes: tools, several choices, log
-probabilities, images.
+"""Bodies of chats and completions that a model's own servers answer on their OpenAI routes.
 
+They ask for tools, several choices, log probabilities or images.
 The router's own way renders a prompt and reads tokens. A chat that it cannot serve goes to both
 servers of a pair as the client sent it, and the answer comes back as it is.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Required
 
 import orjson
@@ -35,10 +33,9 @@ from shell_router.api.fields import (
     check_template_kwargs,
     read_sampling,
 )
-from shell_router.core.engine import ChatServing, Relayed
+from shell_router.core.engine import ChatServing
 from shell_router.core.sampling import RANGES
-from shell_router.core.validation import JsonObject, field_error, json_object
-from shell_router.engines.wire import EventSplitter
+from shell_router.core.validation import JsonObject, field_error
 
 MAX_CHOICES_BYTES = 2**25
 """The limit of all bodies that the choices of one request are sent in."""
@@ -116,7 +113,6 @@ def _check_messages(body: ChatBody, sent: Mapping[str, Any]) -> None:
     check_order(body["messages"])
 
 
-@json_object
 class CompletionBody(SamplingFields, StopField, ForwardedFields, EndUserFields, total=False):
     """A completion of a prompt."""
 
@@ -204,104 +200,3 @@ def _write_choices(
     highest = RANGES["sampling_seed"].high
     seeds = [min(whole["seed"] + place, highest) for place in range(1, choices)]
     return [first, *(orjson.dumps({**whole, "seed": seed}) for seed in seeds)]
-
-
-Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]
-
-
-@asynccontextmanager
-async def choices_as_one(forward: Forward, bodies: Sequence[bytes]) -> AsyncIterator[Relayed]:
-    """Send all `bodies` at a time, their answers as one with as many choices. Raises what `forward`
-    raises.
-
-    On leaving, none of them runs on.
-    """
-    async with AsyncExitStack() as stack:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                begun = [
-                    tasks.create_task(stack.enter_async_context(forward(body))) for body in bodies
-                ]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        relayed = [one.result() for one in begun]
-        first = next((one for one in relayed if one.status >= 400), relayed[0])
-        if len(relayed) == 1 or first.status >= 400:
-            yield first
-            return
-        if first.content_type.startswith("text/event-stream"):
-            joined = _joined_stream
-        else:
-            joined = _joined_whole
-        async with aclosing(joined(relayed)) as chunks:
-            yield Relayed(
-                first.status,
-                first.content_type,
-                chunks,
-                tuple(at for one in relayed for at in one.placed),
-            )
-
-
-async def _joined_whole(relayed: Sequence[Relayed]) -> AsyncGenerator[bytes, None]:
-    answers = [orjson.loads(b"".join([chunk async for chunk in one.chunks])) for one in relayed]
-    choices = [
-        {**choice, "index": place} for place, one in enumerate(answers) for choice in one["choices"]
-    ]
-    yield orjson.dumps(
-        {**answers[0], "choices": choices, "usage": _summed([one["usage"] for one in answers])}
-    )
-
-
-def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """OpenAI's usage of several choices: the prompt counts once."""
-    written = sum(one["completion_tokens"] for one in usages)
-    return {
-        **usages[0],
-        "completion_tokens": written,
-        "total_tokens": usages[0]["prompt_tokens"] + written,
-    }
-
-
-async def _joined_stream(relayed: Sequence[Relayed]) -> AsyncGenerator[bytes, None]:
-    """Chunks as they come, each with its choice's number; the usage and the end mark of all come
-    last.
-    """
-    events = [EventSplitter() for _ in relayed]
-    usages: list[dict[str, Any]] = []
-    last: dict[str, Any] = {}
-    reading = {asyncio.ensure_future(_next(one)): place for place, one in enumerate(relayed)}
-    try:
-        while reading:
-            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                place = reading.pop(task)
-                if not (chunk := task.result()):
-                    continue
-                frames = b""
-                for event in [
-                    orjson.loads(one) for one in events[place].feed(chunk) if one != b"[DONE]"
-                ]:
-                    last = last or event
-                    if event.get("usage") and not event.get("choices"):
-                        usages.append(event["usage"])
-                        continue
-                    for choice in event.get("choices", ()):
-                        choice["index"] = place
-                    frames += b"data: %b\n\n" % orjson.dumps(
-                        event | ({"id": last["id"]} if "id" in event else {})
-                    )
-                if frames:
-                    yield frames
-                reading[asyncio.ensure_future(_next(relayed[place]))] = place
-        if usages:
-            yield b"data: %b\n\n" % orjson.dumps({**last, "choices": [], "usage": _summed(usages)})
-        yield b"data: [DONE]\n\n"
-    finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-
-
-async def _next(relayed: Relayed) -> bytes:
-    """The next bytes; empty at the end."""
-    return await anext(relayed.chunks, b"")

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from shell_router.api.services import SETTINGS
 from shell_router.core.sampling import MAX_INTEGER, MAX_STOPS, MAX_TOKEN_IDS, RANGES, check_depth
-from shell_router.core.validation import Array, Name, field_error, json_object, show
+from shell_router.core.validation import Array, Name, field_error, show
 from shell_router.errors import InvalidRequest
 from shell_router.http.app import Request
 
@@ -155,21 +155,18 @@ class StopField(TypedDict, total=False):
     stop: str | Annotated[Array[str], MaxLen(MAX_STOPS)]
 
 
-@json_object
 class PlainFormat(TypedDict):
     """Any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
-@json_object
 class NamedSchema(TypedDict):
     """A JSON schema by OpenAI's name."""
 
     schema: dict[str, Any]
 
 
-@json_object
 class SchemaFormat(TypedDict):
     """JSON of a schema."""
 

@@ -141,14 +141,14 @@ def _program_read(
 ) -> str:
     """Return the program of these agents; raises InvalidField for another one's markers."""
     for agent in reads:
-        found = programs.find_chat_program(tenant, agent)
-        if found is None or (program is not None and found != program):
+        of_agent = programs.find_chat_program(tenant, agent)
+        if of_agent is None or (program is not None and of_agent != program):
             what = (
                 f"hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}"
             )
             remedy = "It has expired, was altered, or is another program's: begin the program anew."
             raise field_error("messages", what, remedy)
-        program = found
+        program = of_agent
     assert program is not None, "a request that is not lazy reads an agent"
     return program
 

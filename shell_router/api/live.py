@@ -1,6 +1,4 @@
-"""Topologies that change while requests run: the catalog, and what requests bring themselves,
-compiled and kept.
-"""
+"""Topologies that change while requests run: the catalog, and those that requests bring."""
 
 import asyncio
 import hashlib
@@ -14,7 +12,7 @@ from shell_router.errors import InvalidField, ShellRouterError, TopologiesOff
 from shell_router.topology import INLINE, Catalog, Graph
 
 KEPT_INLINE = 64
-"""Of documents of at most `max_bytes` each."""
+"""Graphs of documents of at most `max_bytes` each."""
 
 
 class LiveTopologies(Mapping[str, Graph]):
@@ -42,44 +40,44 @@ class LiveTopologies(Mapping[str, Graph]):
         return len(self._graphs)
 
     async def reload(self, files: Callable[[], Iterable[Path]]) -> Sequence[ShellRouterError]:
-        """Read the files again, and give what is wrong with them: of those the version before
-        stays.
-        """
+        """Read the files again and return their errors; the version before a wrong one stays."""
         async with self._turn:
             catalog, errors = await asyncio.to_thread(lambda: self.catalog.with_files(files()))
             self._take(catalog)
         return [error for _, error in errors]
 
     async def put(self, name: str, document: Mapping[str, Any]) -> bool:
-        """Serve the document under `name`; whether the name is new. Raises what `Catalog.with_put`
-        does.
+        """Serve the document under `name`; return whether the name is new.
+
+        Raises what `Catalog.with_put` does.
         """
         self._require(self.catalog.settings.api, "api")
-        self._size(document, "")
+        self._write(document, "")
         async with self._turn:
             is_new = name not in self
             self._take(await asyncio.to_thread(self.catalog.with_put, name, document))
         return is_new
 
     async def delete(self, name: str) -> None:
-        """Serve it no more. Raises what `Catalog.without` does."""
+        """Stop serving the topology; raises what `Catalog.without` does."""
         self._require(self.catalog.settings.api, "api")
         async with self._turn:
             self._take(await asyncio.to_thread(self.catalog.without, name))
 
     def readable(self) -> Catalog:
-        """The catalog, for a client to read. Raises TopologiesOff."""
+        """Return the catalog for a client to read; raises TopologiesOff."""
         self._require(self.catalog.settings.api, "api")
         return self.catalog
 
     async def inline(self, document: Mapping[str, Any]) -> Graph:
-        """The graph of a request's own document; one that was compiled lately is not compiled
-        again.
+        """Return the graph of a request's own document; the latest ones are kept.
 
-        Raises InvalidField and TopologiesOff.
+        Raises:
+            InvalidField: The document is no topology.
+            TopologiesOff: The deployment takes none.
         """
         self._require(self.catalog.settings.inline, "inline")
-        text = self._size(document, "topology")
+        text = self._write(document, "topology")
         key = hashlib.sha256(text).hexdigest()
         kept = self._inline
         graph = kept.pop(key, None)
@@ -90,8 +88,8 @@ class LiveTopologies(Mapping[str, Graph]):
             del kept[next(iter(kept))]
         return graph
 
-    def _size(self, document: Mapping[str, Any], where: str) -> bytes:
-        """The document as text, within the limit."""
+    def _write(self, document: Mapping[str, Any], where: str) -> bytes:
+        """Return the document as text; raises InvalidField if it is over the limit."""
         limit = self.catalog.settings.max_bytes
         try:
             text = orjson.dumps(document)

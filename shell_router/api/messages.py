@@ -18,11 +18,10 @@ from shell_router.api.fields import NoEffect, Tokens, read_body
 from shell_router.api.replies import anthropic_error, note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
-from shell_router.core.validation import Array, JsonObject, Name, json_object, parse_object
+from shell_router.core.validation import Array, JsonObject, Name, parse_object
 from shell_router.http.app import Reply, Request
 
 
-@json_object
 class TextBlock(TypedDict):
     """A text."""
 
@@ -30,7 +29,6 @@ class TextBlock(TypedDict):
     text: NotRequired[str | None]
 
 
-@json_object
 class ImageData(TypedDict):
     """An image inside the body."""
 
@@ -39,7 +37,6 @@ class ImageData(TypedDict):
     data: Name
 
 
-@json_object
 class ImageUrl(TypedDict):
     """An image elsewhere."""
 
@@ -47,7 +44,6 @@ class ImageUrl(TypedDict):
     url: Name
 
 
-@json_object
 class ImageBlock(TypedDict):
     """An image, which only engines' own chats read."""
 
@@ -58,7 +54,6 @@ class ImageBlock(TypedDict):
 Parts = Array[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
 
 
-@json_object
 class ToolResult(TypedDict):
     """The result of a call."""
 
@@ -67,7 +62,6 @@ class ToolResult(TypedDict):
     content: NotRequired[str | Parts | None]
 
 
-@json_object
 class ToolUse(TypedDict):
     """A call that the model wrote."""
 
@@ -77,7 +71,6 @@ class ToolUse(TypedDict):
     input: NotRequired[Any]
 
 
-@json_object
 class Thinking(TypedDict):
     """What the model thought."""
 
@@ -85,7 +78,6 @@ class Thinking(TypedDict):
     thinking: NotRequired[str | None]
 
 
-@json_object
 class RedactedThinking(TypedDict):
     """Thinking that only the API that wrote it can read; left out."""
 
@@ -98,7 +90,6 @@ AssistantBlock = Annotated[
 ]
 
 
-@json_object
 class UserMessage(TypedDict):
     """A message of the user, with the results of calls."""
 
@@ -106,7 +97,6 @@ class UserMessage(TypedDict):
     content: str | Array[UserBlock]
 
 
-@json_object
 class WrittenMessage(TypedDict):
     """A message that a model wrote."""
 
@@ -114,7 +104,6 @@ class WrittenMessage(TypedDict):
     content: str | Array[AssistantBlock]
 
 
-@json_object
 class CustomTool(TypedDict):
     """A function; the router runs no tools of its own."""
 
@@ -124,7 +113,6 @@ class CustomTool(TypedDict):
     input_schema: NotRequired[Any]
 
 
-@json_object
 class ToolChoice(TypedDict):
     """The calls that the model may or must make."""
 
@@ -133,7 +121,6 @@ class ToolChoice(TypedDict):
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-@json_object
 class ThinkingChoice(TypedDict):
     """Whether, and how long, the model thinks."""
 
@@ -141,7 +128,6 @@ class ThinkingChoice(TypedDict):
     budget_tokens: NotRequired[Tokens | None]
 
 
-@json_object
 class OutputFormat(TypedDict):
     """The form of the answer."""
 
@@ -149,7 +135,6 @@ class OutputFormat(TypedDict):
     schema: NotRequired[Any]
 
 
-@json_object
 class OutputConfig(TypedDict):
     """The effort and the form of the answer."""
 
@@ -157,7 +142,6 @@ class OutputConfig(TypedDict):
     format: NotRequired[OutputFormat | None]
 
 
-@json_object
 class Client(TypedDict):
     """The tenant's own user."""
 
@@ -172,7 +156,6 @@ class InertFields(TypedDict, total=False):
     speed: NoEffect
 
 
-@json_object
 class MessagesBody(SharedFields, InertFields, total=False):
     """A request of Anthropic's messages."""
 
@@ -341,7 +324,7 @@ class MessageTranslation(ItemTranslation):
             **warnings,
         }
 
-    def _begun(self) -> Events:
+    def _write_begin(self) -> Events:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
         nothing: dict[str, Any] = {
             "content": [],
@@ -351,7 +334,7 @@ class MessageTranslation(ItemTranslation):
         }
         return [("message_start", {"message": {**self._about, **nothing}})]
 
-    def _opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+    def _write_open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         self.items.append({**BLOCKS[kind], **call})
         return [
             (
@@ -360,7 +343,7 @@ class MessageTranslation(ItemTranslation):
             )
         ]
 
-    def _grown(self, text: str) -> Events:
+    def _write_growth(self, text: str) -> Events:
         kind, name = DELTAS[self.items[-1]["type"]]
         return [
             (
@@ -369,7 +352,7 @@ class MessageTranslation(ItemTranslation):
             )
         ]
 
-    def _closed(self, text: str) -> Events:
+    def _write_close(self, text: str) -> Events:
         block = self.items[-1]
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
@@ -377,12 +360,12 @@ class MessageTranslation(ItemTranslation):
             block[DELTAS[block["type"]][1]] = text
         return [("content_block_stop", {"index": len(self.items) - 1})]
 
-    def _ended(self) -> Events:
+    def _write_end(self) -> Events:
         last = self.answer()
         delta = {name: last[name] for name in ("stop_reason", "stop_sequence")}
         return [("message_delta", {"delta": delta, "usage": last["usage"]}), ("message_stop", {})]
 
-    def _failed(self, error: Mapping[str, Any]) -> Events:
+    def _write_failure(self, error: Mapping[str, Any]) -> Events:
         return [("error", {"error": anthropic_error(error)})]
 
     def answer(self) -> dict[str, Any]:
@@ -415,15 +398,12 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments; what is no JSON object, as one that was cut off, in Anthropic's
-    wrapping."""
+    """Return a call's arguments; text that is cut off in Anthropic's wrapping."""
     try:
-        found = orjson.loads(text or "{}")
+        arguments = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    return {"INVALID_JSON": text}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
 
 
 async def create_message(request: Request) -> Reply:

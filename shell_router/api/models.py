@@ -1,6 +1,4 @@
-"""What a chat completion's `model` may name: topologies, models as the smallest topologies, and a
-choice of models.
-"""
+"""The topologies and models that a chat completion's `model` may name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,7 +22,7 @@ class Targets:
                 remedy="Requests choose by name: rename one of them.",
             )
         self._services = services
-        self.alone = {alias: straight_through(alias) for alias in (*services.models, AUTO)}
+        self.alone = {alias: make_single_agent(alias) for alias in (*services.models, AUTO)}
         """Models, each as a topology of one agent."""
 
     def __contains__(self, name: object) -> bool:
@@ -32,11 +30,11 @@ class Targets:
 
     @property
     def names(self) -> list[str]:
-        """All that requests may name now, sorted."""
+        """The names that requests may use now, sorted."""
         return sorted({*self.alone, *self._services.topologies})
 
     def find(self, name: str) -> Graph:
-        """What is served under the name now. Raises UnknownModel."""
+        """Return what is served under the name; raises UnknownModel."""
         topology = self.alone.get(name) or self._services.topologies.get(name)
         if topology is None:
             known = ", ".join(self.names) or "none"
@@ -45,9 +43,11 @@ class Targets:
             )
         return topology
 
-    def choice(self, names: Sequence[str]) -> Graph:
-        """The one that is named, or one agent whose model is to be chosen among those. Raises
-        UnknownModel.
+    def choose(self, names: Sequence[str]) -> Graph:
+        """Return the graph of the one name, or an agent whose model is chosen among several.
+
+        Raises:
+            UnknownModel: A name is unknown, or one of several is no model.
         """
         if len(names) == 1:
             return self.find(names[0])
@@ -62,79 +62,73 @@ class Targets:
         )
 
     def listed(self, created: int) -> list[dict[str, Any]]:
-        """All of them in the shape of OpenAI's model objects."""
+        """Return all of them as OpenAI's model objects."""
         serving = self._services.serving()
         names = dict.fromkeys((*self.names, *self._services.embedders))
         return [self.model_object(name, created, serving) for name in names]
 
     def model_object(self, name: str, created: int, serving: Mapping[str, bool]) -> dict[str, Any]:
-        """What is served under `name` in that shape; `serving` says which models' engines seem to
-        serve.
+        """Return one of them as OpenAI's model object.
+
+        `serving` says which models' engines seem to serve.
         """
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
-        if name == AUTO:
-            return {
-                **facts,
-                "kind": AUTO,
-                "description": "one of the models, chosen for each request",
-            }
         topology = self._services.topologies.get(name)
-        if topology is None and name not in self._services.models:
-            return {**facts, "kind": "embedder"}
-        if topology is None:
-            model = self._services.models[name]
-            words = self._services.engines.get(model.base or name)
-            known = {
-                "engine": words,
-                "parent": model.base,
-                "ready": serving.get(model.base or name),
-            }
-            known = {key: value for key, value in known.items() if value is not None}
-            drafts = [seen for seen in self._compared("drafts") if seen["models"] == name]
-            return {
-                **facts,
-                "kind": "model",
-                "max_model_len": model.context_length,
-                **known,
-                "drafts": drafts,
-            }
+        if name == AUTO:
+            description = "one of the models, chosen for each request"
+            return {**facts, "kind": AUTO, "description": description}
+        if topology is not None:
+            return {**facts, "kind": "topology", **self._describe_topology(name, topology)}
+        if name in self._services.models:
+            return {**facts, "kind": "model", **self._describe_model(name, serving)}
+        return {**facts, "kind": "embedder"}
+
+    def _describe_model(self, name: str, serving: Mapping[str, bool]) -> dict[str, Any]:
+        model = self._services.models[name]
+        served_by = model.base or name
+        optional = {
+            "engine": self._services.engines.get(served_by),
+            "parent": model.base,
+            "ready": serving.get(served_by),
+        }
+        comparisons = self._list_comparisons("drafts")
+        return {
+            "max_model_len": model.context_length,
+            **{key: fact for key, fact in optional.items() if fact is not None},
+            "drafts": [each for each in comparisons if each["models"] == name],
+        }
+
+    def _describe_topology(self, name: str, topology: Graph) -> dict[str, Any]:
         steps = {}
         names = {name}
         if isinstance(topology, Conditional):
             steps = {"steps": list(topology.steps)}
             names = {step.topology.name for step in topology.steps.values()}
+        comparisons = self._list_comparisons("incremental_prefill")
         return {
-            **facts,
-            "kind": "topology",
             "source": self._services.topologies.catalog.entries[name].source,
             "description": topology.description,
             "agents": len(topology.agents),
             **steps,
-            "incremental_prefill": [
-                seen for seen in self._compared("incremental_prefill") if seen["topology"] in names
-            ],
+            "incremental_prefill": [each for each in comparisons if each["topology"] in names],
         }
 
-    def _compared(self, optimization: Optimization) -> list[dict[str, Any]]:
-        seen = [
-            one
-            for one in self._services.holdouts.comparisons()
-            if one.compared.optimization == optimization
-        ]
+    def _list_comparisons(self, optimization: Optimization) -> list[dict[str, Any]]:
         return [
             {
-                "topology": one.compared.topology,
-                "models": one.compared.models,
-                **({"role": one.compared.role} if one.compared.role else {}),
-                "state": one.state,
-                "benefit": one.benefit and asdict(one.benefit),
+                "topology": comparison.compared.topology,
+                "models": comparison.compared.models,
+                **({"role": comparison.compared.role} if comparison.compared.role else {}),
+                "state": comparison.state,
+                "benefit": comparison.benefit and asdict(comparison.benefit),
             }
-            for one in seen
+            for comparison in self._services.holdouts.comparisons()
+            if comparison.compared.optimization == optimization
         ]
 
 
-def straight_through(alias: str) -> Topology:
-    """One agent that is asked the client's messages as they are."""
+def make_single_agent(alias: str) -> Topology:
+    """Return the topology of one agent that gets the client's messages as they are."""
     return Topology(name=alias, agents={alias: Agent(id=alias, model=alias)})
 
 

@@ -14,7 +14,7 @@ from shell_router.api.engine_chat import COMPLETION
 from shell_router.api.messages import MESSAGES
 from shell_router.api.native import NATIVE
 from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE, ErrorBody, json_reply
-from shell_router.api.responses import RESPONSE
+from shell_router.api.response_translation import RESPONSE
 from shell_router.api.views import ENGINES, TOPOLOGY
 from shell_router.core.validation import JsonObject
 from shell_router.http.app import Key, Request, Response, Route
@@ -111,10 +111,9 @@ def _operation(name: str, handler: Any) -> dict[str, Any]:
     text = TEXT_ANSWERS.get(name)
     content = {text: {"schema": TEXT}} if text else {"application/json": {"schema": OBJECT}}
     failed = {"application/json": {"schema": {"$ref": REFERENCES.format(model="Error")}}}
-    first_line = (handler.__doc__ or "").partition("\n")[0]
     return {
         "operationId": handler.__name__,
-        "summary": re.sub(r"^[A-Z]+( \S+)?: ", "", first_line),
+        "summary": (handler.__doc__ or "").partition("\n")[0],
         "parameters": in_path + in_query,
         "responses": {
             "2XX": {"description": "Done.", "content": content},

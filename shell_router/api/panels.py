@@ -22,7 +22,7 @@ PANEL = "fusion"
 
 Brought = tuple[Mapping[str, Any], str]
 """The document of a topology inside of a request, and its name in metrics and traces."""
-closed_object = with_config(ConfigDict(strict=True, extra="forbid"))
+closed_object = with_config(ConfigDict(extra="forbid"))
 Models = str | Array[str]
 
 

@@ -30,9 +30,9 @@ def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 class ItemTranslation(ABC):
     """Reads a chat completion, or its chunks, as items: thinking, text, calls.
 
-    A subclass writes them. Its hooks give the events to send, and put `items` as the answer has
-    them. `reason` and `usage` are those of the chat, known by then. With a `place` events have ids,
-    and what its client has is left out.
+    A subclass writes them: its hooks return the events to send, and keep `items` as the answer has
+    them. `reason` and `usage` are the chat's. With a `place` events have ids, and text that the
+    client has is left out.
     """
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
@@ -48,41 +48,39 @@ class ItemTranslation(ABC):
         self._has_begun = self._has_failed = False
 
     @abstractmethod
-    def _begun(self) -> Events:
-        """The answer begins."""
+    def _write_begin(self) -> Events:
+        """Return the events of the answer's begin."""
 
     @abstractmethod
-    def _opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
-        """An item begins; a call has an `id` and a `name`."""
+    def _write_open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+        """Begin an item and return its events; a call has an `id` and a `name`."""
 
     @abstractmethod
-    def _grown(self, text: str) -> Events:
-        """The last item goes on; for a call these are arguments."""
+    def _write_growth(self, text: str) -> Events:
+        """Return the events of more text of the last item, a call's arguments."""
 
     @abstractmethod
-    def _closed(self, text: str) -> Events:
-        """The last item is complete, and this its whole text."""
+    def _write_close(self, text: str) -> Events:
+        """Complete the last item with its whole text and return its events."""
 
     @abstractmethod
-    def _ended(self) -> Events:
-        """All items are complete."""
+    def _write_end(self) -> Events:
+        """Return the events of the answer's end."""
 
     @abstractmethod
-    def _failed(self, error: Mapping[str, Any]) -> Events:
-        """There will be no more. `error` has a `message` and, where it is the router's own, a
-        `code`.
-        """
+    def _write_failure(self, error: Mapping[str, Any]) -> Events:
+        """Return the events of a failure; a router's own `error` has a `code`."""
 
     @abstractmethod
     def answer(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
 
-    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
-        """The event with its number, in APIs whose events have one."""
+    def _number(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return the event with its number, in APIs whose events have one."""
         return event
 
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
-        """An answer that is not streamed."""
+        """Return an answer that is not streamed; raises EngineAborted."""
         choice = found["choices"][0]
         self.usage = found.get("usage") or {}
         self.reason = choice["finish_reason"]
@@ -93,15 +91,15 @@ class ItemTranslation(ABC):
         return self.answer()
 
     def feed(self, chunk: bytes) -> bytes:
-        """What is to be sent for these bytes of a stream."""
+        """Return the bytes to send for these bytes of a stream."""
         return b"".join(self._frames(payload) for payload in self._chunks.feed(chunk))
 
     def error(self, envelope: dict[str, Any]) -> bytes:
-        """The last frame of a stream that failed."""
+        """Return the last frame of a stream that failed."""
         self._has_failed = True
         if self.place is not None:
             self.place.after = 0
-        return self._written([*self._begin(), *self._failed(envelope["error"])])
+        return self._written([*self._begin(), *self._write_failure(envelope["error"])])
 
     def _frames(self, payload: bytes) -> bytes:
         if self._has_failed:
@@ -109,7 +107,7 @@ class ItemTranslation(ABC):
         if payload == b"[DONE]":
             if self.reason == "abort":
                 return self.error({"error": {"message": ABORTED}})
-            last = self._written([*self._begin(), *self._close(), *self._ended()])
+            last = self._written([*self._begin(), *self._close(), *self._write_end()])
             if self.place is not None:
                 self.place.require_reached()
             return last
@@ -127,7 +125,7 @@ class ItemTranslation(ABC):
         if self._has_begun:
             return ()
         self._has_begun = True
-        return self._begun()
+        return self._write_begin()
 
     def _delta(self, delta: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
         events = [
@@ -148,21 +146,21 @@ class ItemTranslation(ABC):
     def _text(self, kind: Kind, text: str | None) -> Events:
         if not text:
             return ()
-        opened = (()) if (self._kind == kind) else (self._open(kind, {}))
+        opened = () if self._kind == kind else self._open(kind, {})
         self._texts.append(text)
-        return [*opened, *self._grown(text)]
+        return [*opened, *self._write_growth(text)]
 
     def _open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         closed = self._close()
         self._kind = kind
         self._texts = []
-        return [*closed, *self._opened(kind, call)]
+        return [*closed, *self._write_open(kind, call)]
 
     def _close(self) -> Events:
         if self._kind is None:
             return ()
         self._kind = None
-        return self._closed("".join(self._texts))
+        return self._write_close("".join(self._texts))
 
     def _written(self, events: Events) -> bytes:
         return b"".join([self._frame(kind, facts) for kind, facts in events])
@@ -176,7 +174,7 @@ class ItemTranslation(ABC):
                 return b""
             facts = {**facts, "delta": rest} if had else facts
             named = self.place.id
-        data = orjson.dumps(self._numbered({"type": kind, **facts}))
+        data = orjson.dumps(self._number({"type": kind, **facts}))
         return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), named, data)
 
 

@@ -1,6 +1,4 @@
-"""Routes that only look, at models, traces, health, metrics, and the page; those that change
-topologies and engines.
-"""
+"""Routes that show models, traces, health, metrics and the page, or change what is served."""
 
 import asyncio
 import logging
@@ -31,7 +29,6 @@ from shell_router.core.validation import (
     JsonObject,
     Name,
     field_error,
-    json_object,
     parse_object,
 )
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
@@ -49,7 +46,6 @@ class TopologyBody(TypedDict, total=False):
     name: str
 
 
-@json_object
 class EnginesBody(TypedDict):
     """One more pair of a model, as in the settings."""
 
@@ -57,7 +53,6 @@ class EnginesBody(TypedDict):
     pair: dict[str, Any]
 
 
-@json_object
 class EnginesQuery(TypedDict):
     """The model of servers; further parameters are their addresses by role."""
 
@@ -70,7 +65,7 @@ ENGINES_QUERY = JsonObject(EnginesQuery)
 
 
 async def list_models(request: Request) -> Response:
-    """Topologies and models."""
+    """List topologies and models."""
     listed = request.app[TARGETS].listed(request.app[STARTED_AT])
     allowed = request[KEY].models
     data = [one for one in listed if not allowed or one["id"] in allowed]
@@ -78,7 +73,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
-    """One topology or model."""
+    """Show one topology or model."""
     name = request.match["model"]
     permit(request, (name,))
     targets = request.app[TARGETS]
@@ -87,18 +82,18 @@ async def show_model(request: Request) -> Response:
         graph = None
     else:
         graph = targets.find(name)
-    found = targets.model_object(name, request.app[STARTED_AT], services.serving())
+    facts = targets.model_object(name, request.app[STARTED_AT], services.serving())
     if graph is None:
-        return json_reply(request, found)
+        return json_reply(request, facts)
     agents = {
         one.id: {"model": one.model_name, "precursors": graph.waits_for[one.id]}
         for one in graph.agents.values()
     }
-    return json_reply(request, {**found, "graph": agents})
+    return json_reply(request, {**facts, "graph": agents})
 
 
 async def list_topologies(request: Request) -> Response:
-    """The topologies, and where each comes from."""
+    """List the topologies, and where each comes from."""
     entries = request.app[SERVICES].topologies.readable().entries
     allowed = request[KEY].models
     listed = [
@@ -115,7 +110,7 @@ async def list_topologies(request: Request) -> Response:
 
 
 async def show_topology(request: Request) -> Response:
-    """The document of one."""
+    """Show the document of a topology."""
     permit(request, (request.match["name"],))
     entry = request.app[SERVICES].topologies.readable().entry(request.match["name"])
     return json_reply(request, entry.document.value)
@@ -139,18 +134,18 @@ async def put_topology(request: Request) -> Response:
 
 def _from_yaml(body: bytes, source: str) -> Mapping[str, Any]:
     try:
-        found = read_document(body.decode(), source=source).value
+        document = read_document(body.decode(), source=source).value
     except (UnicodeDecodeError, TopologyError) as error:
         raise InvalidRequest(str(error)) from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise InvalidRequest(
             "The topology is not a mapping.", remedy="Write keys and values, as in a topology file."
         )
-    return found
+    return document
 
 
 async def delete_topology(request: Request) -> Response:
-    """Serve one that was put no more."""
+    """Stop serving a topology that was put."""
     name = request.match["name"]
     await request.app[SERVICES].topologies.delete(name)
     log.info("topology %s was deleted by %s", name, request[TENANT])
@@ -158,7 +153,7 @@ async def delete_topology(request: Request) -> Response:
 
 
 async def list_engines(request: Request) -> Response:
-    """The prefill-decode pairs of all models."""
+    """List the engines of all models."""
     engines = list(request.app[SERVICES].fleet.listed())
     return json_reply(request, {"object": "list", "data": engines})
 
@@ -225,23 +220,23 @@ async def list_traces(request: Request) -> Response:
             and trace.wall_s >= since
         )
 
-    found = request.app[SERVICES].traces.latest(request[TENANT], wanted, int(limit))
-    return json_reply(request, {"object": "list", "data": [trace.summary() for trace in found]})
+    traces = request.app[SERVICES].traces.latest(request[TENANT], wanted, int(limit))
+    return json_reply(request, {"object": "list", "data": [trace.summary() for trace in traces]})
 
 
 async def show_trace(request: Request) -> Response:
-    """The spans of one of the tenant's own requests."""
+    """Show the trace of one of the tenant's own requests."""
     trace = request.app[SERVICES].traces.get(request[TENANT], request.match["trace_id"])
     return json_reply(request, trace.as_json())
 
 
 async def health(request: Request) -> Response:
-    """The process answers."""
+    """Answer: the process lives."""
     return json_reply(request, {"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """The engines of some model can serve; 503 names those that cannot where none can.
+    """Say whether the engines of some model can serve; 503 names those that cannot.
 
     Other models' engines, and a shared cache that is away, only show as degraded. A router that is
     about to stop is not ready.
@@ -267,7 +262,7 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus's text format; of the samples that `name[]` names, where it is given."""
+    """Write the metrics, or those that `name[]` names, in Prometheus's text format."""
     registry = request.app[SERVICES].metrics.registry
     names = request.query.getall("name[]", ())
     body = generate_latest(registry.restricted_registry(names) if names else registry)
@@ -275,7 +270,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
-    """Whether the check holds; one that fails or takes too long does not, and the log says why."""
+    """Return whether the check holds; the log says why one fails or takes too long."""
     try:
         async with asyncio.timeout(limit_s):
             return await check()
@@ -288,22 +283,20 @@ PAGE = Key[str]("PAGE")
 
 
 def add_page(app: App) -> None:
-    """Serve the live page, `GET /ui`: one static file, which asks the API with its caller's own
-    key.
-    """
+    """Serve the live page, `GET /ui`, which asks the API with its caller's own key."""
     app[PAGE] = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     app.routes.append(PAGE_ROUTE)
 
 
 async def show_page(request: Request) -> Response:
-    """The page, which may run its own script, load nothing, and connect to this router alone."""
+    """Send the page, which may run its own script and connect to this router alone."""
     page = request.app[PAGE]
     headers = {"Content-Security-Policy": policy(page), "X-Content-Type-Options": "nosniff"}
     return whole_reply(request, page.encode(), 200, "text/html; charset=utf-8", headers)
 
 
 def policy(page: str) -> str:
-    """The content security policy of a page whose one script and one style are inside of it."""
+    """Return the content security policy of a page with one script and one style inside."""
 
     def hashed(tag: str) -> str:
         (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

@@ -12,11 +12,9 @@ import orjson
 from annotated_types import MinLen
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     FailFast,
     TypeAdapter,
     ValidationError,
-    with_config,
 )
 
 from shell_router.errors import InvalidField, InvalidRequest
@@ -30,8 +28,6 @@ class _OneError(FailFast):
     __hash__ = object.__hash__
 
 
-json_object = with_config(ConfigDict(strict=True))
-"""Decorates the TypedDict of a JSON object: JSON's types as they are, other fields left out."""
 Array = Annotated[list[T], _OneError()]
 """An array; of several wrong elements only the first is reported, as there may be a million."""
 Name = Annotated[str, MinLen(1)]
@@ -93,7 +89,7 @@ class JsonObject(Generic[T]):
         """
         sent = drop_nulls(sent)
         try:
-            fields: T = self.adapter.validator.validate_python(sent)
+            fields: T = self.adapter.validator.validate_python(sent, strict=True)
         except ValidationError as failure:
             raise self._error(failure, sent, path) from None
         return fields

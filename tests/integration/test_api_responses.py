@@ -9,7 +9,7 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
-from shell_router.api.responses import ResponseTranslation
+from shell_router.api.response_translation import ResponseTranslation
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineStalled
 from tests.fakes.api_server import Api, api

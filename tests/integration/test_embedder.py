@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from shell_router.api.embeddings import sentence_vector
+from shell_router.api.embeddings import pool_states
 from shell_router.early_exit.algorithm1 import features, similarity
 from shell_router.engines.embedding import HashEmbedder, SentenceTransformerEmbedder, default_model
 from shell_router.errors import EngineUnreachable
@@ -46,7 +46,7 @@ async def test_its_mean_state_is_the_vector_that_the_model_was_trained_for(embed
     from sentence_transformers import SentenceTransformer  # noqa: PLC0415 # seconds
 
     states = [await embedder.embed(text) for text in (ANSWER, PARAPHRASE, UNRELATED)]
-    found = np.array([sentence_vector(one) for one in states])
+    found = np.array([pool_states(one) for one in states])
     wanted = SentenceTransformer(str(default_model()), device="cpu").encode(
         [ANSWER, PARAPHRASE, UNRELATED]
     )

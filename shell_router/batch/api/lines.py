@@ -15,7 +15,6 @@ from shell_router.core.validation import (
     JsonObject,
     Name,
     field_error,
-    json_object,
     parse_object,
     show,
 )
@@ -117,7 +116,6 @@ class BatchLine:
 Keep = Callable[[LineResult], Awaitable[None]]
 
 
-@json_object
 class LineFields(TypedDict):
     """A line of an input file."""
 

@@ -29,7 +29,7 @@ from shell_router.batch.api.storage import (
 )
 from shell_router.batch.api.uploads import CHUNK_BYTES, UploadQuota, receive_upload
 from shell_router.config import BatchesSettings, Config
-from shell_router.core.validation import JsonObject, Name, field_error, json_object, parse_object
+from shell_router.core.validation import JsonObject, Name, field_error, parse_object
 from shell_router.errors import Forbidden, InvalidField, Overloaded, StorageFailed
 from shell_router.http.app import App, Key, Reply, Request, Response, Route
 
@@ -42,7 +42,6 @@ JSONL = "application/jsonl"
 BATCH_RUNS = Key[BatchRuns]("BATCH_RUNS")
 
 
-@json_object
 class BatchBody(TypedDict, total=False):
     """A new batch. The window is a number of hours, as `24h`."""
 

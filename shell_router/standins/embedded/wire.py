@@ -38,7 +38,7 @@ UNSUPPORTED = (
 IDENTIFIER_LIMIT = 2**63
 
 
-@with_config(ConfigDict(strict=True, extra="allow"))
+@with_config(ConfigDict(extra="allow"))
 class GenerateBody(TypedDict, total=False):
     """The fields of `/generate` that are read here."""
 
@@ -57,14 +57,13 @@ class GenerateBody(TypedDict, total=False):
     priority: int
 
 
-@with_config(ConfigDict(strict=True))
 class CustomParams(TypedDict, total=False):
     """The field of SGLang's `custom_params` that the SGLang plugin reads."""
 
     drafts: Array[Array[int]]
 
 
-@with_config(ConfigDict(strict=True, extra="forbid"))
+@with_config(ConfigDict(extra="forbid"))
 class SamplingBody(TypedDict, total=False):
     """SGLang's `sampling_params`, as far as the embedded engine has them."""
 
@@ -128,6 +127,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
         return self.top_k == 1
 
     @property
@@ -162,17 +162,13 @@ class GenerateRequest:
 
     @property
     def prefill_only(self) -> bool:
-        """SGLang's fake host: prefill without a decode partner."""
+        """Whether SGLang's fake host asks to prefill without a decode partner."""
         return self.bootstrap_host == FAKE_BOOTSTRAP_HOST
 
     @property
     def stream_interval(self) -> int:
-        """How many tokens after its first one are worth an event; all of them where nothing is
-        streamed.
-        """
-        if self.stream:
-            return self.sampling.stream_interval
-        return max(1, self.max_new_tokens)
+        """The tokens of an event after the first one; all of them where nothing is streamed."""
+        return self.sampling.stream_interval if self.stream else max(1, self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)

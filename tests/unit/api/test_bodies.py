@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shell_router.api import messages, responses
+from shell_router.api import messages, response_translation
 from shell_router.api.agents import AGENT, read_agent
 from shell_router.api.chat_body import CHAT, find_ignored, read_chat
 from shell_router.api.embeddings import EMBEDDINGS, MAX_CHARACTERS, MAX_TEXTS
@@ -70,8 +70,8 @@ def message(sent: Sent) -> None:
 
 
 def response(sent: Sent) -> None:
-    _, translated = responses.as_chat(sent)
-    responses.RESPONSE.find_unknown(sent)
+    _, translated = response_translation.as_chat(sent)
+    response_translation.RESPONSE.find_unknown(sent)
     chat(translated)
 
 

@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from shell_router.api.chat_body import CHAT
+from shell_router.api.choices import forward_choices
 from shell_router.api.engine_chat import (
     COMPLETION,
-    choices_as_one,
     read_completion,
     read_engine_chat,
 )
@@ -44,14 +44,14 @@ class Engine:
 async def test_one_that_cannot_be_sent_fails_all_and_leaves_none_running() -> None:
     engine = Engine()
     with pytest.raises(EngineUnreachable):
-        async with choices_as_one(engine.forward, [b"1", b"!", b"3"]):
+        async with forward_choices(engine.forward, [b"1", b"!", b"3"]):
             pass
     assert not engine.open
 
 
 async def test_one_that_is_refused_is_the_answer() -> None:
     engine = Engine()
-    async with choices_as_one(engine.forward, [b"1", b"?", b"3"]) as relayed:
+    async with forward_choices(engine.forward, [b"1", b"?", b"3"]) as relayed:
         assert (relayed.status, [chunk async for chunk in relayed.chunks]) == (400, [b"?"])
         assert engine.open == 3
     assert not engine.open

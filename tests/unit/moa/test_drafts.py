@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 from shell_router.api.frames import usage
-from shell_router.api.models import straight_through
+from shell_router.api.models import make_single_agent
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import EngineUnreachable, InvalidField
 from shell_router.moa.executor import Executor
@@ -57,7 +57,7 @@ async def test_a_plain_request_asks_where_its_messages_are_long(
         [{"role": "user", "content": "a " * (characters // 2) + "b" * (characters % 2)}],
     )
     await moa.executor.run(
-        straight_through("small"), replace(ask(), messages=messages), Recorder().emit
+        make_single_agent("small"), replace(ask(), messages=messages), Recorder().emit
     )
     assert [one.sampling.get("custom_params") for one in moa.engines["small"].generated] == [asked]
 

@@ -1,0 +1,417 @@
+"""OpenAI's responses as chat completions, and chat completions as responses."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NotRequired, Required
+
+from annotated_types import MinLen
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypedDict
+
+from shell_router.api.chat_body import SharedFields
+from shell_router.api.conversation import FunctionName
+from shell_router.api.fields import EndUserFields, Labels, NoEffect, StopField, Tokens
+from shell_router.api.replies import shared_fields
+from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
+from shell_router.core.sampling import check_depth
+from shell_router.core.validation import Array, JsonObject, Name, field_error
+
+NO_TOOLS = "The router runs no tools of its own: run them in the client."
+
+
+class TextPart(TypedDict):
+    """A text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: NotRequired[str | None]
+
+
+class RefusalPart(TypedDict):
+    """A text in which a model refused."""
+
+    type: Literal["refusal"]
+    refusal: NotRequired[str | None]
+
+
+class ImagePart(TypedDict):
+    """An image, which only engines' own chats read."""
+
+    type: Literal["input_image"]
+    image_url: Name
+
+
+Parts = str | Array[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]]
+
+
+class MessageItem(TypedDict):
+    """A message."""
+
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+
+
+class CallItem(TypedDict):
+    """A call that a model wrote."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: NotRequired[Any]
+
+
+class OutputItem(TypedDict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Parts
+
+
+class ReasoningItem(TypedDict):
+    """Thinking of before, which is no part of a template's history."""
+
+    type: Literal["reasoning"]
+
+
+Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Field(discriminator="type")]
+
+
+Items = Annotated[Array[Item], MinLen(1)]
+
+
+def _name_kinds(items: Any) -> Any:
+    """Have an item without a type be a message."""
+    if not isinstance(items, list):
+        return items
+    return [
+        item if not isinstance(item, dict) or item.get("type") else {**item, "type": "message"}
+        for item in items
+    ]
+
+
+class FunctionTool(TypedDict):
+    """A function."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: NotRequired[Any]
+    parameters: NotRequired[Any]
+    strict: NotRequired[Any]
+
+
+class TextFormat(TypedDict):
+    """The form of the answer."""
+
+    type: NotRequired[str | None]
+    name: NotRequired[Any]
+    schema: NotRequired[Any]
+    strict: NotRequired[Any]
+
+
+class TextConfig(TypedDict):
+    """The form of the answer."""
+
+    format: NotRequired[TextFormat | None]
+
+
+class Reasoning(TypedDict):
+    """The effort of the model's thinking."""
+
+    effort: NotRequired[str | None]
+
+
+class InertFields(TypedDict, total=False):
+    """Fields that never change an answer, or ask for parts of it that there are none of."""
+
+    client_metadata: NoEffect
+    include: NoEffect
+    prompt_cache_options: NoEffect
+    prompt_cache_retention: NoEffect
+    safety_identifier: NoEffect
+    service_tier: NoEffect
+    stream_options: NoEffect
+
+
+class SameFields(SharedFields, StopField, EndUserFields, total=False):
+    """Fields that mean the same in a chat completion."""
+
+    metadata: Labels
+    parallel_tool_calls: bool
+
+
+class ResponseBody(SameFields, InertFields, total=False):
+    """A request of OpenAI's responses."""
+
+    input: Required[
+        Annotated[str | Annotated[Array[Item], MinLen(1)], BeforeValidator(_name_kinds)]
+    ]
+    instructions: str
+    max_output_tokens: Tokens
+    tools: Array[FunctionTool]
+    tool_choice: Any
+    text: TextConfig
+    reasoning: Reasoning
+    truncation: Literal["disabled"]
+    background: bool
+    store: Annotated[bool, Field(description="Only responses in the background are stored.")]
+
+
+RESPONSE = JsonObject(
+    ResponseBody,
+    {
+        "input": "Send a text, or message, function_call, function_call_output or reasoning items, "
+        "each with its whole content.",
+        "tools": NO_TOOLS,
+        "truncation": "Shorten the input: a text that does not fit is refused.",
+    },
+)
+STATEFUL = {
+    "previous_response_id": "Send all earlier items in input.",
+    "conversation": "Send all earlier items in input.",
+    "prompt": "Nothing is stored: send the prompt's text in instructions.",
+}
+
+
+def as_chat(sent: Mapping[str, Any]) -> tuple[ResponseBody, dict[str, Any]]:
+    """Return the validated body, and that of the chat completion that asks for the same.
+
+    Raises:
+        InvalidField: A field is wrong, or needs a stored state.
+    """
+    for name, remedy in STATEFUL.items():
+        if sent.get(name) not in (None, False):
+            raise field_error(name, "is not served", remedy)
+    for name in REPEATED_OBJECTS & sent.keys():
+        check_depth(sent[name], name)
+    body = RESPONSE.read(sent)
+    chat: dict[str, Any] = {
+        name: value for name, value in body.items() if name in SameFields.__annotations__
+    }
+    messages = _read_items(body["input"])
+    if "instructions" in body:
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    chat["messages"] = messages
+    chat["max_completion_tokens"] = body.get("max_output_tokens")
+    tools = body.get("tools", [])
+    if tools:
+        chat["tools"] = [_read_tool(tool) for tool in sent["tools"]]
+    if tools or body.get("tool_choice") != "auto":
+        chat["tool_choice"] = _read_choice(body.get("tool_choice"))
+    chat["response_format"] = _read_format(body.get("text", {}).get("format"))
+    chat["reasoning_effort"] = body.get("reasoning", {}).get("effort")
+    if body.get("stream") or body.get("background"):
+        chat["stream_options"] = {"include_usage": True}
+    return body, chat
+
+
+def _read_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _read_format(form: TextFormat | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if form.get("type") != "json_schema":
+        return {"type": form.get("type")}
+    named = {"name": form.get("name"), "schema": form.get("schema"), "strict": form.get("strict")}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool as a chat has it, with the fields in the client's order."""
+    names = FunctionTool.__annotations__.keys() - {"type"}
+    function = {name: value for name, value in tool.items() if name in names}
+    return {"type": "function", "function": function}
+
+
+def _read_items(items: str | list[Item]) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item["type"]:
+            case "message":
+                content = _read_parts(item["content"])
+                messages.append({"role": item["role"], "content": content})
+            case "function_call_output":
+                result = {"role": "tool", "tool_call_id": item["call_id"]}
+                messages.append({**result, "content": _read_parts(item["output"])})
+            case "function_call":
+                _add_call(messages, item)
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: CallItem) -> None:
+    """Add a call; calls of one turn are one message in a chat, together with the text before."""
+    function = {"name": item["name"], "arguments": item.get("arguments")}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    calls = messages[-1].setdefault("tool_calls", [])
+    calls.append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _read_parts(parts: Parts) -> str | list[dict[str, Any]]:
+    if isinstance(parts, str):
+        return parts
+    return join_parts([_read_part(part) for part in parts])
+
+
+def _read_part(part: TextPart | RefusalPart | ImagePart) -> dict[str, Any]:
+    if part["type"] == "input_image":
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    text = part.get("refusal") if part["type"] == "refusal" else part.get("text")
+    return {"type": "text", "text": text or ""}
+
+
+class ResponseTranslation(ItemTranslation):
+    """A chat completion, or the chunks of one, as a response. `id` is fresh."""
+
+    def __init__(
+        self, id: str, created: int, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]
+    ) -> None:
+        super().__init__(asked)
+        self._id = id
+        self._sent = 0
+        self._at: dict[str, Any] = {}
+        self._about = {
+            "id": f"resp_{id}",
+            "object": "response",
+            "created_at": created,
+            "model": self.model,
+            **{name: asked.get(name) for name in REPEATED},
+            "metadata": asked.get("metadata") or {},
+            "parallel_tool_calls": asked.get("parallel_tool_calls", True) is not False,
+            "background": asked.get("background") is True,
+            "previous_response_id": None,
+            "store": asked.get("background") is True,
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "truncation": "disabled",
+            **warnings,
+        }
+
+    def _write_begin(self) -> Events:
+        response = self.describe("in_progress")
+        return [
+            ("response.created", {"response": response}),
+            ("response.in_progress", {"response": response}),
+        ]
+
+    def _write_open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+        prefix, own = OWN[kind]
+        at = len(self.items)
+        id = f"{prefix}_{self._id}_{len(self.items)}"
+        item = {"id": id, "type": kind, **own, "status": "in_progress"}
+        self._at = {"item_id": id, "output_index": at}
+        added = ("response.output_item.added", {"output_index": at, "item": item})
+        if kind == "function_call":
+            item |= {"call_id": call["id"], "name": call["name"]}
+        else:
+            self._at["content_index"] = 0
+        self.items.append({**item})
+        if kind == "function_call":
+            return [added]
+        return [added, self._part("added", PARTS[kind])]
+
+    def _write_growth(self, text: str) -> Events:
+        kind = self.items[-1]["type"]
+        return [(f"response.{NAMES[kind]}.delta", {**self._at, "delta": text, **LOGPROBS[kind]})]
+
+    def _write_close(self, text: str) -> Events:
+        item = self.items[-1]
+        kind = item["type"]
+        done = f"response.{NAMES[item['type']]}.done"
+        item["status"] = "incomplete" if self.reason == "length" else "completed"
+        events: list[tuple[str, Mapping[str, Any]]]
+        if kind == "function_call":
+            item["arguments"] = text or "{}"
+            events = [(done, {**self._at, "name": item["name"], "arguments": item["arguments"]})]
+        else:
+            item["content"] = [{**PARTS[kind], "text": text}]
+            events = [
+                (done, {**self._at, "text": text, **LOGPROBS[kind]}),
+                self._part("done", item["content"][0]),
+            ]
+        return [
+            *events,
+            ("response.output_item.done", {"output_index": self._at["output_index"], "item": item}),
+        ]
+
+    def _part(self, what: str, part: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        return f"response.content_part.{what}", {**self._at, "part": part}
+
+    def _write_end(self) -> Events:
+        response = self.answer()
+        return [(f"response.{response['status']}", {"response": response})]
+
+    def _write_failure(self, error: Mapping[str, Any]) -> Events:
+        # clients know no other error in a stream
+        return [("response.failed", {"response": self.describe_failure(error)})]
+
+    def describe_failure(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the response that failed."""
+        return self.describe("failed", {**shared_fields(error), "code": "server_error"})
+
+    def answer(self) -> dict[str, Any]:
+        """See `ItemTranslation`."""
+        return self.describe("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
+
+    def _number(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Number the event; in resumable streams by the offset of its last character."""
+        self._sent = self._sent + 1 if self.place is None else self.place.at
+        return {**event, "sequence_number": self._sent - 1}
+
+    def describe(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
+        """Return the response with the items that are there, in this status."""
+        incomplete = {"reason": "max_output_tokens"}
+        return {
+            **self._about,
+            "status": status,
+            "error": error,
+            "incomplete_details": incomplete if status == "incomplete" else None,
+            "usage": _read_usage(self.usage),
+            "output": list(self.items),
+        }
+
+
+REPEATED = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user")
+REPEATED_OBJECTS = frozenset({"metadata", "reasoning", "text", "tool_choice", "tools"})
+"""Fields that the answer repeats as they were sent."""
+OWN: Mapping[Kind, tuple[str, dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant", "content": []}),
+    "reasoning": ("rs", {"summary": [], "content": []}),
+    "function_call": ("fc", {"arguments": ""}),
+}
+"""How the ids of items begin, and the fields that each kind has."""
+PARTS: Mapping[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+NAMES = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
+LOGPROBS: Mapping[str, dict[str, Any]] = {
+    "message": {"logprobs": []},
+    "reasoning": {},
+    "function_call": {},
+}
+
+
+def _read_usage(usage: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not usage:
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    details = usage.get("completion_tokens_details") or {}
+    thought = usage.get("reasoning_tokens") or details.get("reasoning_tokens") or 0
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": usage["total_tokens"],
+    }
