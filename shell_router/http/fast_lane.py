@@ -23,6 +23,7 @@ from shell_router.http.connections import Connections, ServerLimits
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 8190  # as aiohttp's limit of a line
+MAX_HEADERS = 100
 MAX_BODY_BYTES = 2**16
 """The longest plain body; aiohttp gathers the pieces of a longer one without copying them again."""
 _BODY_WAIT_S = 1.0
@@ -34,7 +35,17 @@ _HEAD = re.compile(
 )
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
-_UNUSUAL = frozenset({"content-encoding", "expect", "transfer-encoding", "upgrade"})
+_UNUSUAL = frozenset(
+    {
+        "content-encoding",
+        "expect",
+        "proxy-connection",
+        "sec-websocket-key1",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+"""Headers that aiohttp acts on or refuses."""
 
 
 class FastRequest(Request):
@@ -249,7 +260,9 @@ class FastConnection(asyncio.Protocol):
             name, _, value = line.partition(":")
             headers[name.lower()] = value.strip(" \t")
         length = headers.get("content-length", "")
-        if len(headers) != len(lines) or not _UNUSUAL.isdisjoint(headers):
+        if len(headers) != len(lines) or len(lines) > MAX_HEADERS:
+            return None
+        if "host" not in headers or not _UNUSUAL.isdisjoint(headers):
             return None
         if headers.get("connection", "keep-alive").lower() != "keep-alive":
             return None

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -74,7 +74,8 @@ async def serving(
     runner = await _start_aiohttp(app, connections)
     assert runner.server is not None
     lane = FastLane(app, runner.server, limits, connections)
-    factory: Callable[[], asyncio.Protocol] = lane if fast_lane else runner.server
+    if not fast_lane:
+        lane.handlers = {}
     loop = asyncio.get_running_loop()
     handshake_s = limits.body_timeout_s if tls else None  # or a client could stay without one
     servers: list[asyncio.Server] = []
@@ -83,7 +84,7 @@ async def serving(
     try:
         for listener in sockets:
             server = await loop.create_server(
-                factory, sock=listener, ssl=tls, ssl_handshake_timeout=handshake_s
+                lane, sock=listener, ssl=tls, ssl_handshake_timeout=handshake_s
             )
             servers.append(server)
         yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"

@@ -25,7 +25,7 @@ from shell_router.api import (
     listening,
 )
 from shell_router.api.live import LiveTopologies
-from shell_router.api.services import new_run_id
+from shell_router.api.services import SETTINGS, new_run_id
 from shell_router.app.fleet_changes import FleetChanges
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import open_folder
@@ -42,7 +42,8 @@ from shell_router.core.engine import (
 from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
 from shell_router.files.document import Document
-from shell_router.http.server import bound_sockets
+from shell_router.http.app import App
+from shell_router.http.server import bound_sockets, serving
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
 from shell_router.telemetry.recorder import Recorder
@@ -183,7 +184,7 @@ async def api(
     optional_checks: tuple[str, ...] = (),
     topologies: tuple[Graph, ...] = (DUO,),
     live_settings: LiveSettings | None = None,
-    extend: Callable[[web.Application], None] = lambda app: None,
+    extend: Callable[[App], None] = lambda app: None,
     wall: Callable[[], float] = time.time,
     new_id: Callable[[], str] = new_run_id,
     recorder: Recorder | None = None,
@@ -194,9 +195,11 @@ async def api(
     embedders: Mapping[str, Embedder] | None = None,
     drain_s: float = 1,
     send_buffer_bytes: int | None = None,
+    fast_lane: bool = True,
 ) -> AsyncIterator[Api]:
-    """Serve while the context is open. `send_buffer_bytes`: what the system may hold for a client
-    that is slow.
+    """Serve while the context is open, with aiohttp alone where there is no `fast_lane`.
+
+    `send_buffer_bytes` is the most that the system may hold for a client that is slow.
     """
     moa = moa or ScriptedMoa()
     services = Services(
@@ -225,7 +228,10 @@ async def api(
         if send_buffer_bytes is not None:
             for listener in sockets:  # its connections have the same
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-        async with listening(app, sockets) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
+        server = listening(app, sockets)
+        if not fast_lane:
+            server = serving(app, sockets, app[SETTINGS], fast_lane=False)
+        async with server as url, aiohttp.ClientSession(timeout=LIMIT) as client:
             yield Api(url, moa, services, client)
 
 
