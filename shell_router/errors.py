@@ -1,7 +1,7 @@
 """Every error that a caller of the router may meet, as one tree below `ShellRouterError`."""
 
 MOST_CHARACTERS = 4000
-"""Of a message: what it quotes of a request may have megabytes."""
+"""Limit of a message, which may quote megabytes of a request."""
 
 
 class ShellRouterError(Exception):
@@ -21,13 +21,11 @@ class ShellRouterError(Exception):
 
 
 class ConfigError(ShellRouterError):
-    """A wrong configuration file, or a change of it; the message names the file and, where known,
-    the line.
-    """
+    """A configuration file, or a change of it, is wrong; the message names file and line."""
 
 
 class SettingError(ConfigError, ValueError):
-    """Settings that a class refuses. It is a ValueError, so that pydantic adds their place."""
+    """A class refuses its settings. It is a ValueError, so that pydantic adds their place."""
 
 
 class TopologyError(ConfigError):
@@ -35,7 +33,7 @@ class TopologyError(ConfigError):
 
 
 class DataError(ConfigError):
-    """A file of questions is wrong; the message begins with `file:line:` where it is one line."""
+    """A file of questions is wrong; the message begins with `file:line:` if one line is."""
 
 
 class InvalidRequest(ShellRouterError):
@@ -43,9 +41,7 @@ class InvalidRequest(ShellRouterError):
 
 
 class InvalidField(InvalidRequest):
-    """A field of the request's body is missing, of a wrong type or out of range; `field` is its
-    path.
-    """
+    """A field of the request's body is missing or wrong; `field` is its path."""
 
     def __init__(self, message: str, *, field: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -97,16 +93,15 @@ class UnknownResponse(InvalidRequest):
 
 
 class ResponseCancelled(InvalidRequest):
-    """A background response was cancelled while it was read, or another router has gone on with
-    it."""
+    """A background response was cancelled while it was read, or continued by another router."""
 
 
 class StreamChanged(InvalidRequest):
-    """A repeated stream differs from what its client has of it already."""
+    """The resumed stream does not match what the client has received."""
 
 
 class BatchEnded(InvalidRequest):
-    """The batch has ended, or is about to, so that it cannot be cancelled."""
+    """The batch has ended or is about to, so it cannot be cancelled."""
 
 
 class FileTooLarge(InvalidRequest):
@@ -114,7 +109,7 @@ class FileTooLarge(InvalidRequest):
 
 
 class QuotaExceeded(InvalidRequest):
-    """The tenant keeps as many files, or bytes of them, as it may."""
+    """The tenant may keep no more files, or no more bytes."""
 
 
 class KeyReused(InvalidRequest):
@@ -126,21 +121,19 @@ class Unauthorized(ShellRouterError):
 
 
 class RemoteRefused(Unauthorized):
-    """No API keys are set, so that only callers on this machine are served, and this one is not."""
+    """No API keys are set, so callers on other machines are not served."""
 
 
 class UnsupportedMediaType(RemoteRefused):
-    """No API keys are set, and a page of another site could send a body of this Content-Type."""
+    """A page of another site could send a body of this Content-Type, and no API keys are set."""
 
 
 class Forbidden(ShellRouterError):
-    """The API key is good, and not for this."""
+    """The API key is valid, but does not permit this."""
 
 
 class Overloaded(ShellRouterError):
-    """A limit on running requests is reached; trying again later, after `retry_s` where it is
-    known, may succeed.
-    """
+    """A limit on running requests is reached; a retry, after `retry_s` if known, may succeed."""
 
     def __init__(self, message: str, *, remedy: str = "", retry_s: float | None = None) -> None:
         super().__init__(message, remedy=remedy)
@@ -164,13 +157,11 @@ class EngineUnreachable(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The circuit breakers of all servers that could serve the request are open, so it was not
-    sent.
-    """
+    """The circuit breakers of all servers that could serve the request are open."""
 
 
 class EngineAborted(EngineError):
-    """The engine ended the request as aborted, and the router had not asked for it."""
+    """The engine ended the request as aborted, although the router did not ask for it."""
 
 
 class AdapterMissing(EngineError):
@@ -198,7 +189,7 @@ class EngineStalled(EngineError):
 
 
 class AgentFailed(ShellRouterError):
-    """An agent failed and its topology lets that fail the request; the cause is chained."""
+    """An agent failed, and its topology lets that fail the request; the cause is chained."""
 
 
 class PrecursorTimeout(ShellRouterError):

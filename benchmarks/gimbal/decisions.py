@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shell_router.core.engine import Hints
-from shell_router.engines.pairing import engine_slot
+from shell_router.engines.fleet import take_slot
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.engine_selection import POLICIES, SelectionSettings
 from shell_router.routing.failures import Breaker
@@ -29,12 +29,12 @@ async def _chosen(policy: str, decisions: int) -> dict[str, Any]:
     """One request comes and another goes, 1000 being in flight."""
     dispatcher = _dispatcher(SchedulingSettings(SelectionSettings(policy)))
     wanted = _wanted()
-    slots = [await engine_slot(dispatcher, next(wanted)) for _ in range(IN_FLIGHT)]
+    slots = [await take_slot(dispatcher, next(wanted)) for _ in range(IN_FLIGHT)]
     took = []
     for number in range(decisions):
         one = next(wanted)
         begun = _clocks()
-        slot = await engine_slot(dispatcher, one)
+        slot = await take_slot(dispatcher, one)
         took.append(_since(begun))
         slots[number % IN_FLIGHT].close()
         slots[number % IN_FLIGHT] = slot
@@ -46,14 +46,14 @@ async def _ordered(order: str, decisions: int) -> dict[str, Any]:
     queue = QueueSettings(order, max_running=15, wait_s=1e6)
     dispatcher = _dispatcher(SchedulingSettings(SelectionSettings("scored"), queue))
     wanted = _wanted()
-    tasks = [asyncio.create_task(engine_slot(dispatcher, next(wanted))) for _ in range(IN_FLIGHT)]
+    tasks = [asyncio.create_task(take_slot(dispatcher, next(wanted))) for _ in range(IN_FLIGHT)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     running: list[EngineSlot[str]] = [task.result() for task in tasks if task.done()]
     waiting = [task for task in tasks if not task.done()]
     took, draws = [], Random(0)
     for _ in range(decisions):
-        waiting.append(asyncio.create_task(engine_slot(dispatcher, next(wanted))))
+        waiting.append(asyncio.create_task(take_slot(dispatcher, next(wanted))))
         await asyncio.sleep(0)
         slot = running.pop(draws.randrange(len(running)))
         begun = _clocks()

@@ -1,4 +1,4 @@
-"""A deployment whose engines the router starts, keeps running and stops itself."""
+"""A deployment whose engines the router starts, restarts and stops itself."""
 
 import asyncio
 import logging
@@ -26,20 +26,17 @@ log = logging.getLogger(__name__)
 def plan_launch(
     config: Config, name: str, machine: str | None, environ: Mapping[str, str]
 ) -> LaunchPlan:
-    """What `launch` will run. Logs lie where the deployment says, or in the user's cache folder
-    under `name`.
-    """
+    """Plan what `launch` runs; logs lie in the deployment's folder, or in the user's cache."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = config.launch.folder or cache / "shell-router" / "launch" / name
     return plan(config, folder=folder, python=sys.executable, machine=machine)
 
 
 async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[str], None]) -> None:
-    """Start the plan's engines, serve until SIGINT or SIGTERM, and stop all. `ready` gets the
-    router's URL.
+    """Start the plan's engines, serve until SIGINT or SIGTERM, and stop all.
 
-    With `engines_only` no router is started, and a signal cancels this. Raises ConfigError and
-    EngineError.
+    `ready` gets the router's URL. With `engines_only` no router is started, and a signal cancels
+    this. Raises ConfigError and EngineError.
     """
     if not engines_only:
         read_named(launched.config)  # a mistake shows before engines load for minutes
@@ -51,8 +48,9 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
 
 
 def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
-    """The plan's engines, which serve while the context is open. Raises ConfigError, and the
-    context EngineError.
+    """Return a context in which the plan's engines serve; entering it may raise EngineError.
+
+    Raises ConfigError.
     """
     _require_startable(launched.engines)
     settings = launched.config.launch

@@ -1,4 +1,4 @@
-"""What is read from the folders of models, before anything is started."""
+"""The files in models' folders, read before anything is started."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from shell_router.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's folder and what it says."""
+    """A model's folder and its content."""
 
     folder: Path
     tokenizer: HfTokenizer
@@ -22,7 +22,7 @@ class ModelFiles:
 
 
 def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
-    """Per alias its model's files. Blocks. Raises ConfigError."""
+    """Read the files of each model by its alias; blocks. Raises ConfigError."""
     files = {alias: _read(alias, settings) for alias, settings in models.items()}
     first: dict[str, HfTokenizer] = {}
     for one in (
@@ -42,9 +42,7 @@ def _read(alias: str, settings: ModelSettings) -> ModelFiles:
 
 
 def _config(folder: Path, alias: str) -> Mapping[str, Any]:
-    """The model's configuration; that of its text part where it has several (vision-language
-    models).
-    """
+    """Read the model's configuration, or its text part in vision-language models."""
     if not folder.is_dir():
         raise ConfigError(
             f"models.{alias}.path: there is no folder {folder}.",

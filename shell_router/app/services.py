@@ -1,4 +1,4 @@
-"""Everything the API works with, started and ended together."""
+"""Start and end the objects that the API works with, together."""
 
 import asyncio
 import logging
@@ -50,8 +50,12 @@ Costs = Mapping[
 
 @dataclass(frozen=True, slots=True)
 class RunningCache:
-    """The logs, whether they can be shared now, and what failed. `journals`: None where nothing
-    outlives the router.
+    """The logs in use.
+
+    Attributes:
+        healthy: Tells whether they can be shared now.
+        stats: Counts failures.
+        journals: None if nothing outlives the router.
     """
 
     logs: AgentPromptCache
@@ -64,8 +68,10 @@ class RunningCache:
 async def running_cache(
     settings: CacheSettings, clock: Callable[[], float], environ: Mapping[str, str] = os.environ
 ) -> AsyncIterator[RunningCache]:
-    """The cache while the context is open. Raises ConfigError without redis-py, or the password,
-    that it needs.
+    """Open the cache.
+
+    Raises:
+        ConfigError: It needs redis-py, or a password.
     """
     if settings.backend == "memory":
         async with MemoryAgentPromptCache(clock=clock, ttl_s=settings.ttl_s) as logs:
@@ -105,10 +111,9 @@ async def _always() -> bool:
 async def running_embedder(
     settings: EmbedderSettings,
 ) -> AsyncIterator[tuple[Embedder | None, Callable[[], Awaitable[bool]]]]:
-    """The embedder, None where there is none, while the context is open, and whether its start has
-    ended.
+    """Start the embedder, None without one; its model loads in the background.
 
-    Its model loads in the background. Raises ConfigError.
+    It comes with a check whether the start has ended. Raises ConfigError.
     """
     if settings.model in ("none", "hash"):
         yield HashEmbedder() if settings.model == "hash" else None, _always
@@ -132,7 +137,7 @@ async def running_embedder(
 
 
 async def _load(embedder: SentenceTransformerEmbedder) -> None:
-    """Log a failed start; each run that needs the embedder reports it again, and tries again."""
+    """Start the embedder and log a failure; each run that needs it tries again, and reports it."""
     try:
         await embedder.start()
     except EngineError as error:
@@ -147,11 +152,13 @@ async def running_services(
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Services]:
-    """Start what `config` names, telling each step, and give it to the API; end it on leaving, in
-    reverse order.
+    """Start all that `config` names, and end it on leaving, in reverse order.
 
-    Raises ConfigError before anything is started where the files are wrong, EngineError for an
-    engine that does not come up. Nothing is left running on any path.
+    `on_progress` gets a line per step. Nothing is left running on any path.
+
+    Raises:
+        ConfigError: A file is wrong; then nothing was started.
+        EngineError: An engine does not come up.
     """
     topologies, seen, costs = read_named(config)
     # before any process starts: a kind may name modules for the fork server to import
@@ -241,8 +248,10 @@ def _fleets_of(engines: Mapping[str, StartedEngine]) -> dict[str, Fleet[Any]]:
 
 
 def read_named(config: Config) -> tuple[LiveTopologies, Contents, Costs]:
-    """What the files hold that `config` names for the router. Raises ConfigError, as without the
-    extra `otel`.
+    """Read the files that `config` names for the router.
+
+    Raises:
+        ConfigError: One is wrong, or the extra `otel` is missing.
     """
     if config.traces.otlp and not any(
         Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")
@@ -255,7 +264,7 @@ def read_named(config: Config) -> tuple[LiveTopologies, Contents, Costs]:
 def _running_predictor(
     settings: PredictionSettings,
 ) -> AbstractAsyncContextManager[RunningPredictor]:
-    """The trained predictors, where the deployment names any."""
+    """Start the trained predictors, if the deployment names any."""
     named = settings.scores or settings.lengths
     return wing("prediction")(settings) if named else nullcontext(RunningPredictor())
 
@@ -273,7 +282,7 @@ def _metrics(cache: CacheStats) -> Metrics:
 def _recorder(
     what: str, settings: AccessLogSettings, metrics: Metrics, stack: AsyncExitStack
 ) -> "Recorder | None":
-    """What writes the settings' files, where the deployment asks for them."""
+    """Make the writer of the settings' files, if the deployment asks for them."""
     if settings.folder is None:
         return None
     from shell_router.telemetry.recorder import Recorder  # noqa: PLC0415 - rarely used
@@ -288,7 +297,7 @@ def _recorder(
 
 
 def _span_export(config: Config, metrics: Metrics, stack: AsyncExitStack) -> "SpanExport | None":
-    """What exports spans, where the deployment asks for them."""
+    """Make the exporter of spans, if the deployment asks for it."""
     if config.traces.otlp is None:
         return None
     from shell_router.telemetry.otlp import SpanExport  # noqa: PLC0415 - rarely used
@@ -308,8 +317,15 @@ def chooser_of(
     predictor: Predictor | None,
     clock: Callable[[], float],
 ) -> ModelChooser:
-    """The chooser that the deployment's `auto` describes; `batch_sizes` are those of the models'
-    engines, by alias.
+    """Make the chooser that the deployment's `auto` describes.
+
+    Args:
+        config: The deployment.
+        costs: Measured decode costs by model.
+        served: The models by name.
+        batch_sizes: Those of the models' engines, by alias.
+        predictor: Predicts scores, if there is one.
+        clock: Gives monotonic seconds.
     """
     figures = {
         name: _figures(config, model, batch_sizes[model.base or name], costs)
@@ -320,7 +336,7 @@ def chooser_of(
 
 
 def _figures(config: Config, model: ServedModel, batch_size: int, costs: Costs) -> ModelFigures:
-    """Of a model, or of an adapter, which costs what its base costs."""
+    """Return the figures of a model, or of an adapter, which costs the same as its base."""
     base = model.base or model.alias
     decode = costs.get(model.alias, costs.get(base))
     batch = config.auto.max_batch.get(model.alias, config.auto.max_batch.get(base, batch_size))

@@ -1,4 +1,4 @@
-"""The topologies of a deployment: read when it starts, and again when their files change."""
+"""The topologies of a deployment: read at its start, and again when their files change."""
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def load_topologies(config: Config) -> Mapping[str, Graph]:
-    """Every topology that the deployment names, checked against its models. Raises ConfigError."""
+    """Read every topology of the deployment, checked against its models; raises ConfigError."""
     return _catalog(config).graphs_without("")
 
 
@@ -28,8 +28,10 @@ def _catalog(config: Config) -> Catalog:
 
 
 def live_topologies(config: Config) -> tuple[LiveTopologies, Contents]:
-    """The same, to be changed while the router runs, and what their files held. Raises
-    ConfigError."""
+    """Read the topologies to be changed while the router runs, and the content of their files.
+
+    Raises ConfigError.
+    """
     seen = contents_of(partial(_present, config))
     return LiveTopologies(_catalog(config)), seen
 
@@ -43,8 +45,9 @@ async def watched(
     *,
     look_s: float = 1.0,
 ) -> AsyncIterator[None]:
-    """While the context is open, files that differ from `seen` take effect, where the deployment
-    wants that.
+    """Read changed files again while the context is open, if the deployment wants that.
+
+    `seen` is the content of the files so far.
     """
 
     async def reload() -> None:
@@ -62,7 +65,7 @@ async def watched(
 
 
 def _present(config: Config) -> Iterator[Path]:
-    """The files that are there now."""
+    """Yield the files that exist now."""
     for path in config.topologies:
         with suppress(TopologyError):  # removed just now
             yield from files_in(path) if path.is_dir() else [path] if path.exists() else ()
@@ -79,7 +82,7 @@ def _files(config: Config) -> list[Path]:
 
 
 def _lacks(config: Config, topology: Graph) -> Iterator[Problem]:
-    """What the topology needs and this deployment does not have."""
+    """Yield the topology's needs that this deployment does not meet."""
     if topology.embeds and config.embedder.model == "none":
         if isinstance(topology, Conditional) and topology.classifiers:
             what = "has classifiers"

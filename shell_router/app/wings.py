@@ -36,12 +36,12 @@ WINGS: Mapping[str, str] = {
     "sleep": "shell_router.swapping.sleep:put_to_sleep",
     "swapping": "shell_router.swapping.kind:Swapping",
 }
-"""What attaches each wing, each a function that gives a context manager.
+"""The function that attaches each wing; each gives a context manager.
 
-`batch(config)`, where the deployment has a folder for batches, adds the Batch API's routes to an
-application. `prediction(settings)`, where it names a trained predictor, gives a `RunningPredictor`.
-`swapping()`, where models take turns in memory, is the `EngineKind` that serves those;
-`sleep(servers, limit_s)` puts servers to sleep that were started for it.
+`batch(config)` adds the Batch API's routes to an application, if the deployment has a folder for
+batches. `prediction(settings)` gives a `RunningPredictor`, if it names a trained predictor.
+`swapping()` is the `EngineKind` of models that take turns in memory; `sleep(servers, limit_s)` puts
+servers to sleep that were started for it.
 """
 
 Progress = Callable[[str], None]
@@ -82,44 +82,48 @@ class StartedEngine:
 
 
 class EngineKind(Protocol):
-    """A way to serve models. It is made without arguments, and raises ConfigError where it lacks an
-    installed extra.
+    """A way to serve models.
+
+    It is made without arguments, and raises ConfigError if an installed extra is missing.
     """
 
     settings: ClassVar[type]
-    """The dataclass of what a model says of it, with a description of each setting (see
-    `files.read`).
-    """
+    """The dataclass of a model's settings for it, each with its description (see `files.read`)."""
 
     def running(
         self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
     ) -> AbstractAsyncContextManager[Mapping[str, StartedEngine]]:
-        """Serve the models whose `files` these are, by alias, while the context is open; all of
-        them are ready then.
+        """Serve models while the context is open; all of them are ready then.
 
-        `on_progress` gets a line per step. Raises ConfigError and EngineError.
+        Args:
+            files: The models' files by alias.
+            config: The deployment.
+            on_progress: Gets a line per step.
+
+        Raises:
+            ConfigError: A setting or a file is wrong.
+            EngineError: An engine does not come up.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunningPredictor:
-    """The predictor, None where there is none, and per trained predictor whether it can be
-    asked."""
+    """The predictor, None without one, and checks whether each trained predictor answers."""
 
     predictor: Predictor | None = None
     checks: Mapping[str, Callable[[], Awaitable[bool]]] = field(default_factory=dict)
 
 
 def kind_of(model: ModelSettings) -> str:
-    """The engine kind that serves the model."""
+    """Return the engine kind that serves the model."""
     if model.pairs:
         return "pairs"
     return next(iter(model.engine), DEFAULT_KIND)
 
 
 def kind_settings() -> Kinds:
-    """Per engine kind what gives the dataclass of its settings, imported when it is called."""
+    """Return per engine kind a function that imports the dataclass of its settings."""
 
     def settings(entry: str) -> type:
         kind: type[EngineKind] = loaded(entry)
@@ -131,22 +135,22 @@ def kind_settings() -> Kinds:
 
 
 def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = True) -> Config:
-    """The deployment that `path` describes, of any engine kind; see `config.read_config`."""
+    """Read the deployment at `path`, with settings of any engine kind; see `config.read_config`."""
     return read_config(path, environ, with_keys=with_keys, kinds=kind_settings())
 
 
 def engine_kind(name: str) -> EngineKind:
-    """An engine kind of the table."""
+    """Make an engine kind of the table."""
     kind: EngineKind = loaded({**WINGS, **ENGINE_KINDS}[name])()
     return kind
 
 
 def wing(name: str) -> Any:
-    """What attaches a wing of the table."""
+    """Import the function that attaches a wing of the table."""
     return loaded(WINGS[name])
 
 
 def loaded(entry: str) -> Any:
-    """What an entry of these tables names, its module imported."""
+    """Import the object that an entry of these tables names."""
     module, _, name = entry.partition(":")
     return getattr(import_module(module), name)

@@ -1,1 +1,1 @@
-"""Values and contracts that every layer shares. No I/O."""
+"""Values and protocols that several packages share."""

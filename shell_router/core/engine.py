@@ -1,5 +1,4 @@
-"""The contract between the router and its engines: requests, answers, and where each request
-went."""
+"""The contract between the router and its engines: requests, answers and placements."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -15,20 +14,26 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def value(cls: type[T]) -> type[T]:
-    """A dataclass that only mypy keeps from being changed. Making a frozen one takes eight times as
-    long, and requests make many."""
+    """Make a dataclass that only mypy keeps from being changed.
+
+    Making a frozen one takes eight times as long, and requests make many.
+    """
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 @value
 class Hints:
-    """The user, the place in a program, and the output that is expected. All of it is optional.
+    """Optional hints for schedulers.
 
-    `user` is the tenant: its requests have a fair share together. `end_user` is the tenant's own
-    user or conversation, whose requests tend to share prefixes; it means nothing without the
-    tenant. `program` is one run of the topology `topology`, `agent` the place in it.
-    `output_tokens` are those that are expected of this request, `total_tokens` those of this
-    request and of all that follow it in its program (Chimera, section 3.4).
+    Attributes:
+        user: The tenant, whose requests have a fair share together.
+        program: One run of the topology `topology`.
+        agent: The place in that topology.
+        output_tokens: Output tokens expected of this request.
+        total_tokens: Output tokens expected of this request and all that follow it in its program
+            (Chimera, section 3.4).
+        end_user: The tenant's own user or conversation, whose requests tend to share prefixes;
+            without meaning without the tenant.
     """
 
     user: str | None = None
@@ -45,11 +50,9 @@ NO_HINTS = Hints()
 
 @value
 class Placement:
-    """An engine that took a request: its name, by which policy and for which reason, and how long
-    the request waited.
+    """An engine that took a request, the policy and the reason, and the wait for it.
 
-    `engine` is its role, or `engine` where it has all roles, and its number among those of its
-    model: `prefill-0`.
+    `engine` is its role and its number among those of its model: `prefill-0`.
     """
 
     engine: str
@@ -66,7 +69,7 @@ FinishReason = Literal["stop", "length", "abort"]
 MESSAGE_CHARACTERS = 2000
 
 DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's own, where `sampling` has no `max_new_tokens`."""
+"""SGLang's limit of an output without `max_new_tokens`."""
 
 UNSTREAMED_INTERVAL = 32
 """The most tokens per event (`stream_interval`) of an output that no client watches.
@@ -77,11 +80,10 @@ silence would look like a stalled engine's.
 
 
 class OnPlaced(Protocol):
-    """Called whenever an attempt of a request is sent, with an engine of each role that takes part
-    in it.
-    """
+    """Called whenever an attempt of a request is sent, with an engine of each role."""
 
-    def __call__(self, *placed: Placement) -> None: ...
+    def __call__(self, *placed: Placement) -> None:
+        """Take in the engines."""
 
 
 def _ignore(*placed: Placement) -> None:
@@ -92,13 +94,15 @@ def _ignore(*placed: Placement) -> None:
 class Generation:
     """One request to an engine.
 
-    `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds
-    SGLang's `sampling_params`, checked by `core.sampling`, and is sent unchanged. With `logprobs`
-    every output token comes with its natural-log probability. Requests of one `affinity` grow one
-    prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the
-    one of the model's LoRA adapters that answers. `hints` are for the
-    schedulers. `on_placed` is called with the engines it goes to. Only requests of one `cache_key`
-    share a prefix cache.
+    Attributes:
+        rid: Its id on every engine, unique per attempt.
+        sampling: SGLang's `sampling_params`, checked by `core.sampling` and sent unchanged.
+        logprobs: Whether output tokens come with their natural-log probabilities.
+        affinity: Names the growing prompt that it is part of, which stays on one prefill server.
+        adapter: The model's LoRA adapter that answers.
+        hints: For schedulers.
+        on_placed: Called with the engines that it goes to.
+        cache_key: Only requests of one key share a prefix cache.
     """
 
     rid: str
@@ -115,20 +119,19 @@ class Generation:
 def asking_for_drafts(
     sampling: Mapping[str, Any], sources: Sequence[Sequence[int]] = ()
 ) -> dict[str, Any]:
-    """SGLang's `sampling_params` with the field that engines read: further texts to draft from,
-    besides the prompt.
+    """Add the field for drafts to `sampling_params`: further texts to draft from.
 
-    An SGLang without the plugin leaves it alone.
+    An SGLang without the plugin ignores it.
     """
     custom = sampling.get("custom_params") or {}
     if not isinstance(custom, Mapping):
         return dict(sampling)  # the engine says what is wrong with it
-    return {**sampling, "custom_params": {"drafts": [list(one) for one in sources], **custom}}
+    return {**sampling, "custom_params": {"drafts": [list(source) for source in sources], **custom}}
 
 
 @value
 class Tokens:
-    """Newly decoded tokens: ids, the text they add, and, when asked for, one log-probability each.
+    """Newly decoded tokens: ids, the text they add, and log-probabilities if asked for.
 
     `text` may be empty while a character is incomplete; a stop token is never among `ids`.
     """
@@ -140,9 +143,11 @@ class Tokens:
 
 @value
 class Finish:
-    """The last thing an engine says of a request. Counts are tokens; `cached_tokens` is part of
-    `prompt_tokens`, and `accepted_tokens`, those of the `drafted_tokens` that were right, of
-    `completion_tokens`."""
+    """The end of a request's answer, with counts of tokens.
+
+    `cached_tokens` is part of `prompt_tokens`. `accepted_tokens`, the correct ones of
+    `drafted_tokens`, is part of `completion_tokens`.
+    """
 
     reason: FinishReason
     prompt_tokens: int
@@ -154,20 +159,18 @@ class Finish:
 
 @value
 class Prefilled:
-    """Outcome of a prefill-only request: `cached_tokens` of its `prompt_tokens` needed no
-    computation.
-    """
+    """The outcome of a prefill-only request; `cached_tokens` needed no computation."""
 
     prompt_tokens: int
     cached_tokens: int
 
 
 class Engine(Protocol):
-    """A prefill-decode pair (or several) that serves one model.
+    """The servers of one model.
 
     Both calls raise `EngineError`. A request that failed before its first token may have been sent
-    again under another id. When a caller abandons either, by cancelling or by closing the
-    generator, the implementation aborts `rid` on every engine it reached; nothing stays running.
+    again under another id. When a caller abandons either call, by cancelling or by closing the
+    generator, the implementation aborts `rid` on every server it reached; nothing stays running.
     """
 
     def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
@@ -175,24 +178,25 @@ class Engine(Protocol):
         ...
 
     async def prefill(self, request: Generation) -> Prefilled:
-        """Compute the prompt's KV into the prefill engine's prefix cache; decode nothing
-        (Faster-MoA, 4.3).
-        """
+        """Compute the prompt's KV into the prefix cache; decode nothing (Faster-MoA, 4.3)."""
         ...
 
 
 class CallParser(Protocol):
-    """Finds calls of tools in outputs of its model; `tool_parser` is the name of the format, None
-    where it cannot.
-    """
+    """Finds tool calls in outputs of its model."""
 
     @property
-    def tool_parser(self) -> str | None: ...
+    def tool_parser(self) -> str | None:
+        """The name of the format; None if it cannot."""
 
     async def parse_calls(
         self, text: str, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[Any]]:
-        """The text before the calls, and each call's `name` and `arguments`. Raises EngineError."""
+        """Return the text before the calls, and each call's `name` and `arguments`.
+
+        Raises:
+            EngineError: The engine did not parse them.
+        """
         ...
 
 
@@ -203,16 +207,14 @@ NativeRoute = Literal["generate", "prefill_only", "v1/chat/completions", "v1/com
 
 @value
 class ChatServing:
-    """What servers say of their own chats: the parser that finds tool calls in their outputs, if
-    they have one.
-    """
+    """The engine's own chats: the parser that finds tool calls in their outputs, if it has one."""
 
     tool_parser: str | None = None
 
 
 @value
 class Relayed:
-    """An engine's answer on its way through: bytes as they came, and where they come from."""
+    """An engine's answer on its way through: its bytes as they come, and the engines."""
 
     status: int
     content_type: str
@@ -221,14 +223,11 @@ class Relayed:
 
 
 class Relay(Protocol):
-    """Sends a client's native body to a pair, and its answer back.
-
-    `chat` is None where the servers have no OpenAI routes of their own: those take SGLang's own
-    fields.
-    """
+    """Sends a client's native body to the engine, and its answer back."""
 
     @property
-    def chat(self) -> ChatServing | None: ...
+    def chat(self) -> ChatServing | None:
+        """The engine's own chats, which take SGLang's fields; None without OpenAI routes."""
 
     def forward(
         self,
@@ -240,19 +239,28 @@ class Relay(Protocol):
         fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in
-        `Generation`.
+        """Forward `body`, a JSON object in the route's shape as SGLang has it.
 
-        It may have `fields` besides those that every client may send. `admit` is called with the
-        number of a batch's requests, and may raise. Raises InvalidRequest for a body that is no
-        object or has fields or values that are not forwarded, PromptTooLong and EngineError.
-        Leaving the context before the answer ended aborts the request on both engines.
+        Leaving the context before the answer ended aborts the request on the servers.
+
+        Args:
+            route: The engine's route.
+            body: The client's bytes.
+            affinity: See `Generation`.
+            hints: For schedulers.
+            fields: Fields that it may have besides those that every client may send.
+            admit: Called with the number of a batch's requests; it may raise.
+
+        Raises:
+            InvalidRequest: The body is no object, or has fields or values that are not forwarded.
+            PromptTooLong: A prompt cannot fit.
+            EngineError: The engine failed.
         """
         ...
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and chats to text, as the model's own tokenizer does it."""
+    """Text to token ids, and chats to text, as the model's own tokenizer does it."""
 
     @property
     def fingerprint(self) -> str:
@@ -260,12 +268,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; no special tokens are added, those written in the text are recognised."""
+        """Return the ids of `text`; its special tokens are recognised, and none is added."""
         ...
 
     def encode_stable(self, text: str) -> list[int]:
-        """The leading ids of `encode(text)` that no continuation of `text` is expected to
-        change."""
+        """Return the leading ids of `encode(text)` that no continuation of `text` should change."""
         ...
 
     def render_chat(
@@ -274,16 +281,19 @@ class Tokenizer(Protocol):
         tools: Sequence[Any] = (),
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """The chat template's text for `messages` (role, content, and what belongs to tools),
-        ending where the assistant speaks. `tools` are offered to the model; `options` are further
-        variables of the template."""
+        """Render the chat template's text, ending where the assistant speaks.
+
+        Args:
+            messages: Role, content, and the fields of tools.
+            tools: Offered to the model.
+            options: Further variables of the template.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds of a prefill-only request: `fixed_s`, whatever it holds, and `token_s` per token that
-    is not cached.
+    """Seconds of a prefill-only request: `fixed_s`, and `token_s` per uncached token.
 
     Both are above 0.
     """
@@ -293,28 +303,32 @@ class PrefillCost:
 
     @classmethod
     def through(cls, few: int, short_s: float, many: int, long_s: float) -> "PrefillCost":
-        """From the times of `few` and of `many` tokens. Noise cannot make a term less than 1 % of
-        `short_s`.
+        """Fit the cost to the times of `few` and of `many` tokens.
+
+        Noise cannot make a term less than 1 % of `short_s`.
         """
         least_s = max(0.01 * short_s, 1e-9)
         token_s = max(long_s - short_s, least_s) / max(1, many - few)
         return cls(max(short_s - few * token_s, least_s), token_s)
 
     def seconds(self, new_tokens: int) -> float:
-        """For `new_tokens` that are not cached."""
+        """Return the seconds for `new_tokens` that are not cached."""
         return self.fixed_s + self.token_s * new_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that requests may name. `context_length` counts prompt and output tokens together.
+    """A model that requests may name; a LoRA adapter is one, too.
 
-    An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost`
-    is what was measured of one of its `prefill_servers` while it was idle. Token ids lie below
-    `vocabulary`, where known. `drafts` is whether its requests may ask for drafts; with `auto` they
-    do where it pays. `reasoning` are the marks around its thinking, if that is to be separated from
-    its answers; `call_mark` is what begins a call of a tool in its outputs, if that is known; else
-    its servers' `call_parser` may read them.
+    Attributes:
+        context_length: Prompt and output tokens together.
+        base: The alias of the model that an adapter adapts.
+        prefill_cost: The measured cost of one of its `prefill_servers` while idle.
+        vocabulary: Token ids lie below it, if it is known.
+        drafts: Whether its requests may ask for drafts; with `auto` they do where it pays.
+        reasoning: The marks around thinking that is separated from answers.
+        call_mark: The beginning of a tool call in its outputs, if it is known.
+        call_parser: Reads calls if the mark is not known.
     """
 
     alias: str
@@ -332,7 +346,7 @@ class ServedModel:
 
     @property
     def engines_parser(self) -> CallParser | None:
-        """What reads its calls, where its own `call_mark` is not known."""
+        """The parser of its calls, if its own `call_mark` is not known."""
         parser = self.call_parser
         if self.call_mark is None and parser is not None and parser.tool_parser is not None:
             return parser
@@ -340,12 +354,14 @@ class ServedModel:
 
 
 def error_message(body: bytes) -> str:
-    """The engine's own words in an error body of any of SGLang's shapes, shortened."""
+    """Return the engine's words in an error body of any of SGLang's shapes, shortened."""
     try:
-        found = orjson.loads(body)
+        content = orjson.loads(body)
     except orjson.JSONDecodeError:
         return body.decode("utf-8", "replace")[:MESSAGE_CHARACTERS]
     for key in ("error", "message", "detail", "error_message"):
-        while isinstance(found, dict) and key in found:
-            found = found[key]
-    return (found if isinstance(found, str) else orjson.dumps(found).decode())[:MESSAGE_CHARACTERS]
+        while isinstance(content, dict) and key in content:
+            content = content[key]
+    if not isinstance(content, str):
+        content = orjson.dumps(content).decode()
+    return content[:MESSAGE_CHARACTERS]

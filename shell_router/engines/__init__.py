@@ -1,1 +1,1 @@
-"""Adapters to engines: the prefill-decode pair over HTTP, the embedded pair, embedders."""
+"""Clients of engine servers: fleets, prefill-decode pairs, tokenizers, the embedder, metrics."""

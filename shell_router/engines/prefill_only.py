@@ -1,7 +1,7 @@
-"""Prefill without decode: by the plugin's route, or by a pair that decodes one token; which of them
-warms the cache.
+"""Prefill without decode: by the plugin's route, or by a pair that decodes one token.
 
-Stock SGLang keeps the KV of requests without a decode partner out of its prefix cache.
+Stock SGLang keeps the KV of requests without a decode partner out of its prefix cache, so a probe
+finds the way that warms it.
 """
 
 import logging
@@ -33,8 +33,11 @@ MEASURED_ROUNDS = 3
 
 @dataclass(slots=True, eq=False)
 class PrefillOnly:
-    """Prefill-only requests to one prefill server, by the way in `way`; `cost` is theirs on an idle
-    server.
+    """Prefill-only requests to one prefill server.
+
+    Attributes:
+        way: The way in use.
+        cost: The measured cost on an idle server.
     """
 
     server: ServerClient
@@ -45,22 +48,22 @@ class PrefillOnly:
     cost: PrefillCost | None = None
 
     async def prefill(self, request: Generation) -> Prefilled:
-        """See `Engine.prefill`. The caller holds a slot on this server."""
+        """See `Engine.prefill`; the caller holds a slot on this server."""
         request = replace(
             request, sampling={**request.sampling, "max_new_tokens": 1}, logprobs=False
         )
         if self.way == "pair":
-            return await self._by_pair(request)
-        return await self._by_route(request)
+            return await self._send_by_pair(request)
+        return await self._send_by_route(request)
 
-    async def _by_route(self, request: Generation) -> Prefilled:
+    async def _send_by_route(self, request: Generation) -> Prefilled:
         body = orjson.dumps({**body_fields(request), "stream": False})
         async with self.forward(body, (request.rid,)) as response:
             return read_prefilled(self.server.name, await self.server.read_all(response))
 
     @asynccontextmanager
     async def forward(self, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
-        """The server's answer to a body by its route, aborted unless it is read to the end."""
+        """Send a body by the server's route; it is aborted unless the answer is read to its end."""
         exchange = self.server.begin("prefill_only", body, streamed=True)
         try:
             await exchange.head()
@@ -77,8 +80,8 @@ class PrefillOnly:
                 self.server.abort(rids)
                 exchange.close()
 
-    async def _by_pair(self, request: Generation) -> Prefilled:
-        """One token by this server and a decode server."""
+    async def _send_by_pair(self, request: Generation) -> Prefilled:
+        """Decode one token on this server and a decode server."""
         # an update is not limited on decode: requests that wait for this prefill server may hold
         # its last slots
         slot = await take_slot(self.pairing.decodes, PlacementRequest.of(request, update=True))
@@ -96,65 +99,63 @@ class PrefillOnly:
             slot.close()
 
     async def probe(self, *, route: bool) -> None:
-        """Find the first way that warms the prefix cache, use it from now on and measure it; see
-        `SglangPair.probe`.
+        """Find and measure the first way that warms the prefix cache, and use it from now on.
 
-        Without `route` the server's own route is not tried.
+        Args:
+            route: Whether the server's own route may be tried.
+
+        Raises:
+            EngineRejected: No way warms the cache.
         """
-        found = []
+        outcomes = []
         for way in PREFILL_WAYS if route else PREFILL_WAYS[1:]:
             self.way = way
-            outcome = await self._try(self._fresh())
-            if isinstance(outcome, Exception):
-                said = str(outcome)
-            else:
-                said = f"{outcome} of {PROBE_TOKENS} tokens cached"
-            found.append(f"{self.way}: {said}")
+            outcome = await self._try(self._draw_ids())
+            words = str(outcome)
+            if isinstance(outcome, int):
+                words = f"{outcome} of {PROBE_TOKENS} tokens cached"
+            outcomes.append(f"{self.way}: {words}")
             if isinstance(outcome, int) and outcome >= PROBE_TOKENS // 2:
-                self.cost = await self._measured()
+                self.cost = await self._measure()
                 logger.info(
                     "prefill-only requests to the %s go by %s (%s)",
                     self.server,
                     self.way,
-                    "; ".join(found),
+                    "; ".join(outcomes),
                 )
                 return
         raise EngineRejected(
             f"No prefill-only request of {PROBE_TOKENS} tokens warms the prefix cache of the "
             f"{self.server} "
-            f"({'; '.join(found)}).",
+            f"({'; '.join(outcomes)}).",
             status=501,
             remedy="Start it with its prefix cache on (without --disable-radix-cache).",
         )
 
-    def _fresh(self) -> list[int]:
-        """Ids that every vocabulary has, in an order that no cache knows."""
+    def _draw_ids(self) -> list[int]:
+        """Draw ids that every vocabulary has, in an order that no cache knows."""
         return [self.pairing.room() % 256 for _ in range(PROBE_TOKENS)]
 
-    async def _measured(self) -> PrefillCost:
-        """A line through the shortest times of fresh prompts and of the same prompts once they are
-        cached.
-        """
+    async def _measure(self) -> PrefillCost:
+        """Fit the cost to the shortest times of new prompts, and of the same prompts cached."""
         shortest: dict[bool, tuple[float, int]] = {}
         for _ in range(MEASURED_ROUNDS):
-            ids = self._fresh()
+            ids = self._draw_ids()
             for cached in (False, True):
                 began_s = self.clock()
-                done = await self._once(ids)
+                done = await self._send(ids)
                 timed = self.clock() - began_s, done.prompt_tokens - done.cached_tokens
                 shortest[cached] = min(shortest.get(cached, timed), timed)
         (long_s, many), (short_s, few) = shortest[False], shortest[True]
         return PrefillCost.through(few, short_s, many, long_s)
 
-    async def _once(self, input_ids: Sequence[int]) -> Prefilled:
+    async def _send(self, input_ids: Sequence[int]) -> Prefilled:
         return await self.prefill(Generation(rid=self.rid(), input_ids=input_ids))
 
     async def _try(self, input_ids: Sequence[int]) -> int | EngineRejected:
-        """Tokens found cached on the second sending, or the refusal where the server knows no such
-        way.
-        """
+        """Return the tokens cached at the second sending, or the refusal of an unknown way."""
         try:
-            await self._once(input_ids)
-            return (await self._once(input_ids)).cached_tokens
+            await self._send(input_ids)
+            return (await self._send(input_ids)).cached_tokens
         except EngineRejected as refusal:
             return refusal

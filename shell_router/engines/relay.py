@@ -1,4 +1,4 @@
-"""Native requests passed through: the client's bytes there, the engine's bytes back."""
+"""Pass native requests through: the client's bytes there, the engine's bytes back."""
 
 import re
 from collections.abc import AsyncIterator, Callable, Collection
@@ -30,17 +30,16 @@ from shell_router.routing.placement import PlacementRequest
 
 _DONE = b"[DONE]"
 _REPORTED = re.compile(rb'"completion_tokens": ?([0-9]{1,9})')
-"""As engines write it; what a model writes has its quotes escaped."""
+"""The counts that engines write. In text that a model writes, quotes are escaped."""
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
 class InputLogprobs:
-    """What a prefill server's answer says of its prompts' tokens: the `input_*logprobs*` fields of
-    each output.
+    """The `input_*logprobs*` fields of each output in a prefill server's answer.
 
-    Outputs are identified by their place in the body, not by `id`: for parallel samples each server
-    makes ids of its own. `where` names the decode server in errors, which are EngineRejected for
-    what is not its format.
+    Outputs are matched by their place in the body, not by `id`: for parallel samples each server
+    makes ids of its own. `where` names the decode server in errors, which are EngineRejected for a
+    wrong format.
     """
 
     def __init__(self, prefill: str, answer: bytes) -> None:
@@ -68,27 +67,20 @@ class InputLogprobs:
             raise broken_wire(prefill, f"{answer[:200]!r}") from error
 
     def in_whole(self, where: str, answer: bytes) -> bytes:
-        """Decode's answer of one request or of a batch, with these fields; all others keep their
-        values.
-        """
+        """Add these fields to decode's whole answer; all others keep their values."""
         try:
-            found = orjson.loads(answer)
-            if isinstance(found, list):
-                outputs = found
-            else:
-                outputs = [found]
+            content = orjson.loads(answer)
+            outputs = as_list(content)
             if len(outputs) != len(self._fields):
                 raise broken_wire(where, f"{len(outputs)} outputs of {len(self._fields)} prefilled")
             for index, output in enumerate(outputs):
                 output["meta_info"].update(self._fields[index])
         except _NO_OUTPUT as error:
             raise broken_wire(where, f"{answer[:200]!r}") from error
-        return orjson.dumps(found)
+        return orjson.dumps(content)
 
     def in_event(self, where: str, payload: bytes) -> bytes:
-        """The payload of one event of decode's stream, with these fields. Error events and the end
-        are as they were.
-        """
+        """Add these fields to an event of decode's stream; errors and the end are unchanged."""
         if payload == _DONE:
             return payload
         try:
@@ -101,7 +93,7 @@ class InputLogprobs:
         return orjson.dumps(event)
 
     def in_chunk(self, where: str, chunk: bytes) -> bytes:
-        """The events that the stream's next `chunk` completes, with these fields."""
+        """Return the events that the stream's next `chunk` completes, with these fields."""
         return b"".join(
             [
                 b"data: %b\n\n" % self.in_event(where, payload)
@@ -112,9 +104,15 @@ class InputLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairRelay:
-    """Forwards bodies to a model's servers. `rid` gives fresh request ids. If it `isolates`, each
-    tenant has a prefix cache of its own there. No client may set the fields that are `chosen`
-    here."""
+    """Forwards bodies to a model's servers.
+
+    Attributes:
+        fleet: The servers.
+        rid: Gives fresh request ids.
+        rules: Check bodies.
+        isolates: Each tenant has a prefix cache of its own.
+        chosen: Fields that the router sets, so no client may.
+    """
 
     fleet: PairFleet
     rid: Callable[[], str]
@@ -133,22 +131,16 @@ class PairRelay:
         admit: Callable[[int], None] = lambda requests: None,
         adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill
-        server's.
+        """See `Relay.forward`; the answer is decode's, or for `prefill_only` the prefill server's.
 
-        With `adapter` that one answers.
+        `adapter` names the LoRA adapter that answers.
         """
-        if adapter is None:
-            own = {}
-        else:
-            own = {ADAPTER: adapter}
+        own = {} if adapter is None else {ADAPTER: adapter}
         if self.isolates and hints.user is not None:
             own[CACHE_KEY] = hints.user
-        more = frozenset(fields) - self.chosen
-        if more:
-            rules = replace(self.rules, fields=self.rules.fields | more)
-        else:
-            rules = self.rules
+        rules = self.rules
+        if more := frozenset(fields) - self.chosen:
+            rules = replace(rules, fields=rules.fields | more)
         native = read_native(body, self.rid(), rules, own, route)
         if native.batch is not None:
             admit(native.batch)
@@ -161,11 +153,11 @@ class PairRelay:
             tokens, None, most, hints, affinity, update, adapter, requests=requests
         )
         if update and all(only.way != "pair" for only in self.fleet.prefill_only.values()):
-            return self._prefilled_alone(native, wanted)
+            return self._forward_to_prefill(native, wanted)
         return _ByPair(self, route, native, wanted)
 
     @asynccontextmanager
-    async def _prefilled_alone(
+    async def _forward_to_prefill(
         self, native: NativeBody, wanted: PlacementRequest
     ) -> AsyncIterator[Relayed]:
         slot = await take_slot(self.fleet.prefills, wanted)
@@ -179,17 +171,22 @@ class PairRelay:
         finally:
             slot.close()
 
-    async def begun(
+    async def begin(
         self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
     ) -> tuple[Pair, Relayed]:
-        """The first attempt whose answer began, its legs running on. Raises EngineError and
-        PromptTooLong.
+        """Return the first attempt whose answer began; its legs run on.
+
+        Raises:
+            EngineError: The attempts failed.
+            PromptTooLong: An engine says so.
         """
         attempts = Attempts(self.fleet, wanted)
         while True:
             pair = await attempts.pick()
             try:
-                relayed = await _beginning(self._legs(route, native, pair, attempts), native, pair)
+                relayed = await _await_answer(
+                    self._start_legs(route, native, pair, attempts), native, pair
+                )
                 attempts.count_statuses()
                 return pair, relayed
             except BaseException as error:
@@ -199,35 +196,27 @@ class PairRelay:
                 await attempts.wait_after(pair, error)
             native = replace(native, rid=self.rid())  # the engines may still hold the id before
 
-    def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
+    def _start_legs(
+        self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts
+    ) -> Legs:
         if route == "prefill_only":
-            at = "generate"
-        else:
-            at = route
-        if route == "prefill_only":
+            route = "generate"
             fields = {**pair.bootstrap, "stream": False, "sampling_params": {"max_new_tokens": 1}}
             sent = native.replace_fields(fields)
         else:
             sent = native.with_fields(pair.bootstrap)
         limits = self.fleet.limits
-        if native.stream:
-            read_timeout_s = limits.stall_s
-        else:
-            read_timeout_s = limits.answer_s
-        prefill = pair.prefill.engine
-        decode = pair.decode.engine
-        legs = Legs(
-            prefill,
-            decode,
+        pair.legs = Legs(
+            pair.prefill.engine,
+            pair.decode.engine,
             native.rids,
             (sent, sent),
-            read_timeout_s,
+            limits.stall_s if native.stream else limits.answer_s,
             pair.close_prefill,
             attempts.blame,
-            at,
+            route,
         )
-        pair.legs = legs
-        return legs
+        return pair.legs
 
 
 class _ByPair(AbstractAsyncContextManager[Relayed]):
@@ -241,15 +230,15 @@ class _ByPair(AbstractAsyncContextManager[Relayed]):
         self._pair: Pair
 
     async def __aenter__(self) -> Relayed:
-        self._pair, relayed = await self._relay.begun(*self._request)
+        self._pair, relayed = await self._relay.begin(*self._request)
         return relayed
 
     async def __aexit__(self, *_: object) -> None:
         self._pair.close()
 
 
-async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
-    """Decode's answer once its first bytes are here: what fails before can still be sent again."""
+async def _await_answer(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
+    """Return decode's answer once its first bytes are here; earlier failures can be repeated."""
     decode = legs.decode
     await decode.head()
     good = decode.status == HTTP_OK
@@ -262,18 +251,17 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
         legs.decode_server.succeeded()
     chunks: AsyncIterator[bytes] = _DecodeBody(legs, first, pair.decode)
     if native.input_logprobs and good:
-        found = InputLogprobs(legs.prefill_server.name, await legs.read_prefill())
+        logprobs = InputLogprobs(legs.prefill_server.name, await legs.read_prefill())
         streamed = decode.content_type.startswith("text/event-stream")
-        chunks = _merged(found, legs.decode_server.name, chunks, streamed=streamed)
+        chunks = _merge(logprobs, legs.decode_server.name, chunks, streamed=streamed)
     return Relayed(decode.status, decode.content_type, chunks, pair.placed)
 
 
 class _DecodeBody(AsyncIterator[bytes]):
-    """Decode's answer from `first` on. Its end does not wait for the prefill leg's.
+    """Decode's answer from `first` on; its end does not wait for the prefill leg's.
 
-    What decode reports to have written counts on its `slot`; of a stream without a report, so do
-    its events. No generator: the loop keeps a weak reference to each, which costs more than a
-    chunk.
+    Tokens that decode reports count on its `slot`; in a stream without reports its events do. It is
+    no generator: the loop keeps a weak reference to each, which costs more than a chunk.
     """
 
     def __init__(self, legs: Legs, first: bytes, slot: EngineSlot[ServerClient]) -> None:
@@ -318,12 +306,11 @@ class _DecodeBody(AsyncIterator[bytes]):
         self._uncounted = []
         self._uncounted_bytes = 0
         if self._streamed:
-            for event in answer.split(
-                b"\n\n"
-            ):  # they count on, and may repeat the whole output each
+            # counts are totals, and each event may repeat the whole output
+            for event in answer.split(b"\n\n"):
                 at = event.rfind(b'"completion_tokens"')
-                if at >= 0 and (found := _REPORTED.match(event, at)):
-                    self._reported[index_of(event)] = int(found[1])
+                if at >= 0 and (count := _REPORTED.match(event, at)):
+                    self._reported[index_of(event)] = int(count[1])
                 self._events += event.startswith(b"data:")
         else:
             self._reported = {0: sum(map(int, _REPORTED.findall(answer)))}
@@ -338,12 +325,12 @@ async def _body(response: Exchange) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def _merged(
-    found: InputLogprobs, where: str, chunks: AsyncIterator[bytes], *, streamed: bool
+async def _merge(
+    logprobs: InputLogprobs, where: str, chunks: AsyncIterator[bytes], *, streamed: bool
 ) -> AsyncIterator[bytes]:
     if not streamed:
-        yield found.in_whole(where, b"".join([chunk async for chunk in chunks]))
+        yield logprobs.in_whole(where, b"".join([chunk async for chunk in chunks]))
         return
     async for chunk in chunks:
-        if merged := found.in_chunk(where, chunk):
+        if merged := logprobs.in_chunk(where, chunk):
             yield merged

@@ -1,4 +1,4 @@
-"""Last hidden states from a sentence-transformers model. Imported only in the embedding process."""
+"""The last hidden states of a sentence-transformers model, for the embedding process alone."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _BATCH_TOKENS = 8192
 
 
 def sentence_transformer(named: str, *, device: str, threads: int) -> Any:
-    """A model of a folder, or of a name in the local Hugging Face cache."""
+    """Load a model from a folder, or by its name in the local Hugging Face cache."""
     torch.set_num_threads(threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -29,13 +29,11 @@ def sentence_transformer(named: str, *, device: str, threads: int) -> Any:
 
 
 Window = tuple[int, dict[str, list[int]]]
-"""The text of which it is a piece, and the piece as the model reads it, special tokens included."""
+"""The number of a text, and a piece of it as the model reads it, special tokens included."""
 
 
 class TokenStateModel:
-    """Loads once, embeds many. Any sentence-transformers model, by name (from the local cache) or
-    folder.
-    """
+    """Loads a sentence-transformers model once, from a folder or by name, and embeds texts."""
 
     def __init__(self, model: str, *, device: str, threads: int) -> None:
         self._model: Any = sentence_transformer(model, device=device, threads=threads)
@@ -47,8 +45,7 @@ class TokenStateModel:
             )
 
     def embed(self, texts: Sequence[str]) -> list[TokenStates]:
-        """States [tokens >= 1, features] of each text; a long text's windows are stacked, in
-        order."""
+        """Return the states [tokens >= 1, features] of each text, its windows stacked in order."""
         windows = self._windows(texts)
         states: dict[int, TokenStates] = {}
         for batch in _batches([len(inputs["input_ids"]) for _, inputs in windows]):
@@ -81,9 +78,7 @@ class TokenStateModel:
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in groups of like length, each group padded to its longest holding `_BATCH_TOKENS` at
-    most.
-    """
+    """Group indices by like length; a group, padded to its longest, has `_BATCH_TOKENS`."""
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if group and (len(group) + 1) * lengths[group[0]] > _BATCH_TOKENS:

@@ -1,6 +1,4 @@
-"""SGLang's native wire format, read: server-sent events, `/generate` outputs and error bodies. No
-I/O.
-"""
+"""Read SGLang's native wire format: server-sent events, outputs and errors. No I/O."""
 
 import math
 import re
@@ -30,7 +28,9 @@ MAX_EVENT_BYTES = 32 * 2**20
 """A longer event is taken for a broken stream. A cumulative event repeats the whole output."""
 
 _ABORTED = "Aborted by AbortReq"
-"""What an abort before the first token is called, as a transfer that failed with status 500."""
+"""SGLang's words for an abort before the first token, which it reports as a failed transfer with
+status 500.
+"""
 
 _TOO_LONG = re.compile(
     r"context length|maximum allowed length|longer than the model", re.IGNORECASE
@@ -43,15 +43,13 @@ _NO_ADAPTER = re.compile(
 
 
 def body_fields(request: Generation) -> dict[str, Any]:
-    """The fields of a `/generate` body that the request decides."""
+    """Return the fields of a `/generate` body that the request decides."""
+    ids = request.input_ids
+    sampling = request.sampling
     fields: dict[str, Any] = {
         "rid": request.rid,
-        "input_ids": request.input_ids
-        if isinstance(request.input_ids, list)
-        else list(request.input_ids),
-        "sampling_params": request.sampling
-        if isinstance(request.sampling, dict)
-        else dict(request.sampling),
+        "input_ids": ids if isinstance(ids, list) else list(ids),
+        "sampling_params": sampling if isinstance(sampling, dict) else dict(sampling),
     }
     if request.logprobs:
         fields["return_logprob"] = True
@@ -63,28 +61,32 @@ def body_fields(request: Generation) -> dict[str, Any]:
 
 
 def leg_bodies(request: Generation, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """The `/generate` bodies of a request's prefill and decode legs, with the bootstrap `fields`
-    that both need.
+    """Encode the `/generate` bodies of the prefill and the decode leg.
 
-    The prefill leg is not streamed, so that its errors come as HTTP statuses.
+    The prefill leg is not streamed, so its errors come as HTTP statuses.
+
+    Args:
+        request: The request.
+        fields: The bootstrap fields that both legs need.
     """
     body = orjson.dumps({**body_fields(request), **fields})[:-1]
     return body + b',"stream":false}', body + b',"stream":true}'
 
 
 Refusal = AdapterMissing | EngineAborted | EngineRejected | PromptTooLong
-"""What an engine's error may be."""
+"""The errors that an engine's error becomes."""
 
 
 _INDEX = re.compile(rb'"index": ?([0-9]{1,4})\}\s*$')
 
 
 def index_of(event: bytes) -> int:
-    """Which output of a batch the event tells of. SGLang writes that last; of one request alone it
-    does not.
+    """Return the number of the event's output in its batch.
+
+    SGLang writes it last, and not for a single request.
     """
-    found = _INDEX.search(event[-32:])
-    return int(found[1]) if found else 0
+    index = _INDEX.search(event[-32:])
+    return int(index[1]) if index else 0
 
 
 class EventSplitter:
@@ -147,46 +149,42 @@ class OutputReader:
         self.error: ShellRouterError | None = None
 
     def feed(self, chunk: bytes) -> Tokens | None:
-        """The new tokens of all events that `chunk` completes, if any. Raises EngineRejected or
-        PromptTooLong.
+        """Return the new tokens of all events that `chunk` completes, if any.
 
-        Where tokens came before an error in the same chunk, they are returned and `error` is set.
+        If tokens came before an error in the same chunk, they are returned and `error` is set.
+
+        Raises:
+            EngineRejected: An event is an error, or no event of SGLang's.
+            PromptTooLong: The engine says so.
         """
-        found: list[Tokens] = []
+        parts: list[Tokens] = []
         for payload in self._events.feed(chunk):
             try:
                 tokens = self.take(payload)
             except ShellRouterError as error:
-                if not found:
+                if not parts:
                     raise
                 self.error = error
                 break
             if tokens is not None:
-                found.append(tokens)
-        if len(found) < 2:
-            return found[0] if found else None
-        ids = [one.ids for one in found]
-        logprobs = [one.logprobs for one in found]
-        text = "".join([one.text for one in found])
-        return Tokens(tuple(chain.from_iterable(ids)), text, tuple(chain.from_iterable(logprobs)))
+                parts.append(tokens)
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        ids = chain.from_iterable([part.ids for part in parts])
+        logprobs = chain.from_iterable([part.logprobs for part in parts])
+        return Tokens(tuple(ids), "".join([part.text for part in parts]), tuple(logprobs))
 
     def take(self, payload: bytes) -> Tokens | None:
-        """New tokens in this event, if any. Raises EngineRejected or PromptTooLong for what is not
-        an output.
-        """
+        """Return the new tokens of an event, if any; raises as `feed` does."""
         if payload == b"[DONE]":
             return None
         try:
             event = orjson.loads(payload)
             if "error" in event:
                 error = event["error"]
-                if isinstance(error, dict):
-                    code = error.get("code")
-                else:
-                    code = None
-                raise rejected(
-                    self._where, code if isinstance(code, int) else 500, error_message(payload)
-                )
+                code = error.get("code") if isinstance(error, dict) else None
+                status = code if isinstance(code, int) else 500
+                raise rejected(self._where, status, error_message(payload))
             return self._new_tokens(event, event["meta_info"])
         except (
             orjson.JSONDecodeError,
@@ -253,7 +251,7 @@ class OutputReader:
 
 
 def read_prefilled(where: str, payload: bytes) -> Prefilled:
-    """The counts in a prefill server's answer; raises EngineRejected when there are none."""
+    """Read the counts of a prefill server's answer; raise EngineRejected without them."""
     try:
         meta = orjson.loads(payload)["meta_info"]
         return Prefilled(
@@ -264,9 +262,7 @@ def read_prefilled(where: str, payload: bytes) -> Prefilled:
 
 
 def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
-    """Raise EngineRejected or PromptTooLong if this whole answer, a stream or not, ended as an
-    error or an abort.
-    """
+    """Raise EngineRejected or PromptTooLong if a whole answer ended as an error or an abort."""
     if streamed:
         reader = OutputReader(where, logprobs=False)
         for payload in EventSplitter(where).feed(answer):
@@ -276,28 +272,28 @@ def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
     if b'"abort"' not in answer:
         return
     try:
-        found = orjson.loads(answer)
-        reasons = [
-            one["meta_info"]["finish_reason"]
-            for one in (found if isinstance(found, list) else [found])
-        ]
-        ended_as_aborted = [reason for reason in reasons if reason and reason["type"] == "abort"]
+        outputs = orjson.loads(answer)
+        if not isinstance(outputs, list):
+            outputs = [outputs]
+        reasons = [output["meta_info"]["finish_reason"] for output in outputs]
+        aborts = [reason for reason in reasons if reason and reason["type"] == "abort"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise broken_wire(where, f"{answer[:200]!r}") from error
-    if ended_as_aborted:
-        raise aborted(where, ended_as_aborted[0])
+    if aborts:
+        raise aborted(where, aborts[0])
 
 
 def rejected(where: str, status: int, message: str) -> Refusal:
-    """The error for an engine's error status; a 400 about the context length is the client's
-    PromptTooLong.
+    """Make the error for an engine's error status.
+
+    A 400 about the context length becomes the client's PromptTooLong.
     """
     if _ABORTED in message:
         return _ended(where, message)
     if _NO_ADAPTER.search(message):
-        said = message.strip().splitlines()[0].removesuffix(".")
+        words = message.strip().splitlines()[0].removesuffix(".")
         return AdapterMissing(
-            f"The {where} does not have the adapter: {said}.",
+            f"The {where} does not have the adapter: {words}.",
             remedy="Start it with --lora-paths NAME=FOLDER for each adapter of the model.",
         )
     if status == 400 and _TOO_LONG.search(message):
@@ -306,7 +302,7 @@ def rejected(where: str, status: int, message: str) -> Refusal:
 
 
 def aborted(where: str, reason: dict[str, Any]) -> Refusal:
-    """The error for an output that ended as aborted although this router did not abort it.
+    """Make the error for an output that was aborted, though not by this router.
 
     With a status the engine itself gave up; without, another client aborted it.
     """
@@ -318,16 +314,16 @@ def aborted(where: str, reason: dict[str, Any]) -> Refusal:
 
 
 def _ended(where: str, message: str) -> EngineAborted:
-    said = message.removesuffix(".")
+    words = message.removesuffix(".")
     return EngineAborted(
-        f"The {where} ended the request: {said}.", remedy="Ask again, unless an operator ended it."
+        f"The {where} ended the request: {words}.", remedy="Ask again, unless an operator ended it."
     )
 
 
-def broken_wire(where: str, found: str) -> EngineRejected:
-    """The error for an answer that is not SGLang's wire format."""
+def broken_wire(where: str, content: str) -> EngineRejected:
+    """Make the error for an answer that is not SGLang's wire format."""
     return EngineRejected(
-        f"The {where} sent what is not SGLang's native format: {found}.",
+        f"The {where} sent what is not SGLang's native format: {content}.",
         status=502,
         remedy="Check that the URL is an SGLang server of a supported version.",
     )

@@ -1,1 +1,1 @@
-"""Pure choices: which engine, whose turn, when to send a prefill update, and whether that pays."""
+"""Pure decisions: the model, the engine, the next request, prefill updates and hold-outs."""

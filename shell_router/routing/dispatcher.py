@@ -1,6 +1,4 @@
-"""Which engine takes a request, and when: filter, score, pick; for servers and simulated pairs
-alike.
-"""
+"""Dispatch requests to engines: filter, score, pick, and queue; for servers and simulated pairs."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -32,14 +30,14 @@ from shell_router.routing.queue import QueueEntry, QueueSettings, RequestQueue
 E = TypeVar("E")
 
 METRICS_POLL_S = 5.0
-"""How often engines are asked for a state that only metrics show."""
+"""Seconds between polls of engines whose reports only metrics show."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingSettings:
-    """How engines are chosen and requests wait for them.
+    """Settings of the choice of engines and of the queue for them.
 
-    Engines are asked for their state every `poll_s`; reports older than `stale_s` are ignored.
+    Engines are polled every `poll_s`; reports older than `stale_s` are ignored.
     """
 
     selection: SelectionSettings = field(default_factory=SelectionSettings)
@@ -62,9 +60,13 @@ class SchedulingSettings:
 
 @dataclass(slots=True, eq=False)
 class TrackedEngine(Generic[E]):
-    """An engine, and what is known of it.
+    """An engine, and the facts known of it.
 
-    `reported_s` is when it last reported its state, `failed_polls` how often it did not answer.
+    Attributes:
+        load: The router's load on it.
+        reported: Its last report.
+        reported_s: The time of that report.
+        failed_polls: Polls that it did not answer.
     """
 
     engine: E
@@ -77,22 +79,21 @@ class TrackedEngine(Generic[E]):
 
     @property
     def index(self) -> int:
-        """Its place among all that there ever were."""
+        """Its number among all engines that there ever were."""
         return self.load.index
 
     def age_s(self, now_s: float) -> float | None:
-        """How long ago it reported its state; None where it never did."""
+        """Return the age of its last report; None without one."""
         if self.reported is None:
             return None
         return now_s - self.reported_s
 
 
 class EngineSlot(Generic[E]):
-    """A request's slot on `engine`, from the moment it may be sent there until `close`, which must
-    be called.
+    """A request's slot on `engine`, from the moment it may be sent there until `close`.
 
-    `prefilled` and `wrote` keep what is known of the engine's load true; after `close` they change
-    nothing.
+    The caller must close it. `prefilled` and `wrote` keep the engine's load true; after `close`
+    they have no effect.
     """
 
     def __init__(
@@ -110,10 +111,7 @@ class EngineSlot(Generic[E]):
         self._dispatcher = dispatcher
         self.features = features
         self._load = load = at.load
-        if features.prefills:
-            self._prefill = features.new_tokens
-        else:
-            self._prefill = 0
+        self._prefill = features.new_tokens if features.prefills else 0
         self._output = features.output_tokens
         self._held = self._written = 0
         self._closed = False
@@ -123,11 +121,11 @@ class EngineSlot(Generic[E]):
         load.output_tokens += self._output
 
     def placement(self) -> Placement:
-        """Where the request went and why."""
+        """Return the engine that the request went to, and why."""
         return Placement(self.name, self._dispatcher.policy, self.why, self.waited_s)
 
     def prefilled(self) -> None:
-        """Its prompt is prefilled. Calling it again changes nothing."""
+        """Count its prompt as prefilled; idempotent."""
         if self._closed or self._held:
             return
         load = self._load
@@ -139,8 +137,9 @@ class EngineSlot(Generic[E]):
             self._dispatcher.grant()
 
     def wrote(self, tokens: int) -> None:
-        """It wrote `tokens` more, perhaps more than were expected; with the first its prompt is
-        prefilled.
+        """Count `tokens` more output tokens, which may exceed the expected ones.
+
+        The first tokens show that the prompt is prefilled.
         """
         if self._closed:
             return
@@ -158,11 +157,11 @@ class EngineSlot(Generic[E]):
             self._dispatcher.queue.count_tokens(self.features.user, 0, tokens)
 
     def completed(self) -> None:
-        """All that it had to write is written."""
+        """Count its output as complete."""
         self._dispatcher.prompts.wrote(self._written / self.features.requests)
 
     def close(self) -> None:
-        """The engine has done with it, however it ended. Calling it again changes nothing."""
+        """Free the slot, however the request ended; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -177,13 +176,25 @@ class EngineSlot(Generic[E]):
 
 
 class Dispatcher(Generic[E]):
-    """The engines of one kind, each of which serves every request, but not equally fast.
+    """The engines of one role, each of which can serve every request.
 
     An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds
-    their KV; all others go where the policy says, and wait where the settings limit what an engine
-    takes at a time (`holds`). `choices` counts them by reason, `waits` those that had to wait.
-    Engines that do not prefill get KV from others; those that do not decode write nothing. Never
-    waits and does no I/O: `engines.fleet.take_slot` awaits what `submit` returns.
+    their KV. All others go where the policy says, and wait while engines are full, if settings
+    limit them (`holds`). It never waits and does no I/O: `engines.fleet.take_slot` awaits what
+    `submit` returns.
+
+    Attributes:
+        choices: Choices by reason.
+        waits: Waits of the requests that had to wait.
+        prompts: The index of prompts.
+        ever: The number of engines that there ever were.
+
+    Args:
+        engines: Each engine with its name and its breaker.
+        settings: The policy, the order and the limits.
+        clock: Gives monotonic seconds.
+        prefills: Whether the engines prefill, or get KV from others.
+        decodes: Whether the engines write outputs.
     """
 
     def __init__(
@@ -207,61 +218,67 @@ class Dispatcher(Generic[E]):
         self.prompts = PromptIndex()
         self.queue = RequestQueue(settings.queue)
         self.ever = len(engines)  # the index of the next
-        self._track([TrackedEngine(*one, EngineState(index)) for index, one in enumerate(engines)])
+        self._track(
+            [TrackedEngine(*engine, EngineState(index)) for index, engine in enumerate(engines)]
+        )
 
     def _track(self, tracked: list[TrackedEngine[E]]) -> None:
-        """Requests go to these engines from now on."""
+        """Send requests to these engines from now on."""
         self.tracked = tracked
         self.engines = tuple(at.engine for at in tracked)
         self._by_index = {at.index: at for at in tracked}
-        self._only = (Choice(tracked[0].index, "only_engine")) if (len(tracked) == 1) else (None)
+        chooses = len(tracked) > 1
+        self._only = None if chooses or not tracked else Choice(tracked[0].index, "only_engine")
         policy = POLICIES[self.policy]
-        self.reads_reports = len(tracked) > 1 and policy.reads_reports
-        """Whether choices depend on what engines report."""
-        often_s = self.settings.poll_s
-        if self.reads_reports:
-            self.poll_s = often_s
-        else:
-            self.poll_s = max(METRICS_POLL_S, often_s)
+        self.reads_reports = chooses and policy.reads_reports
+        """Whether choices depend on engines' reports."""
+        self.poll_s = self.settings.poll_s
         """Seconds between polls of the engines."""
+        if not self.reads_reports:
+            self.poll_s = max(METRICS_POLL_S, self.poll_s)
         self._memory.remembers = self.reads_reports
-        if len(tracked) > 1 and policy.reads_prefixes:
-            self.prompts.prefixes = self.prompts.prefixes or PrefixIndex()
-        else:
+        if not (chooses and policy.reads_prefixes):
             self.prompts.prefixes = None
+        elif self.prompts.prefixes is None:
+            self.prompts.prefixes = PrefixIndex()
 
     def add(self, engine: E, name: str, breaker: Breaker) -> None:
-        """Requests go to this engine, too."""
+        """Send requests to this engine, too."""
         self._track([*self.tracked, TrackedEngine(engine, name, breaker, EngineState(self.ever))])
         self.ever += 1
         self.grant()
 
     def drain(self, engine: E) -> TrackedEngine[E]:
-        """Send no more requests to this engine, which is not the only one; what runs there stays in
-        flight there.
+        """Send no more requests to this engine, which is not the only one.
+
+        Returns:
+            The engine, whose running requests stay counted.
         """
-        (at,) = (one for one in self.tracked if one.engine is engine)
+        (at,) = (tracked for tracked in self.tracked if tracked.engine is engine)
         for entry in self.queue.entries:
             if entry.bound is not None and entry.bound.index == at.index:
                 self._held_back(entry, -1)
                 entry.bound = None
-        self._track([one for one in self.tracked if one is not at])
+        self._track([tracked for tracked in self.tracked if tracked is not at])
         self.grant()
         return at
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """The number of requests that wait for a slot."""
         return len(self.queue.entries)
 
     def report(self, index: int, reported: EngineReport) -> None:
-        """The engine has reported its state."""
+        """Take in an engine's report."""
         if at := self._by_index.get(index):
-            at.reported, at.reported_s = reported, self._clock()
+            at.reported = reported
+            at.reported_s = self._clock()
 
     def serving(self) -> list[TrackedEngine[E]]:
-        """The engines whose breakers are closed, or that may be probed now. EngineUnavailable where
-        there are none.
+        """Return the engines whose breakers are closed, or that may be probed now.
+
+        Raises:
+            EngineUnavailable: There are none.
         """
         now_s = self._clock()
         serving = [at for at in self.tracked if at.breaker.blocked_until_s <= now_s]
@@ -280,23 +297,24 @@ class Dispatcher(Generic[E]):
     def submit(
         self, request: PlacementRequest, avoid: Collection[E] = ()
     ) -> EngineSlot[E] | QueueEntry:
-        """A slot, where the request is sent at once, or its queue entry; not on one of `avoid` if
-        another serves.
+        """Return a slot if the request is sent at once, else its queue entry.
 
-        Raises EngineUnavailable while the breakers of all are open, and Overloaded where too many
-        wait.
+        Args:
+            request: The request.
+            avoid: Engines that get it only if no other serves.
+
+        Raises:
+            EngineUnavailable: The breakers of all engines are open.
+            Overloaded: Too many requests wait.
         """
         serving = self.serving()
         now_s = self._clock()
+        excluded = _NONE
         if avoid:
             excluded = frozenset(at.index for at in self.tracked if at.engine in avoid)
-        else:
-            excluded = _NONE
         features = self.prompts.features(request, prefills=self._prefills, decodes=self._decodes)
         if not self.holds:
-            choice = self._choice(
-                features, _not_excluded(serving, excluded) if excluded else serving
-            )
+            choice = self._choice(features, _not_excluded(serving, excluded))
             self._memory.note(features, choice.index, now_s)
             return self._take(choice, features, now_s)
         most = self.settings.queue.max_waiting
@@ -316,7 +334,7 @@ class Dispatcher(Generic[E]):
         return entry
 
     def withdraw(self, entry: QueueEntry) -> None:
-        """The request waits no longer. A slot that it had got in this moment is closed."""
+        """Remove a request from the queue; a slot that it has got in this moment is closed."""
         if entry in self.queue.entries:
             self.queue.entries.remove(entry)
         if entry.slot is not None:
@@ -326,7 +344,7 @@ class Dispatcher(Generic[E]):
             self.queue.leave(entry.features)
 
     def grant(self) -> None:
-        """Give slots that are free to requests that wait, in their order."""
+        """Give free slots to waiting requests, in their order."""
         if not self.queue.entries:
             return
         try:
@@ -347,13 +365,9 @@ class Dispatcher(Generic[E]):
 
             def able(entry: QueueEntry) -> list[TrackedEngine[E]]:
                 engines = free_for_updates if entry.features.update else free  # noqa: B023
-                if entry.bound and entry.bound.index in up:
-                    bound = entry.bound.index
-                else:
-                    bound = None
-                if bound is None:
+                if entry.bound is None or entry.bound.index not in up:
                     return engines
-                return [at for at in engines if at.index == bound]
+                return [at for at in engines if at.index == entry.bound.index]
 
             first = self.queue.next(lambda entry: bool(able(entry)), self._clock())
             if first is None:
@@ -366,12 +380,11 @@ class Dispatcher(Generic[E]):
         self.queue.leave(features)
         self.grant()
 
-    # --- choosing
-
     def _has_capacity(self, at: TrackedEngine[E], *, update: bool) -> bool:
-        """Updates, whose KV need not stay, are limited only by what is to be prefilled.
+        """Tell whether the engine takes a request now.
 
-        An engine that is being probed gets no second request until its breaker allows one.
+        Updates are limited only by tokens to prefill, because their KV need not stay. An engine
+        that is being probed gets no second request until its breaker allows one.
         """
         if at.breaker.blocked_until_s > self._clock():
             return False
@@ -399,19 +412,15 @@ class Dispatcher(Generic[E]):
         now_s = self._clock()
         stale_s = self.settings.stale_s
         for at in among:
-            if now_s - at.reported_s < stale_s:
-                at.load.reported = at.reported
-            else:
-                at.load.reported = None
+            is_fresh = now_s - at.reported_s < stale_s
+            at.load.reported = at.reported if is_fresh else None
         scene = Scene(
             features, [at.load for at in among], self._memory, self.settings.selection, now_s
         )
         return POLICIES[self.policy].choose(scene)
 
     def _bind(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
-        """Choose the engine now if the settings say so, or if one of `among` holds the prompt's
-        beginning.
-        """
+        """Choose the engine now, if settings say so or an engine holds the prompt's beginning."""
         home = self.prompts.home(entry.features)
         if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
             entry.bound = self._choice(entry.features, among)
@@ -419,32 +428,23 @@ class Dispatcher(Generic[E]):
             self._held_back(entry, 1)
 
     def _held_back(self, entry: QueueEntry, more: int) -> None:
-        """The entry is held back for the engine that it is bound to, if to any; no longer where
-        `more` is -1.
-        """
+        """Count the entry as held back for its bound engine, or no longer if `more` is -1."""
         if entry.bound is not None:
             load = self._by_index[entry.bound.index].load
             load.waiting += more
             load.waiting_tokens += more * entry.features.new_tokens
 
     def _grant_to(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
-        """A slot on the engine that the entry is bound to, if that is among these, or else on one
-        of these.
-        """
+        """Give the entry a slot on its bound engine, if that is among these, or on any of these."""
         now_s = self._clock()
-        if entry.bound and any(at.index == entry.bound.index for at in among):
-            choice = entry.bound
-        else:
-            choice = None
-        if choice is None:
+        choice = entry.bound
+        if choice is None or all(at.index != choice.index for at in among):
             choice = self._choice(entry.features, _not_excluded(among, entry.excluded))
         if entry.bound is None:
             self._memory.note(entry.features, choice.index, now_s)
+        waited_s = 0.0
         if entry.waits:
             waited_s = now_s - entry.arrived_s
-        else:
-            waited_s = 0.0
-        if entry.waits:
             self.waits.add(waited_s)
         self._held_back(entry, -1)
         entry.slot = slot = self._take(choice, entry.features, now_s, waited_s)
@@ -468,7 +468,7 @@ _NONE: frozenset[int] = frozenset()
 def _not_excluded(
     among: Sequence[TrackedEngine[E]], excluded: frozenset[int]
 ) -> Sequence[TrackedEngine[E]]:
-    """Those on which the request has not failed, if there are any."""
+    """Return the engines on which the request has not failed, if there are any."""
     if excluded:
         return [at for at in among if at.index not in excluded] or among
     return among

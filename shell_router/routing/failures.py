@@ -1,6 +1,4 @@
-"""What failures lead to: the circuit breaker of a server, and whether a request is sent again.
-Pure.
-"""
+"""Circuit breakers, which keep requests from failing engines, and retries. Pure."""
 
 from dataclasses import dataclass
 
@@ -9,7 +7,9 @@ from shell_router.errors import EngineRejected, EngineUnreachable, ShellRouterEr
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """`failures` in a row open the breaker; while it is open, one request in `open_s` probes the
+    """Settings of circuit breakers.
+
+    A breaker opens after `failures` in a row; while it is open, one request in `open_s` probes the
     server.
     """
 
@@ -26,12 +26,10 @@ DEFAULT_BREAKER = BreakerSettings()
 
 
 class Breaker:
-    """The circuit breaker of one server. One success closes it. The caller gives the time, in
-    monotonic seconds.
+    """The circuit breaker of one server; one success closes it.
 
-    No request may be sent before `blocked_until_s`. `open_s` is as in BreakerSettings, `failures`
-    counts those in a
-    row: while there are none, nothing has to be noted.
+    The caller gives the time in monotonic seconds. No request may be sent before `blocked_until_s`.
+    `failures` counts failures in a row; without any, nothing has to be noted.
     """
 
     __slots__ = ("_limit", "blocked_until_s", "failures", "open_s")
@@ -44,11 +42,11 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether its server has failed so often in a row."""
+        """Whether the server has failed so often in a row."""
         return self.failures >= self._limit
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until a request may be sent; 0 where one may be sent now."""
+        """Return the seconds until a request may be sent."""
         return max(0.0, self.blocked_until_s - now_s)
 
     def tried(self, now_s: float) -> None:
@@ -57,7 +55,7 @@ class Breaker:
             self.blocked_until_s = now_s + self.open_s
 
     def failed(self, now_s: float) -> bool:
-        """Note a failure; whether it opened the breaker."""
+        """Note a failure; return whether it opened the breaker."""
         self.failures += 1
         if self.failures != self._limit:
             return False
@@ -65,7 +63,7 @@ class Breaker:
         return True
 
     def succeeded(self) -> bool:
-        """Note a success; whether it closed the breaker."""
+        """Note a success; return whether it closed the breaker."""
         closed = self.failures >= self._limit
         self.failures = 0
         self.blocked_until_s = 0.0
@@ -79,11 +77,11 @@ RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
-    """At most `attempts` in all; before the second `delay_s`, and twice as long before each further
-    one.
+    """Settings of repeated attempts.
 
-    Each wait is made up to `jitter` longer or shorter, so that requests that failed together do not
-    return together.
+    There are at most `attempts`; before the second one `delay_s` pass, and twice as long before
+    each further one. Each wait is up to `jitter` longer or shorter, so that requests which failed
+    together do not return together.
     """
 
     attempts: int = 3
@@ -95,10 +93,14 @@ class RetrySettings:
             raise ValueError(f"attempts must be at least 1, not {self.attempts}")
 
     def wait_s(self, error: ShellRouterError, attempt: int, draw: float) -> float | None:
-        """Seconds before the attempt after number `attempt` (from 1); None where it was the last.
+        """Return the seconds before the next attempt; None after the last.
 
-        `draw` is uniform in [0, 1). Requests whose server stalled, and requests that were aborted,
-        are not sent again.
+        Requests whose server stalled, and requests that were aborted, are not sent again.
+
+        Args:
+            error: The failure.
+            attempt: The number of the failed attempt, from 1.
+            draw: Uniform in [0, 1).
         """
         if attempt >= self.attempts or not is_retryable(error):
             return None
@@ -109,6 +111,7 @@ DEFAULT_RETRIES = RetrySettings()
 
 
 def is_retryable(error: ShellRouterError) -> bool:
+    """Tell whether another server may well serve the same request."""
     if isinstance(error, EngineRejected):
         return error.status in RETRYABLE_STATUSES
     return isinstance(error, EngineUnreachable)

@@ -1,5 +1,4 @@
-"""What is known where a request is placed: of the request, of the engines, and of what was placed
-before.
+"""The facts for placing a request: the request, the engines, and earlier placements.
 
 Engines that have had the beginning of a prompt are found by affinity and by blocks of its tokens.
 """
@@ -16,8 +15,14 @@ KEPT = 65_536
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine reports: the share of its KV in use, tokens running and waiting, its cache's
-    hit rate.
+    """An engine's report of its state.
+
+    Attributes:
+        kv_usage: The share of its KV in use.
+        tokens: Tokens that run and wait.
+        running: Requests that run.
+        waiting: Requests that wait.
+        hit_rate: The hit rate of its prefix cache.
     """
 
     kv_usage: float
@@ -29,16 +34,19 @@ class EngineReport:
 
 @dataclass(slots=True, eq=False)
 class EngineState:
-    """One engine that may be chosen, `index` by its place among all of its kind, and this router's
-    load on it, which is
-    exact: the activity monitor (Chimera, section 3.5).
+    """This router's exact load on an engine: the activity monitor (Chimera, section 3.5).
 
-    Of the `running` requests `updates` are prefill-only. `prefill_tokens` of their prompts are not
-    yet prefilled, `output_tokens` are expected and not yet written (together the paper's volume
-    I[m]), and `held_tokens` of prompts and outputs are there already, as KV. `waiting` requests
-    with `waiting_tokens` new ones of prompts are held back for it. `reported` is the engine's own
-    report, None without a fresh one. `chosen` numbers the last choice of it: the lower, the longer
-    ago.
+    Attributes:
+        index: Its number among all engines of its kind that there ever were.
+        updates: How many of the running requests are prefill-only.
+        prefill_tokens: Prompt tokens that are not prefilled yet. Together with `output_tokens` this
+            is the paper's volume I[m].
+        output_tokens: Output tokens that are expected and not written yet.
+        held_tokens: Tokens of prompts and outputs whose KV is there.
+        waiting: Requests that the router holds back for it.
+        waiting_tokens: Prompt tokens that these would prefill.
+        chosen: The number of the last choice of it; a lower number is longer ago.
+        reported: The engine's report; None without a fresh one.
     """
 
     index: int
@@ -54,7 +62,7 @@ class EngineState:
 
     @property
     def tokens(self) -> int:
-        """The KV that all of it takes in the end, as far as is expected."""
+        """The KV tokens that all of its requests are expected to take in the end."""
         return self.prefill_tokens + self.output_tokens + self.held_tokens
 
 
@@ -62,9 +70,13 @@ class EngineState:
 class PlacementRequest:
     """A request that needs an engine of each role.
 
-    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity`, `adapter`
-    and `cache_key` are as in `Generation`. A batch of `requests` has `prompt_tokens` in all, and
-    `max_output_tokens` each.
+    Attributes:
+        prompt_tokens: Tokens of all prompts of a batch.
+        ids: The prompt's ids, if they are known.
+        max_output_tokens: The limit of each output.
+        update: Whether it is prefill-only.
+        affinity: See `Generation`, as for `adapter` and `cache_key`.
+        requests: The size of a batch.
     """
 
     prompt_tokens: int
@@ -79,15 +91,13 @@ class PlacementRequest:
 
     @classmethod
     def of(cls, request: Generation, *, update: bool = False) -> "PlacementRequest":
-        """What a dispatcher needs to know of `request`."""
+        """Return the facts of `request` that a dispatcher needs."""
         ids = request.input_ids
-        limit = request.sampling.get("max_new_tokens")
+        most = request.sampling.get("max_new_tokens")
+        if most is None:
+            most = DEFAULT_MAX_NEW_TOKENS
         if update:
             most = 0
-        elif limit is None:
-            most = DEFAULT_MAX_NEW_TOKENS
-        else:
-            most = limit
         return cls(
             len(ids),
             ids,
@@ -104,12 +114,16 @@ class PlacementRequest:
 class RoutingFeatures:
     """A request as policies and orders see it.
 
-    `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens`
-    are expected of it. `overlaps` are leading prompt tokens that an engine, by its index, has had
-    before; engines that had none are absent. `grows` identifies the growing prompt that it is of.
-    `update` marks a prefill-only request; without `prefills` the
-    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index. A batch
-    is several `requests`.
+    Attributes:
+        new_tokens: Prompt tokens that are not prefilled, as far as is known.
+        output_tokens: Output tokens that are expected.
+        grows: The identity of the growing prompt that it is part of.
+        overlaps: Leading prompt tokens that an engine, by its index, has had; only of engines with
+            some.
+        update: Whether it is prefill-only.
+        prefills: Whether the engine prefills; if not, it gets the prompt's KV from another.
+        blocks: The prompt's blocks in the prefix index.
+        requests: The size of a batch.
     """
 
     prompt_tokens: int = 0
@@ -125,15 +139,14 @@ class RoutingFeatures:
 
     @property
     def user(self) -> str | None:
-        """The tenant who asks, where that is known."""
+        """The tenant, if it is known."""
         return self.hints.user
 
     @property
     def client(self) -> Hashable | None:
-        """Whose requests share prefixes: the tenant's own user where the request names one, else
-        the tenant.
+        """The sender whose requests share prefixes: the tenant's own user, or else the tenant.
 
-        None where neither is known. Equal users of two tenants are two clients.
+        It is None if neither is known. Equal users of two tenants are two clients.
         """
         hints = self.hints
         if hints.user or hints.end_user:
@@ -142,10 +155,9 @@ class RoutingFeatures:
 
     @property
     def place(self) -> Hashable | None:
-        """Client, topology and agent: finer than the client, so that a tree's agents do not
-        collapse onto one engine.
+        """Client, topology and agent; None if all are unknown.
 
-        None where none of them is known.
+        It is finer than the client, so that a tree's agents do not collapse onto one engine.
         """
         hints = self.hints
         client = self.client
@@ -156,18 +168,16 @@ class RoutingFeatures:
 
 @value
 class Choice:
-    """An engine, by its index, and why: a few words that are the same for all choices of the same
-    kind.
-    """
+    """An engine, by its index, and the reason in words that are equal for all choices of a kind."""
 
     index: int
     why: str
 
 
 class ChoiceMemory:
-    """Earlier choices: how many they were, and where clients and places went last.
+    """Earlier choices: their number, and the last engine of each client and place.
 
-    Policies read it. Without `remembers`, clients and places are not kept.
+    Without `remembers`, clients and places are not kept.
     """
 
     def __init__(self, affinity_s: float) -> None:
@@ -177,19 +187,15 @@ class ChoiceMemory:
         self._homes: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
 
     def home(self, key: Hashable | None, now_s: float) -> int | None:
-        """The engine of the last request of `key`, a client or a place, unless that is too long
-        ago.
-        """
-        if key is None:
-            found = None
-        else:
-            found = self._homes.get(key)
-        if found is not None and now_s - found[1] < self._affinity_s:
-            return found[0]
+        """Return the engine of the last request of a client or place, unless it is too long ago."""
+        if key is not None and key in self._homes:
+            index, at_s = self._homes[key]
+            if now_s - at_s < self._affinity_s:
+                return index
         return None
 
     def note(self, features: RoutingFeatures, index: int, now_s: float) -> None:
-        """The request goes to this engine now."""
+        """Note that the request goes to this engine now."""
         self.made += 1
         if not self.remembers or features.hints is NO_HINTS:
             return
@@ -201,11 +207,11 @@ class ChoiceMemory:
             self._homes.popitem(last=False)
 
 
-# --- the beginnings of prompts
-
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 256
-"""Of a prompt; tokens behind them decide no choice, and hashing them would cost milliseconds."""
+"""Blocks of a prompt that are hashed. Later tokens decide no choice, and hashing them would cost
+milliseconds.
+"""
 
 _WEIGHT = 0.1  # of the newest output's length in the mean
 
@@ -213,8 +219,8 @@ _WEIGHT = 0.1  # of the newest output's length in the mean
 class PrefixIndex:
     """Remembers prompts in blocks of 64 tokens, each by a hash of all tokens up to its end.
 
-    `max_blocks` are kept, in order of their last use. Engines evict what they like: an overlap is
-    an expectation. Two prompts are taken for equal where 64 bits of hash are.
+    The `max_blocks` last used blocks are kept. Engines evict what they like, so an overlap is an
+    expectation. Prompts count as equal if 64 bits of hash are.
     """
 
     def __init__(self, max_blocks: int = 1 << 17) -> None:
@@ -222,10 +228,11 @@ class PrefixIndex:
         self._engines: OrderedDict[int, int] = OrderedDict()  # by block, a bit per engine
 
     def overlaps(self, blocks: Sequence[int]) -> Mapping[int, int]:
-        """Leading tokens of a prompt that an engine, by its index, has had; engines that had none
-        are absent.
+        """Return the leading tokens of a prompt that each engine has had, by its index.
+
+        Engines that have had none are absent.
         """
-        found: dict[int, int] = {}
+        overlaps: dict[int, int] = {}
         for number, block in enumerate(blocks):
             engines = self._engines.get(block, 0)
             if not engines:
@@ -233,12 +240,12 @@ class PrefixIndex:
             while engines:
                 index = (engines & -engines).bit_length() - 1
                 engines &= engines - 1
-                if found.get(index, 0) == number * BLOCK_TOKENS:
-                    found[index] = (number + 1) * BLOCK_TOKENS
-        return found
+                if overlaps.get(index, 0) == number * BLOCK_TOKENS:
+                    overlaps[index] = (number + 1) * BLOCK_TOKENS
+        return overlaps
 
     def add(self, blocks: Sequence[int], index: int) -> None:
-        """The engine is sent this prompt."""
+        """Note that the engine is sent this prompt."""
         for block in blocks:
             self._engines[block] = self._engines.get(block, 0) | 1 << index
             self._engines.move_to_end(block)
@@ -249,22 +256,18 @@ class PrefixIndex:
 def blocks_of(
     ids: Sequence[int], adapter: str | None = None, cache_key: str | None = None
 ) -> tuple[int, ...]:
-    """The prompt's whole blocks, each by a hash of all tokens up to its end, of their adapter and
-    of their cache.
-    """
-    known = hash((adapter, cache_key))
+    """Hash the prompt's whole blocks, each with all tokens before it, its adapter and its cache."""
+    block = hash((adapter, cache_key))
     blocks = []
-    for begin in range(
-        0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS
-    ):
-        known = hash((known, tuple(ids[begin : begin + BLOCK_TOKENS])))
-        blocks.append(known)
+    for number in range(min(len(ids) // BLOCK_TOKENS, MAX_BLOCKS)):
+        begin = number * BLOCK_TOKENS
+        block = hash((block, tuple(ids[begin : begin + BLOCK_TOKENS])))
+        blocks.append(block)
     return tuple(blocks)
 
 
 class PromptIndex:
-    """Prompts that grow, by affinity, with the engine that holds their beginning and how many
-    tokens of it.
+    """Growing prompts, by affinity, with the engine that holds their beginning and its tokens.
 
     With `prefixes` also the prompts that engines have had, by their tokens.
     """
@@ -277,7 +280,7 @@ class PromptIndex:
     def features(
         self, request: PlacementRequest, *, prefills: bool, decodes: bool
     ) -> RoutingFeatures:
-        """The request as engines see it that prefill it, decode it, or do both."""
+        """Describe the request to engines that prefill it, decode it, or do both."""
         hints = request.hints
         grows = None
         resident = 0
@@ -285,30 +288,28 @@ class PromptIndex:
             # clients' own keys may be long and equal to another tenant's; KV of one adapter is of
             # no use to another
             grows = hash((hints.user, request.affinity, request.adapter))
-            if (
-                request.ids is not None
-            ):  # else the key is a client's, whose next prompt need not continue the last
+            # without ids the key is a client's, whose next prompt need not continue the last
+            if request.ids is not None:
                 resident = self._homes.get(grows, (0, 0))[1]
         blocks: tuple[int, ...] = ()
         if self.prefixes is not None and prefills and request.ids is not None:
             blocks = blocks_of(request.ids, request.adapter, request.cache_key)
+        overlaps = _NO_OVERLAPS
+        if blocks and self.prefixes is not None:
+            overlaps = self.prefixes.overlaps(blocks)
         output_tokens = 0
         if decodes:
             expected = hints.output_tokens
-            each = min(
-                request.max_output_tokens,
-                round(self._mean_output if expected is None else expected),
-            )
-            output_tokens = each * request.requests
+            if expected is None:
+                expected = self._mean_output
+            output_tokens = min(request.max_output_tokens, round(expected)) * request.requests
         return RoutingFeatures(
             request.prompt_tokens,
             max(1, request.prompt_tokens - resident),
             output_tokens,
             hints,
             grows,
-            self.prefixes.overlaps(blocks)
-            if blocks and self.prefixes is not None
-            else _NO_OVERLAPS,
+            overlaps,
             request.update,
             prefills,
             blocks,
@@ -316,13 +317,17 @@ class PromptIndex:
         )
 
     def home(self, features: RoutingFeatures) -> int | None:
-        """The engine that holds the beginning of a prompt that grows."""
+        """Return the engine that holds the beginning of a growing prompt."""
         if features.grows is None:
             return None
         return self._homes.get(features.grows, (None, 0))[0]
 
     def sent(self, features: RoutingFeatures, index: int) -> RoutingFeatures:
-        """The prompt goes to this engine: the features with what of it is new there."""
+        """Note that the prompt goes to this engine.
+
+        Returns:
+            The features with the tokens that are new there.
+        """
         if features.grows is None and self.prefixes is None:
             return features
         known = features.overlaps.get(index, 0)
@@ -341,7 +346,7 @@ class PromptIndex:
         return replace(features, new_tokens=new_tokens)
 
     def wrote(self, tokens: float) -> None:
-        """A request ended after `tokens` output tokens; of a batch, their mean."""
+        """Note the output tokens of a request that ended; for a batch, their mean."""
         self._mean_output += _WEIGHT * (tokens - self._mean_output)
 
 
