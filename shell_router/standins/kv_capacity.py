@@ -1,4 +1,4 @@
-"""An engine's KV capacity: which sequences hold some, and which wait for it in order of arrival."""
+"""An engine's KV capacity: sequences wait for it in order of arrival, and are allocated it."""
 
 import asyncio
 import math
@@ -16,14 +16,21 @@ def _ignore(*_: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt that writes `wanted` tokens; `on_progress` gets their number at the first and then
-    every `interval`.
+    """A prompt for which `wanted` tokens are decoded.
 
-    `on_preempt` is called when its KV is dropped in favor of others: it then waits at the head of
-    the queue, and has to be admitted and to join the batch again. `written` counts the tokens it
-    had when it last joined or stopped, `joined` is the step at which it would have begun to write,
-    had it never stopped. `due` is the step at which its progress is next reported, below 0 while it
-    does not run. With drafts a step gives `per_pass` tokens in the mean, and computes `width`.
+    `on_progress` gets the number of decoded tokens at the first and then every `interval`.
+    `on_preempt` is called when the KV is freed in favor of other sequences: the sequence then waits
+    at the head of the queue, and has to be allocated KV and added to the decode batch again.
+
+    Attributes:
+        written: Tokens decoded when the sequence was last added to the batch or removed from it.
+        first_step: The step at which it would have begun to write, had it never been removed.
+        due: The step at which its progress is next reported; below 0 while it is not in the batch.
+        allocated: Whether it has KV.
+        running: Whether it is in the batch.
+        finished: Whether its KV is freed for good.
+        per_pass: Tokens that a step gives in the mean; more than 1 with drafts.
+        width: Tokens that a step computes.
     """
 
     prompt_tokens: int
@@ -31,49 +38,46 @@ class Sequence:
     interval: int = 1
     on_progress: Callable[[int], None] = _ignore
     on_preempt: Callable[[], None] = _ignore
-    admission: asyncio.Future[None] = field(
+    allocation: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     written: int = 0
-    joined: float = 0
+    first_step: float = 0
     due: int = -1
-    admitted: bool = False
+    allocated: bool = False
     running: bool = False
-    left: bool = False
+    finished: bool = False
     per_pass: float = 1
     width: int = 1
 
     @property
     def tokens(self) -> int:
-        """Of its prompt, and those that it had written when it last joined or stopped."""
+        """Tokens of the prompt and those in `written`."""
         return self.prompt_tokens + self.written
 
     def written_by(self, step: int) -> int:
-        """Tokens that are there after that step, if it has not stopped since it joined."""
-        return min(self.wanted, int((step - self.joined) * self.per_pass + _ROUNDING))
+        """Return the tokens that are decoded after `step`, if it stays in the batch until then."""
+        return min(self.wanted, int((step - self.first_step) * self.per_pass + _ROUNDING))
 
-    def join(self, step: int) -> None:
-        """It goes on writing after that step."""
-        self.joined = step - self.written / self.per_pass
+    def resume(self, step: int) -> None:
+        """Go on writing after `step`."""
+        self.first_step = step - self.written / self.per_pass
 
     def step_of(self, written: int) -> int:
-        """The step after which that many tokens are there."""
-        return math.ceil(self.joined + written / self.per_pass - _ROUNDING**2)
+        """Return the step after which that many tokens are decoded."""
+        return math.ceil(self.first_step + written / self.per_pass - _ROUNDING**2)
 
     def next_report(self, written: int) -> int:
-        """The number of written tokens at which progress is next reported: 1, 1 + interval, ...,
-        wanted.
-        """
+        """Return the number of tokens at the next report: 1, 1 + interval, ..., wanted."""
         return min(written + self.interval - (written - 1) % self.interval, self.wanted)
 
 
 class KvCapacity:
-    """At most `max_batch_size` sequences with `tokens` tokens of KV; a sequence that would never
-    fit runs alone.
+    """The KV of `tokens` tokens, for `max_batch_size` sequences at most.
 
-    Without `reserved_tokens` a sequence holds all that it will write from its admission to its
-    release. With it, a sequence holds what it has, is admitted where that many tokens more are free
-    for it and for every other, and `grow`s.
+    A sequence that would never fit runs alone. Without `reserved_tokens` a sequence is allocated KV
+    for all tokens that it will write. With it, a sequence is allocated KV for the tokens it has,
+    once that many more are free for it and for every running one; later steps allocate more.
     """
 
     def __init__(
@@ -82,91 +86,95 @@ class KvCapacity:
         self.tokens = tokens
         self.free_tokens = tokens
         self.waiting_tokens = 0
-        self.holders = 0
+        self.running = 0
         self._max_batch_size = max_batch_size
         self._reserved_tokens = reserved_tokens
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
 
     @property
-    def grows(self) -> bool:
-        """Whether sequences take KV as they write."""
+    def allocates_per_step(self) -> bool:
+        """Whether sequences are allocated KV as they write."""
         return self._reserved_tokens is not None
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that are held."""
+        """Tokens whose KV is allocated."""
         return self.tokens - self.free_tokens
 
     @property
     def waiting(self) -> int:
-        """How many sequences wait."""
+        """The number of sequences that wait."""
         return len(self._waiting)
 
     @asynccontextmanager
-    async def hold(self, tokens: int) -> AsyncIterator[None]:
-        """Wait for `tokens` of KV, and hold them for the length of the block."""
+    async def allocated(self, tokens: int) -> AsyncIterator[None]:
+        """Wait for KV of `tokens` tokens, and free it at the end of the block."""
         sequence = Sequence(tokens)
         self.enqueue(sequence)
-        self.admit()
+        self.allocate_waiting()
         try:
-            await sequence.admission
+            await sequence.allocation
             yield
         finally:
-            self.release(sequence)
-            self.admit()
+            self.free(sequence)
+            self.allocate_waiting()
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Queue up, unless it waits already or is admitted."""
-        if sequence not in self._waiting and not sequence.admitted:
-            self._queue(sequence)
+        """Add the sequence to the queue, unless it waits already or has KV."""
+        if sequence not in self._waiting and not sequence.allocated:
+            self._add_waiting(sequence)
 
-    def admit(self, next_step: int = 0) -> None:
-        """Admit those at the head of the queue that fit, leaving the tokens of the next step
-        free."""
-        while self._waiting and self._fits(sequence := next(iter(self._waiting)), next_step):
-            self._unqueue(sequence)
-            sequence.admitted = True
-            self.holders += 1
-            self.free_tokens -= self._held(sequence)
-            if not sequence.admission.done():
-                sequence.admission.set_result(None)
+    def allocate_waiting(self, step_tokens: int = 0) -> None:
+        """Allocate KV from the head of the queue, but leave `step_tokens` free for a step."""
+        while self._waiting:
+            sequence = next(iter(self._waiting))
+            if not self._can_allocate(sequence, step_tokens):
+                return
+            self._remove_waiting(sequence)
+            sequence.allocated = True
+            self.running += 1
+            self.free_tokens -= self._needed_tokens(sequence)
+            if not sequence.allocation.done():
+                sequence.allocation.set_result(None)
 
-    def grow(self, tokens: int) -> None:
-        """Sequences have written this many tokens."""
-        if self.grows:
+    def allocate_written(self, tokens: int) -> None:
+        """Allocate KV for tokens that running sequences have written."""
+        if self.allocates_per_step:
             self.free_tokens -= tokens
 
-    def release(self, sequence: Sequence) -> None:
-        """Free its KV, or its place in the queue."""
+    def free(self, sequence: Sequence) -> None:
+        """Free the sequence's KV, or its place in the queue."""
         if sequence in self._waiting:
-            self._unqueue(sequence)
-        if sequence.admitted:
-            sequence.admitted = False
-            self.holders -= 1
-            self.free_tokens += self._held(sequence)
+            self._remove_waiting(sequence)
+        if sequence.allocated:
+            sequence.allocated = False
+            self.running -= 1
+            self.free_tokens += self._needed_tokens(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free its KV and put it at the head of the queue."""
-        self.release(sequence)
-        sequence.admission = asyncio.get_running_loop().create_future()
-        self._queue(sequence)
+        """Free the sequence's KV and put it at the head of the queue."""
+        self.free(sequence)
+        sequence.allocation = asyncio.get_running_loop().create_future()
+        self._add_waiting(sequence)
         self._waiting.move_to_end(sequence, last=False)
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _add_waiting(self, sequence: Sequence) -> None:
         self._waiting[sequence] = None
         self.waiting_tokens += sequence.tokens
 
-    def _unqueue(self, sequence: Sequence) -> None:
+    def _remove_waiting(self, sequence: Sequence) -> None:
         del self._waiting[sequence]
         self.waiting_tokens -= sequence.tokens
 
-    def _held(self, sequence: Sequence) -> int:
-        if self.grows:
+    def _needed_tokens(self, sequence: Sequence) -> int:
+        if self.allocates_per_step:
             return sequence.tokens
         return sequence.prompt_tokens + sequence.wanted
 
-    def _fits(self, sequence: Sequence, next_step: int) -> bool:
-        if self.holders >= self._max_batch_size:
+    def _can_allocate(self, sequence: Sequence, step_tokens: int) -> bool:
+        if self.running >= self._max_batch_size:
             return False
-        ahead = (self._reserved_tokens or 0) * (self.holders + 1)
-        return not self.holders or self._held(sequence) + max(ahead, next_step) <= self.free_tokens
+        if not self.running:
+            return True
+        reserved = (self._reserved_tokens or 0) * (self.running + 1)
+        return self._needed_tokens(sequence) + max(reserved, step_tokens) <= self.free_tokens

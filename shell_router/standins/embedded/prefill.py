@@ -324,7 +324,7 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         """Compute the prompt, unless the room fails, and wait until its KV was taken. Raises
         `KvTransferError`.
         """
-        async with self._capacity.hold(len(inflight.request.input_ids)):
+        async with self._capacity.allocated(len(inflight.request.input_ids)):
             output = Output.of(inflight.request, self._lm, inflight.grammar)
             job = PrefillJob(inflight, output, asyncio.get_running_loop().create_future())
             self.thread.submit(job)

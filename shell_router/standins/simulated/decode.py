@@ -1,7 +1,7 @@
-"""The decode engine: continuous batching, in which sequences join and leave between two steps.
+"""The simulated decode engine, with continuous batching.
 
-Steps in which no sequence joins, leaves or reports are taken together: what a run costs the
-simulator depends on the chunks its output is sent in, not on its tokens.
+Steps between two changes of the decode batch, or two reports of progress, are simulated together:
+a run costs the simulator time by the chunks that its output is sent in, not by its tokens.
 """
 
 import asyncio
@@ -15,17 +15,18 @@ from shell_router.standins.simulated.processor import Job, Processor
 
 
 class DecodeEngine:
-    """Sequences hold KV from `admit` to `leave`; between them they `join` the batch.
+    """A scheduler of sequences: `allocate` their KV, `add` them to the decode batch, `free` them.
 
-    Where sequences do not claim all their KV at the start (`reserved_tokens`), the engine preempts
-    some when a step does not fit: first those that have written least, as SGLang does. It admits
-    none before that step is done, if sequences are left for it.
+    With `reserved_tokens` the engine preempts sequences when KV runs out: first those that have
+    written least, as SGLang does. It allocates none before the next step is done, unless the batch
+    is empty. `host` does the work that each token costs the event loops of the server and the
+    router; without it that work is free.
 
-    `host` does the work that each token costs the server's and the router's event loops; without it
-    that is free.
-
-    `busy_s` is the time of its steps, had it the processor alone, `batch_s` that time times the
-    sequences in them, `written` counts tokens, `preemptions` the times that a sequence lost its KV.
+    Attributes:
+        busy_s: The time of all steps, had they the processor alone.
+        batch_s: That time, times the sequences in the steps.
+        written: Tokens.
+        preemptions: How often a sequence lost its KV.
     """
 
     def __init__(
@@ -35,29 +36,25 @@ class DecodeEngine:
         self._processor = processor
         self._host = host
         self._kv = KvCapacity(costs.cache_tokens, costs.max_batch_size, costs.reserved_tokens)
-        self._joining: list[tuple[Sequence, int]] = []
+        self._added: list[tuple[Sequence, int]] = []
         self._running: dict[Sequence, None] = {}
-        self._due: dict[
-            int, list[Sequence]
-        ] = {}  # by step, who reports then, unless they left or stopped
+        # by step, the sequences that report then, unless they were removed from the batch
+        self._due: dict[int, list[Sequence]] = {}
         self._due_steps: list[int] = []  # those steps, as a heap
         self._steps = 0
         self._preempted_at = -1  # the step at which a sequence was last preempted
-        self._context = 0
-        self._computed = 0  # tokens of a step
-        self._grows: float = 0  # tokens that a step adds, in the mean
-        self._most = 0  # and at most
-        self._drafts = False  # whether any sequence ever did
+        self._context_tokens = 0
+        self._step_width = 0  # tokens that a step computes
+        self._mean_growth: float = 0  # tokens that a step adds, in the mean
+        self._most_growth = 0  # and at most
+        self._has_drafted = False
         self._job: Job | None = None
         self._job_steps = 0
         self._job_sequences = 0
-        self._left: list[Sequence] = []  # that have left since it began
-        self._job_size: tuple[int, int, float] = (
-            0,
-            0,
-            0,
-        )  # tokens of a step, of all contexts, and by which these grow
-        self._worked_s = 0.0  # on it, before it was last interrupted
+        self._freed_in_job: list[Sequence] = []
+        # tokens of a step, of all contexts, and by which these grow
+        self._job_size: tuple[int, int, float] = (0, 0, 0)
+        self._worked_s = 0.0  # on the job, before it was last interrupted
         self.busy_s = 0.0
         self.batch_s = 0.0
         self.written = 0
@@ -65,9 +62,9 @@ class DecodeEngine:
 
     @property
     def used_tokens(self) -> int:
-        """KV tokens that are there or, where sequences claim them at the start, will be written."""
-        if self._kv.grows:
-            meanwhile = int(self._steps_done() * self._grows)
+        """Tokens whose KV is allocated."""
+        if self._kv.allocates_per_step:
+            meanwhile = int(self._steps_done() * self._mean_growth)
         else:
             meanwhile = 0
         return self._costs.cache_tokens - max(0, self._kv.free_tokens - meanwhile)
@@ -79,76 +76,84 @@ class DecodeEngine:
 
     @property
     def requests(self) -> tuple[int, int]:
-        """How many sequences hold KV, and how many wait for it."""
-        return self._kv.holders, self._kv.waiting
+        """The number of sequences with KV, and of those that wait for it."""
+        return self._kv.running, self._kv.waiting
 
-    async def admit(self, sequence: Sequence) -> None:
+    async def allocate(self, sequence: Sequence) -> None:
         """Wait for KV, in order of arrival; preempted sequences come first."""
         self._kv.enqueue(sequence)
-        self._admit_waiting()
+        self._allocate_waiting()
         try:
-            await sequence.admission
+            await sequence.allocation
         except asyncio.CancelledError:
-            self.leave(sequence)
+            self.free(sequence)
             raise
 
-    def leave(self, sequence: Sequence) -> None:
-        """Free its KV, or its place in the queue, and end what it still writes."""
-        if sequence.left:
-            return
-        sequence.left = True
-        if sequence.running:
-            self._stop(sequence)
-            self._left.append(sequence)
-            self._interrupt()
-        self._kv.release(sequence)
-        self._admit_waiting()
+    def add(self, sequence: Sequence, tokens: int = 1) -> None:
+        """Add the sequence to the batch with its next step.
 
-    def _admit_waiting(self) -> None:
-        """Where sequences grow, what is free is known between two steps only."""
-        if not self._kv.grows:
-            self._kv.admit()
+        `tokens` come with its KV: one if it was prefilled.
+        """
+        self._added.append((sequence, tokens))
+        self._interrupt()
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the sequence's KV, or its place in the queue, and remove it from the batch."""
+        if sequence.finished:
+            return
+        sequence.finished = True
+        if sequence.running:
+            self._remove(sequence)
+            self._freed_in_job.append(sequence)
+            self._interrupt()
+        self._kv.free(sequence)
+        self._allocate_waiting()
+
+    def _allocate_waiting(self) -> None:
+        """Allocate KV now, or between two steps if only then is known how much is free."""
+        if not self._kv.allocates_per_step:
+            self._kv.allocate_waiting()
         elif self._kv.waiting:
             self._interrupt()
 
-    def _preempt_youngest(self) -> bool:
-        """Preempt until the next step fits or one sequence is left; whether any was preempted."""
+    def _preempt_until_step_fits(self) -> bool:
+        """Preempt until the next step fits or one sequence remains; return whether any was."""
         before = self.preemptions
-        while self._kv.grows and len(self._running) > 1 and self._kv.free_tokens < self._most:
+        while (
+            self._kv.allocates_per_step
+            and len(self._running) > 1
+            and self._kv.free_tokens < self._most_growth
+        ):
             sequence = max(
                 reversed(self._running),
-                key=lambda one: (-one.written_by(self._steps), one.prompt_tokens),
+                key=lambda running: (-running.written_by(self._steps), running.prompt_tokens),
             )
-            self._stop(sequence)
+            self._remove(sequence)
             self._kv.preempt(sequence)
             sequence.on_preempt()
             self.preemptions += 1
             self._preempted_at = self._steps
         return self.preemptions > before
 
-    def join(self, sequence: Sequence, tokens: int = 1) -> None:
-        """Write from the next step on; `tokens` come with its KV: one where it was prefilled."""
-        self._joining.append((sequence, tokens))
-        self._interrupt()
-
     def _interrupt(self) -> None:
-        """End the steps under way with the one that has begun."""
+        """End the job with the step that has begun."""
         if self._job is None:
-            self._go_on()
+            self._schedule()
             return
         self._worked_s += self._processor.stop(self._job)
         self._job_steps = self._costs.steps_begun(self._worked_s, self._job_steps, *self._job_size)
         left_s = max(0.0, self._costs.steps_s(self._job_steps, *self._job_size) - self._worked_s)
         self._job = self._processor.start(left_s, self._end_steps)
 
-    def _go_on(self) -> None:
-        """Admit, and take all steps up to the next at which a sequence reports or KV runs out."""
-        for sequence, tokens in self._joining:
-            if not sequence.left:
+    def _schedule(self) -> None:
+        """Begin the steps up to the next report of progress, or until KV runs out."""
+        for sequence, tokens in self._added:
+            if not sequence.finished:
                 self._start(sequence, tokens)
-        self._joining.clear()
-        if not self._preempt_youngest() and (self._steps > self._preempted_at or not self._running):
-            self._kv.admit(self._most if self._kv.grows else 0)
+        self._added.clear()
+        preempted = self._preempt_until_step_fits()
+        if not preempted and (self._steps > self._preempted_at or not self._running):
+            self._kv.allocate_waiting(self._most_growth if self._kv.allocates_per_step else 0)
         while self._due_steps and all(
             sequence.due != self._due_steps[0] for sequence in self._due[self._due_steps[0]]
         ):
@@ -158,7 +163,7 @@ class DecodeEngine:
             return
         self._job_steps = self._next_steps()
         self._job_sequences = len(self._running)
-        self._job_size = self._computed, self._context, self._grows
+        self._job_size = self._step_width, self._context_tokens, self._mean_growth
         self._worked_s = 0.0
         self._job = self._processor.start(
             self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps
@@ -168,12 +173,12 @@ class DecodeEngine:
         if self._host is not None or self._steps == self._preempted_at:
             return 1
         due = self._due_steps[0] - self._steps
-        if self._kv.grows:
-            return max(1, min(due, self._kv.free_tokens // self._most))
+        if self._kv.allocates_per_step:
+            return max(1, min(due, self._kv.free_tokens // self._most_growth))
         return due
 
     def _steps_done(self) -> int:
-        """Of those taken together at present."""
+        """Return how many steps of the job are done."""
         if self._job is None:
             return 0
         worked_s = self._worked_s + self._processor.worked_s(self._job)
@@ -182,42 +187,42 @@ class DecodeEngine:
     def _start(self, sequence: Sequence, tokens: int) -> None:
         sequence.running = True
         sequence.written += tokens
-        sequence.join(self._steps)
+        sequence.resume(self._steps)
         self._running[sequence] = None
-        self._count(sequence, 1)
-        self._drafts |= sequence.per_pass > 1
-        self._context += sequence.tokens
-        self._kv.grow(tokens)
+        self._count_in_step(sequence, 1)
+        self._has_drafted |= sequence.per_pass > 1
+        self._context_tokens += sequence.tokens
+        self._kv.allocate_written(tokens)
         self.written += tokens
         if tokens:
             self._report(sequence)
         else:
             self._schedule_report(sequence)
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence) -> None:
         sequence.running = False
         sequence.due = -1
         sequence.written = sequence.written_by(self._steps)
         del self._running[sequence]
-        self._count(sequence, -1)
-        self._context -= sequence.tokens
+        self._count_in_step(sequence, -1)
+        self._context_tokens -= sequence.tokens
 
-    def _count(self, sequence: Sequence, sign: int) -> None:
-        """It joins the batch, or leaves it."""
-        self._computed += sign * sequence.width
+    def _count_in_step(self, sequence: Sequence, sign: int) -> None:
+        """Add the sequence to the size of a step, or subtract it."""
+        self._step_width += sign * sequence.width
         if self._running:
-            self._grows = self._grows + sign * sequence.per_pass
+            self._mean_growth = self._mean_growth + sign * sequence.per_pass
         else:
-            self._grows = 0
-        self._most += sign * math.ceil(sequence.per_pass)
+            self._mean_growth = 0
+        self._most_growth += sign * math.ceil(sequence.per_pass)
 
     def _report(self, sequence: Sequence) -> None:
         written = sequence.written_by(self._steps)
         if written < sequence.wanted:
             self._schedule_report(sequence)
         else:
-            self._stop(sequence)
-            self._kv.release(sequence)
+            self._remove(sequence)
+            self._kv.free(sequence)
         sequence.on_progress(written)
 
     def _schedule_report(self, sequence: Sequence) -> None:
@@ -229,31 +234,32 @@ class DecodeEngine:
             heapq.heappush(self._due_steps, sequence.due)
 
     def _end_steps(self) -> None:
-        sequences = (
-            self._job_sequences
-        )  # those that left meanwhile were in every step that had begun
+        # a sequence that was freed meanwhile was in every step that had begun
+        sequences = self._job_sequences
         took_s = self._costs.steps_s(self._job_steps, *self._job_size)
         self.busy_s += took_s
         self.batch_s += took_s * sequences
-        grown = self._grown(self._running)
-        written = grown + self._grown(self._left)
-        self._left.clear()
+        growth = self._count_written(self._running)
+        written = growth + self._count_written(self._freed_in_job)
+        self._freed_in_job.clear()
         self.written += written
         if self._host is not None:
             self._host.start(written * self._costs.host_s_per_token, lambda: None)
         self._steps += self._job_steps
-        self._context += grown
-        self._kv.grow(grown)
+        self._context_tokens += growth
+        self._kv.allocate_written(growth)
         while self._due_steps and self._due_steps[0] <= self._steps:
             step = heapq.heappop(self._due_steps)
             for sequence in self._due.pop(step):
                 if sequence.due == step:
                     self._report(sequence)
-        self._go_on()
+        self._schedule()
 
-    def _grown(self, sequences: Collection[Sequence]) -> int:
-        """Tokens that the steps under way add to these."""
-        if not self._drafts:
+    def _count_written(self, sequences: Collection[Sequence]) -> int:
+        """Return the tokens that the job's steps add to these sequences."""
+        if not self._has_drafted:
             return self._job_steps * len(sequences)
         then = self._steps + self._job_steps
-        return sum(one.written_by(then) - one.written_by(self._steps) for one in sequences)
+        return sum(
+            sequence.written_by(then) - sequence.written_by(self._steps) for sequence in sequences
+        )

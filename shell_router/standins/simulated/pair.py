@@ -170,11 +170,11 @@ class SimulatedPair:
         if "drafts" in (request.sampling.get("custom_params") or {}):
             sequence.per_pass = output.per_pass
             sequence.width = output.width
-        await self.decoding.admit(sequence)
+        await self.decoding.allocate(sequence)
         try:
             cached = await self.prefilling.prefill(request.input_ids)
             await self._do_transfer(self._transfer.seconds(prompt))
-            self.decoding.join(sequence)
+            self.decoding.add(sequence)
             sent = 0
             while sent < wanted:
                 if (now := await progress.more_than(sent)) == sent:
@@ -200,20 +200,20 @@ class SimulatedPair:
                 accepted,
             )
         finally:
-            self.decoding.leave(sequence)
+            self.decoding.free(sequence)
 
     async def _do_transfer(self, seconds: float) -> None:
         await (asyncio.sleep(seconds) if self._host is None else self._host.work(seconds))
 
     async def _resume(self, sequence: Sequence, ids: tuple[int, ...]) -> None:
         """Get a preempted sequence its KV, which is that of `ids`, again."""
-        await self.decoding.admit(sequence)
+        await self.decoding.allocate(sequence)
         if self._one_engine:
             await self.prefilling.prefill(ids)
-            self.decoding.join(sequence)
+            self.decoding.add(sequence)
         else:
             await self._do_transfer(len(ids) * self._transfer.token_s)
-            self.decoding.join(sequence, tokens=0)
+            self.decoding.add(sequence, tokens=0)
 
 
 class _Progress:

@@ -7,7 +7,7 @@ from shell_router.standins.kv_capacity import KvCapacity
 
 
 async def hold_until(capacity: KvCapacity, tokens: int, release: asyncio.Event) -> None:
-    async with capacity.hold(tokens):
+    async with capacity.allocated(tokens):
         await release.wait()
 
 
@@ -25,14 +25,14 @@ async def test_holders_share_the_budget_and_the_rest_wait_in_order() -> None:
         for each in zip((6, 4, 8, 1), releases, strict=True)
     ]
     await settle()
-    assert (capacity.used_tokens, capacity.holders, capacity.waiting) == (10, 2, 2)
+    assert (capacity.used_tokens, capacity.running, capacity.waiting) == (10, 2, 2)
     releases[1].set()
     await settle()
     assert (capacity.used_tokens, capacity.waiting) == (6, 2), "a small request must not overtake"
     for release in releases:
         release.set()
     await asyncio.gather(*tasks)
-    assert (capacity.used_tokens, capacity.holders, capacity.waiting) == (0, 0, 0)
+    assert (capacity.used_tokens, capacity.running, capacity.waiting) == (0, 0, 0)
 
 
 async def test_the_limit_on_requests_holds_where_tokens_would_do() -> None:
@@ -40,7 +40,7 @@ async def test_the_limit_on_requests_holds_where_tokens_would_do() -> None:
     release = asyncio.Event()
     tasks = [asyncio.create_task(hold_until(capacity, 1, release)) for _ in range(2)]
     await settle()
-    assert (capacity.holders, capacity.waiting) == (1, 1)
+    assert (capacity.running, capacity.waiting) == (1, 1)
     release.set()
     await asyncio.gather(*tasks)
 
@@ -60,13 +60,13 @@ async def test_a_cancelled_head_admits_the_next() -> None:
 
 async def test_a_turn_that_comes_together_with_a_cancel_is_given_back() -> None:
     capacity = KvCapacity(10, 5)
-    async with capacity.hold(10):
+    async with capacity.allocated(10):
         waiter = asyncio.create_task(hold_until(capacity, 10, asyncio.Event()))
         await settle()
     assert capacity.used_tokens == 10, "the waiter's turn has come, and it has not run yet"
     waiter.cancel()
     await asyncio.gather(waiter, return_exceptions=True)
-    assert (capacity.used_tokens, capacity.holders, capacity.waiting) == (0, 0, 0)
+    assert (capacity.used_tokens, capacity.running, capacity.waiting) == (0, 0, 0)
 
 
 async def test_random_comings_and_goings_leave_nothing_held() -> None:
@@ -82,8 +82,8 @@ async def test_random_comings_and_goings_leave_nothing_held() -> None:
             rng.choice(tasks).cancel()
         await asyncio.sleep(0)
         assert capacity.used_tokens <= 20
-        assert capacity.holders <= 4
+        assert capacity.running <= 4
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (capacity.used_tokens, capacity.holders, capacity.waiting) == (0, 0, 0)
+    assert (capacity.used_tokens, capacity.running, capacity.waiting) == (0, 0, 0)

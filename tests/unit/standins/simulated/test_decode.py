@@ -70,15 +70,15 @@ class Batch:
         try:
             async with asyncio.timeout(None if gives_up_s is None else gives_up_s - at_s):
                 while sequence.written < wanted:
-                    await self.engine.admit(sequence)
-                    self.engine.join(sequence, tokens)
+                    await self.engine.allocate(sequence)
+                    self.engine.add(sequence, tokens)
                     await news.wait()
                     news.clear()
                     tokens = self._again_tokens
         except TimeoutError:
             pass
         finally:
-            self.engine.leave(sequence)
+            self.engine.free(sequence)
 
     async def ended(self) -> list[Progress]:
         await asyncio.gather(*self._open)
@@ -311,10 +311,10 @@ def test_a_sequence_that_left_ends_no_steps_of_others(reserved_tokens: int | Non
             stays = Sequence(10, 100, 100, lambda _: None)
             leaves = Sequence(10, 100, interval, lambda _: None)
             for one in (stays, leaves):
-                await engine.admit(one)
-                engine.join(one)
+                await engine.allocate(one)
+                engine.add(one)
             await asyncio.sleep(3.5)
-            engine.leave(leaves)
+            engine.free(leaves)
             await asyncio.sleep(200)
             assert engine.written == 100 + 5
             return processor.jobs
