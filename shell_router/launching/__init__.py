@@ -1,3 +1,1 @@
-"""Starts the engines that a deployment names, keeps them running, and stops them: `plan` decides,
-`supervisor` acts.
-"""
+"""A deployment's engines on this machine: `plan` decides on commands, `supervisor` runs them."""

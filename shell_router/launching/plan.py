@@ -1,6 +1,4 @@
-"""Which engines of a deployment are started on this machine, and with which commands. Pure: nothing
-is started here.
-"""
+"""The engines of a deployment that this machine starts, with their commands. Pure."""
 
 import shlex
 from collections import Counter
@@ -57,10 +55,13 @@ SLEEPER_VARIABLES: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATIO
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """What to run for one engine, and the URL that answers 200 when it serves.
+    """The command of one engine, and the URL that answers 200 when it serves.
 
-    `env` is added to the inherited variables; `host` is the machine's name in the deployment's
-    URLs, `ports` are taken there. `sleeper` is the model, if it takes turns in memory by sleeping.
+    Attributes:
+        host: The machine's name in the deployment's URLs.
+        ports: The ports that the engine takes there.
+        env: Variables, in addition to the inherited ones.
+        sleeper: The model's alias, if it takes turns in memory by sleeping.
     """
 
     name: str
@@ -74,7 +75,7 @@ class EngineCommand:
 
     @property
     def shell(self) -> str:
-        """The command as a line for a shell, its variables in front."""
+        """The command as a line for a shell, with its variables in front."""
         return " ".join(
             [
                 *(f"{name}={shlex.quote(value)}" for name, value in self.env.items()),
@@ -84,11 +85,10 @@ class EngineCommand:
 
 
 def commands(config: Config, *, python: str) -> list[EngineCommand]:
-    """Prefill and decode of every pair that has `launch`; aliases of equal settings share their
-    engines.
+    """Return prefill and decode of every pair that has `launch`.
 
-    `python` is the interpreter where the deployment names none. Raises ConfigError
-    where two engines of one host would share a port.
+    Aliases of equal settings share their engines. `python` is the interpreter if the deployment
+    names none. Raises ConfigError if two engines of one host would share a port.
     """
     distinct: dict[str, ModelSettings] = {}
     for alias, model in config.models.items():
@@ -96,16 +96,21 @@ def commands(config: Config, *, python: str) -> list[EngineCommand]:
             distinct[alias] = model
     engines: list[EngineCommand] = []
     for alias, model in distinct.items():
-        own = _of_model(config.launch, alias, model, python)
-        engines += (_sleeper(one, alias) for one in own) if alias in config.sleeping else own
+        launched = _model_engines(config.launch, alias, model, python)
+        if alias in config.sleeping:
+            engines.extend(_let_sleep(engine, alias) for engine in launched)
+        else:
+            engines.extend(launched)
     _require_distinct_ports(engines)
     return engines
 
 
-def _of_model(
+def _model_engines(
     settings: LaunchSettings, alias: str, model: ModelSettings, python: str
 ) -> Iterator[EngineCommand]:
-    """An engine that several pairs name is started once, as its first pair says and the others must
+    """Yield the engines of a model's pairs.
+
+    An engine that several pairs name is started once, by its first pair's settings; the others must
     agree.
     """
     launched: dict[tuple[Role, str], PairLaunch] = {}
@@ -127,8 +132,8 @@ def _of_model(
             yield _engine(f"{name}/{role}", role, model, pair, launch, settings, python)
 
 
-def _sleeper(engine: EngineCommand, alias: str) -> EngineCommand:
-    """The engine of a model that takes turns by sleeping."""
+def _let_sleep(engine: EngineCommand, alias: str) -> EngineCommand:
+    """Return the engine of a model that takes turns by sleeping."""
     argv = (*engine.argv, "--enable-memory-saver")
     env = {**SLEEPER_VARIABLES, **engine.env}
     return replace(engine, argv=argv, env=env, sleeper=alias)
@@ -234,8 +239,7 @@ def _require_distinct_ports(engines: Sequence[EngineCommand]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Of a deployment the `engines` that are started here; those `elsewhere` are only waited
-    for."""
+    """The `engines` that are started here, and those `elsewhere`, which are waited for."""
 
     config: Config
     folder: Path
@@ -244,19 +248,19 @@ class LaunchPlan:
 
 
 def plan(config: Config, *, folder: Path, python: str, machine: str | None = None) -> LaunchPlan:
-    """What to start on `machine`, a host of the deployment's URLs; None where they name only one.
+    """Return the engines to start on `machine`, a host of the deployment's URLs.
 
-    `folder` takes logs, `python` is the router's own interpreter. Raises ConfigError.
+    `machine` may be None if the URLs name one host only. `folder` takes logs, `python` is the
+    router's own interpreter. Raises ConfigError.
     """
     engines = commands(config, python=python)
-    here = _machine(engines, machine)
-    local, elsewhere = (
-        [one for one in engines if (one.host == here) is wanted] for wanted in (True, False)
-    )
-    return LaunchPlan(config, folder, tuple(local), tuple(elsewhere))
+    here = _choose_machine(engines, machine)
+    local = tuple(engine for engine in engines if engine.host == here)
+    elsewhere = tuple(engine for engine in engines if engine.host != here)
+    return LaunchPlan(config, folder, local, elsewhere)
 
 
-def _machine(engines: list[EngineCommand], machine: str | None) -> str:
+def _choose_machine(engines: list[EngineCommand], machine: str | None) -> str:
     hosts = list(dict.fromkeys(engine.host for engine in engines))
     if not hosts:
         raise ConfigError(
@@ -267,11 +271,11 @@ def _machine(engines: list[EngineCommand], machine: str | None) -> str:
         return hosts[0]
     if machine not in hosts:
         if machine is None:
-            known = "which of them is this machine is not known"
+            problem = "which of them is this machine is not known"
         else:
-            known = f"{machine!r} is not among them"
+            problem = f"{machine!r} is not among them"
         raise ConfigError(
-            f"the engines are on {', '.join(hosts)}; {known}.",
+            f"the engines are on {', '.join(hosts)}; {problem}.",
             remedy=f"Name this machine, as in --machine {hosts[0]}.",
         )
     return machine

@@ -1,8 +1,8 @@
-"""A process that answers calls in batches: work that would hold up the event loop, or that needs
-libraries which the router never loads.
+"""A process that answers calls in batches.
 
-Calls that come while a batch is computed are the next batch. A call that is given up before it is
-sent is not sent; the answer to one that is given up later is dropped.
+It does work that would hold up the event loop, or that needs libraries which the router never
+loads. Calls that come while a batch is computed are the next batch. A call that is given up
+before it is sent is not sent; the answer to one that is given up later is dropped.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""A prefix cache by token ids, as SGLang's radix cache: what was prefilled once need not be
-computed again.
-"""
+"""A prefix cache by token ids, as SGLang's radix cache."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -8,7 +6,7 @@ from typing import Any
 
 
 class Node:
-    """A run of ids that follows its parent's, with what a subclass of the cache keeps for them."""
+    """A run of ids that follows its parent's, with the data that a subclass keeps for them."""
 
     __slots__ = ("children", "ids", "kv", "parent", "pins")
 
@@ -21,8 +19,7 @@ class Node:
 
 
 class PrefixCache:
-    """Holds at most `capacity` tokens of prompts; the least recently used leave first, ends before
-    beginnings.
+    """A cache of at most `capacity` tokens of prompts, evicted by least recent use, ends first.
 
     Prompts are all lists, all tuples or all bytes. Each `owner` has prefixes of its own (SGLang's
     extra key); all share the capacity. Not thread-safe.
@@ -36,19 +33,20 @@ class PrefixCache:
         self._nodes: OrderedDict[Node, None] = OrderedDict()
 
     def match(self, ids: Sequence[int], owner: Hashable = None) -> int:
-        """How many of the leading ids are cached, which counts as their use."""
+        """Return how many of the leading ids are cached, and count them as used."""
         node, matched = self._descend(ids, owner)
         self._touch(node)
         return matched
 
     def add(self, ids: Sequence[int], owner: Hashable = None) -> None:
-        """Cache the ids, or those of the leading ones that fit."""
+        """Cache the ids, or as many of the leading ones as fit."""
         node, start, stop = self._make_room(ids, owner)
         self._touch(self._grow(node, ids[start:stop]) if start < stop else node)
 
     def _descend(self, ids: Sequence[int], owner: Hashable) -> tuple[Node, int]:
-        """The last node of the way that `ids` go, split where they leave it, and how many ids lie
-        on that way.
+        """Return the last node on the path of `ids`, and how many ids lie on that path.
+
+        A node that the path leaves within its ids is split there.
         """
         node = self._roots.get(owner)
         if node is None:
@@ -64,9 +62,7 @@ class PrefixCache:
         return node, at
 
     def _make_room(self, ids: Sequence[int], owner: Hashable) -> tuple[Node, int, int]:
-        """Evict until `ids` fit: the node they continue, and the part of them that is to be added
-        there.
-        """
+        """Evict until `ids` fit; return the node to continue, and the ids' part to add there."""
         wanted = min(len(ids), self.capacity)
         node, start = self._descend(ids[:wanted] if wanted < len(ids) else ids, owner)
         if self.tokens + wanted - start > self.capacity:
@@ -74,7 +70,7 @@ class PrefixCache:
         while self.tokens + wanted - start > self.capacity:
             # what was just touched comes last, and `node` first of it: when it is reached all else
             # is gone or pinned
-            oldest = next((one for one in self._nodes if not one.pins), node)
+            oldest = next((other for other in self._nodes if not other.pins), node)
             if oldest is node:
                 break
             self._drop(oldest)
@@ -99,8 +95,8 @@ class PrefixCache:
         return before
 
     def _touch(self, node: Node) -> None:
-        """From the end to the beginning, so that no node is younger than the one it follows."""
-        for each in upwards(node):
+        """Mark a node and those above it as used, so that none is older than a child of it."""
+        for each in iterate_upwards(node):
             self._nodes.move_to_end(each)
 
     def _drop(self, node: Node) -> None:
@@ -110,15 +106,15 @@ class PrefixCache:
         self.tokens -= len(node.ids)
 
 
-def upwards(node: Node) -> Iterator[Node]:
-    """The node and all above it but the root."""
+def iterate_upwards(node: Node) -> Iterator[Node]:
+    """Iterate over the node and all above it but the root."""
     while node.parent is not None:
         yield node
         node = node.parent
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix, by bisection: slices compare at memory speed."""
+    """Return the length of the common prefix, by bisection: slices compare at memory speed."""
     low = 0
     high = min(len(first), len(second))
     while low < high:

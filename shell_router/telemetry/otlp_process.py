@@ -45,7 +45,7 @@ def export_spans(connection: Connection, endpoint: str, limit_s: float) -> None:
 
 
 class _Reason(logging.Handler):
-    """Keeps the exporter's last complaint, in the place of a line in the log for each."""
+    """Keeps the exporter's last complaint, instead of a line in the log for each."""
 
     def __init__(self, of: logging.Logger) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Reason(logging.Handler):
 
 
 def spans_of(trace: Trace, resource: Resource) -> Iterator[ReadableSpan]:
-    """The run, its agents, their prefill updates and decodes, and the early-exit gate's scores.
+    """Yield the run, its agents, their prefill updates and decodes, and the gate's scores.
 
     All are in the trace of the run's client, if it sent one. An agent's span links to those of the
     agents it reads.
@@ -67,8 +67,9 @@ def spans_of(trace: Trace, resource: Resource) -> Iterator[ReadableSpan]:
 
 
 class _Spans:
-    """Makes them directly: the SDK's own tracer would make the ids, which engines have been sent
-    already.
+    """The spans of one trace.
+
+    The SDK's own tracer would make the ids, which engines have been sent already.
     """
 
     def __init__(self, trace: Trace, resource: Resource) -> None:
@@ -104,16 +105,16 @@ class _Spans:
         }
         events = [
             *(
-                self._event("model_chosen", one.at_s, model=one.model, why=one.why)
-                for one in trace.choices
+                self._event("model_chosen", choice.at_s, model=choice.model, why=choice.why)
+                for choice in trace.choices
             ),
             *(
-                self._event("step_chosen", one.at_s, step=one.step, why=one.why)
-                for one in trace.steps
+                self._event("step_chosen", step.at_s, step=step.step, why=step.why)
+                for step in trace.steps
             ),
             *(
-                self._event("degraded", one.at_s, what=one.what, error=one.error)
-                for one in trace.degraded
+                self._event("degraded", event.at_s, what=event.what, error=event.error)
+                for event in trace.degraded
             ),
         ]
         name = f"invoke_workflow {trace.target}"
@@ -132,9 +133,9 @@ class _Spans:
             "shell_router.agent.confidence": ran.confidence,
         }
         read = [
-            self._run_span.child(one)
-            for one in self._trace.precursors.get(agent, ())
-            if one in self._trace.agents
+            self._run_span.child(precursor)
+            for precursor in self._trace.precursors.get(agent, ())
+            if precursor in self._trace.agents
         ]
         span = self._run_span.child(agent)
         times = (ran.started_s, ran.end.at_s if ran.end else None)
@@ -162,7 +163,7 @@ class _Spans:
         )
 
     def _decode(self, agent: str, ran: AgentTrace, ready_s: float) -> ReadableSpan:
-        """From when the complete prompt was sent."""
+        """Return the decode, which begins when the complete prompt was sent."""
         if isinstance(ran.end, AgentFinished):
             end = ran.end
         else:
@@ -177,7 +178,7 @@ class _Spans:
             "gen_ai.usage.cache_read.input_tokens": end.cached_tokens if end else None,
             "gen_ai.response.finish_reasons": [end.reason] if end else None,
             "gen_ai.response.time_to_first_chunk": None if first_s is None else first_s - ready_s,
-            "shell_router.engines": [str(one) for one in ran.placed.placed] if ran.placed else None,
+            "shell_router.engines": list(map(str, ran.placed.placed)) if ran.placed else None,
             "shell_router.drafted_tokens": end.drafted_tokens if end else None,
             "shell_router.accepted_tokens": end.accepted_tokens if end else None,
         }
@@ -197,7 +198,7 @@ class _Spans:
             f"shell_router.exit.{name}": getattr(scored, name)
             for name in ("cluster", "confidence", "agreement", "probability", "exited", "aborted")
         }
-        read = [self._run_span.child(one) for one in scored.completed]
+        read = [self._run_span.child(agent) for agent in scored.completed]
         span = self._run_span.child("exit", scored.cluster, scored.started_s)
         times = (scored.started_s, scored.at_s)
         return self._span(
@@ -217,7 +218,7 @@ class _Spans:
         events: Sequence[Event] = (),
         error: str = "",
     ) -> ReadableSpan:
-        """What has not ended ended with the run."""
+        """Return a span; one without an end ended with the run."""
         attributes = {key: fact for key, fact in facts.items() if fact is not None}
         return ReadableSpan(
             name,
@@ -226,7 +227,7 @@ class _Spans:
             self._resource,
             attributes,
             events,
-            [Link(_context(one)) for one in links],
+            [Link(_context(link)) for link in links],
             kind,
             status=Status(StatusCode.ERROR, error) if error else Status(),
             start_time=self._ns(times[0]),

@@ -1,6 +1,5 @@
-"""The embedded pair: a prefill and a decode server over transformers that speak SGLang's native
-wire format.
+"""The embedded pair: two servers over transformers that speak SGLang's native wire format.
 
-`settings` and `launch` are what the router imports; they load no torch. Everything else runs in the
-servers.
+The router imports `kind`, `fleet` and `settings`, which load no torch. All other modules run in
+the servers.
 """

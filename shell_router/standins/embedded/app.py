@@ -1,6 +1,4 @@
-"""The HTTP routes of an embedded server, the same on both sides, and what the server says about
-itself.
-"""
+"""The HTTP routes of an embedded server, which are the same on both sides."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -36,11 +34,13 @@ PREFILL_ONLY = {
 
 
 def json_response(content: Any, status: int = 200) -> web.Response:
+    """Return a response with `content` as JSON."""
     return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
 
 
 @web.middleware
 async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer 400 for an `InvalidRequest`."""
     try:
         return await handler(request)
     except InvalidRequest as error:
@@ -49,7 +49,7 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
 
 @dataclass(frozen=True, slots=True)
 class EngineApp:
-    """Routes over a service. `settings` are those in force, with the ports really taken."""
+    """The routes over a service. `settings` are those in force, with the ports that were taken."""
 
     settings: ServerSettings
     lm: CausalLm
@@ -57,6 +57,7 @@ class EngineApp:
     grammars: Grammars
 
     def application(self) -> web.Application:
+        """Build the application."""
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[answer_refusals])
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
@@ -73,14 +74,12 @@ class EngineApp:
         return await (self._stream(request, body) if body.get("stream") else self._whole(body))
 
     async def _prefill_only(self, request: web.Request) -> web.StreamResponse:
-        """A `/generate` whose output is nothing: the prompt's KV stays in the prefix cache, none is
-        transferred.
-        """
+        """Prefill without an output: the KV stays in the prefix cache, and is not transferred."""
         return await self._whole({**parse_body(await request.read()), **PREFILL_ONLY})
 
     @asynccontextmanager
     async def _in_work(self, body: Mapping[str, Any]) -> AsyncIterator[Inflight]:
-        """The request among those in work for the length of the block. Raises `InvalidRequest`."""
+        """Check and register the request for the length of the block. Raises `InvalidRequest`."""
         pair = self.settings.pair
         limits = RequestLimits(self.lm.context_length, pair.max_total_tokens, self.lm.vocab_size)
         request = read_request(body, self.lm.tokenizer, limits)
@@ -89,7 +88,7 @@ class EngineApp:
             yield inflight
 
     async def _answers(self, inflight: Inflight) -> AsyncGenerator[Answer, None]:
-        """The answer as it grows."""
+        """Yield the answer as it grows."""
         incremental = self.settings.pair.incremental_streaming_output
         answer = Answer(inflight.request, self.lm.tokenizer, incremental=incremental)
         async with aclosing(output_of(self.service, inflight)) as output:
@@ -114,8 +113,9 @@ class EngineApp:
             return json_response(answer.render(inflight.cached_tokens))
 
     async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
-        """As SGLang: the head is sent before the request is checked, so a refusal is an event of
-        the stream.
+        """Send the answer's events, and refusals as events, as SGLang does.
+
+        SGLang sends the head before it checks the request.
         """
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -158,7 +158,7 @@ class EngineApp:
         return web.Response(status=200 if self.service.thread.alive else 503)
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        """Settings as they were resolved, under SGLang's names."""
+        """Return the settings in force, under SGLang's names."""
         settings = self.settings
         info = {
             **asdict(settings.pair),
@@ -184,10 +184,10 @@ class EngineApp:
         return json_response(info)
 
     async def _loads(self, _: web.Request) -> web.Response:
-        """One data-parallel rank. Waiting counts the queue before the batch and, on decode, before
-        the transfer.
+        """Return the loads of one data-parallel rank.
 
-        The hit rate is of all prompt tokens since start; SGLang reports its last logging interval.
+        `num_waiting_reqs` counts the queue before the batch and, on decode, before the transfer.
+        The hit rate is of all prompt tokens since start; SGLang reports its last interval.
         """
         loads = self.service.loads()
         capacity = self.settings.pair.max_total_tokens

@@ -1,6 +1,4 @@
-"""The decode side: take a prompt's KV from its prefill server and decode it with continuous
-batching.
-"""
+"""The decode side: a prompt's KV comes from its prefill server, and is decoded in a batch."""
 
 import asyncio
 import logging
@@ -28,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class DecodeJob:
-    """A request whose KV has arrived. `prefilled` is let go once its KV is copied into the batch.
+    """A request whose KV has arrived. `prefilled` is dropped once its KV is in the batch.
 
-    `drafter` is None where the request asks for no drafts.
+    `drafter` is None if the request asks for no drafts.
     """
 
     inflight: Inflight
@@ -40,13 +38,11 @@ class DecodeJob:
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens whose KV the batch holds: all but the last."""
+        """The number of tokens whose KV the batch holds: all but the last."""
         return len(self.inflight.request.input_ids) + self.output.draw.position - 1
 
     def draft(self) -> Sequence[int]:
-        """What it may write next, short enough for the pass that verifies it to end within its
-        length.
-        """
+        """Return tokens that it may write next, no more than its length permits."""
         if self.drafter is None:
             return ()
         left = self.inflight.request.max_new_tokens - self.output.draw.position
@@ -55,7 +51,7 @@ class DecodeJob:
 
 @dataclass(slots=True)
 class DecodeWorker:
-    """Steps all running requests together; request i of `_active` owns row i of the slots."""
+    """A worker that decodes all running requests together; request i owns row i of the slots."""
 
     lm: CausalLm
     slots: SlotKv
@@ -68,20 +64,23 @@ class DecodeWorker:
 
     @property
     def busy(self) -> bool:
+        """See `ModelWorker`."""
         return bool(self._active or self._news)
 
     @property
     def running(self) -> int:
+        """The number of running requests."""
         return len(self._active)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens whose KV the batch holds."""
+        """The number of tokens whose KV the batch holds."""
         return sum(job.stored_tokens for job in tuple(self._active))
 
     def admit(self, job: DecodeJob) -> None:
-        """Take the first token, and a row if there is more to come. Where there is no memory for
-        it, it fails alone.
+        """Take the first token, and a row if there are more to come.
+
+        Without memory for the row, this request alone fails.
         """
         prefilled = job.prefilled
         job.prefilled = None
@@ -111,12 +110,15 @@ class DecodeWorker:
         self._sampler = None
 
     def drop(self, job: DecodeJob) -> None:
+        """See `ModelWorker`."""
         if job in self._active:
             self._vacate(self._active.index(job))
 
     def step(self) -> Sequence[tuple[DecodeJob, Piece]]:
-        """A token, or several that were drafted, for every running request; first tokens that came
-        with their KV go out before that."""
+        """Return first tokens that came with their KV; else decode a step of all requests.
+
+        A request has one token of a step, or several that were drafted.
+        """
         if self._active and not self._news:
             self._decode()
         news = self._news
@@ -147,7 +149,7 @@ class DecodeWorker:
         else:
             if self._sampler is None:  # the same until the batch changes
                 self._sampler = self._sampler_of([job.output.draw for job in self._active])
-            written = [[one] for one in self._sampler(logits[:, 0])]
+            written = [[drawn] for drawn in self._sampler(logits[:, 0])]
         ended = [
             row for row in range(rows) if self._write(self._active[row], drafts[row], written[row])
         ]
@@ -156,7 +158,7 @@ class DecodeWorker:
         self.gate.note(rows, width, self.clock() - began_s)
 
     def _forward(self, drafts: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Logits `[rows, width, vocab]` after each row's last token and its draft."""
+        """Return logits `[rows, width, vocab]` after each row's last token and its draft."""
         device = self.lm.kv_shape.device
         ids = [
             [job.output.draw.output_ids[-1], *draft, *[0] * (width - 1 - len(draft))]
@@ -170,11 +172,11 @@ class DecodeWorker:
         return BatchSampler(draws, with_logprobs=with_logprobs, rng=self.rng)
 
     def _verify(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[Drawn]]:
-        """For each row the tokens up to, and with, the first that is not the drafted one.
+        """Return for each row the tokens up to, and with, the first that is not the drafted one.
 
-        Each place is drawn from as if the draft before it had been written: what is kept is what
-        plain decoding draws, token for token where the request has a seed, and by the same
-        distribution where it has none.
+        Each place is drawn from as if the draft before it had been written. So the kept tokens are
+        those that plain decoding draws, token for token if the request has a seed, and of the same
+        distribution if it has none.
         """
         places = [
             (row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)
@@ -182,14 +184,14 @@ class DecodeWorker:
         draws = [self._active[row].output.draw.after(drafts[row][:place]) for row, place in places]
         rows, columns = zip(*places, strict=True)
         drawn = iter(self._sampler_of(draws)(logits[list(rows), list(columns)]))
-        found = []
+        verified = []
         for draft in drafts:
             row = [next(drawn) for _ in range(len(draft) + 1)]
-            found.append(row[: matching(draft, [token for token, _ in row]) + 1])
-        return found
+            verified.append(row[: matching(draft, [token for token, _ in row]) + 1])
+        return verified
 
     def _write(self, job: DecodeJob, draft: Sequence[int], written: Sequence[Drawn]) -> bool:
-        """Add what a pass wrote to the request's output; whether that ended it."""
+        """Add a pass's tokens to the request's output; return whether that ended it."""
         first = len(self._news)
         ended = False
         for token, logprob in written:
@@ -221,7 +223,7 @@ class DecodeWorker:
 
 
 class DecodeService(Service[DecodeJob, Piece]):
-    """Serves the decode side."""
+    """The service of a decode server."""
 
     def __init__(
         self, settings: EmbeddedSettings, lm: CausalLm, kv: KvClient, rng: random.Random
@@ -235,6 +237,7 @@ class DecodeService(Service[DecodeJob, Piece]):
         super().__init__(self._worker, lambda job, piece: job.inflight.put(piece))
 
     def check(self, request: GenerateRequest) -> None:
+        """See `Service.check`."""
         super().check(request)
         if request.prefill_only or request.bootstrap_host is None or request.bootstrap_port is None:
             raise InvalidRequest(
@@ -243,7 +246,7 @@ class DecodeService(Service[DecodeJob, Piece]):
             )
 
     async def work(self, inflight: Inflight) -> None:
-        """Pieces as they are decoded. KV capacity is claimed before the transfer, as in SGLang."""
+        """Put pieces as they are decoded. KV is allocated before the transfer, as in SGLang."""
         request = inflight.request
         assert (
             request.bootstrap_host and request.bootstrap_port and request.bootstrap_room is not None
@@ -279,6 +282,7 @@ class DecodeService(Service[DecodeJob, Piece]):
                 await self._kv.give_up(*room)
 
     def loads(self) -> Loads:
+        """See `Service.loads`."""
         return Loads(
             running=self._worker.running,
             waiting=0,

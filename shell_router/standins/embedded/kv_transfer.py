@@ -22,16 +22,17 @@ HEADER = "X-KV-Parcel"
 
 
 class KvTransferError(Exception):
-    """A room's KV did not cross."""
+    """The KV of a room was not handed over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output
-    token.
+    """A computed prompt: its KV and the first output token.
 
-    `input_logprobs` are those of the prompt's tokens from where they were asked for; the first of
-    them has none, and they do not travel.
+    Attributes:
+        kv: `[layers, 2, kv_heads, tokens, head_dim]`.
+        input_logprobs: Log-probabilities of the prompt's tokens, from where they were asked for;
+            None for the prompt's first token. They do not travel.
     """
 
     kv: Tensor
@@ -41,9 +42,7 @@ class Prefilled:
     input_logprobs: tuple[float | None, ...] = ()
 
     def response(self) -> web.Response:
-        """The KV's memory itself, without a copy where it already lies in main memory, with what
-        describes it.
-        """
+        """Return the KV with headers that describe it; memory on the host is not copied."""
         about = {
             "shape": list(self.kv.shape),
             "dtype": str(self.kv.dtype),
@@ -56,23 +55,25 @@ class Prefilled:
 
     @classmethod
     def read(cls, headers: Mapping[str, str], flat: Tensor, shape: KvShape) -> Self:
-        """The prompt whose KV came as the bytes `flat`. Raises `KvTransferError` where another
-        model computed it.
+        """Return the prompt whose KV came as the bytes `flat`.
+
+        Raises `KvTransferError` if another model computed it.
         """
         about = json.loads(headers[HEADER])
-        found = about.pop("shape")
+        sent_shape = about.pop("shape")
         dtype = about.pop("dtype")
         if dtype != str(shape.dtype):
             raise KvTransferError(f"prefill computes in {dtype}, decode in {shape.dtype}")
-        wanted = [shape.layers, 2, shape.kv_heads, found[3], shape.head_dim]
-        if found != wanted:
-            raise KvTransferError(f"the KV has shape {found}, not {wanted}: another model?")
+        wanted = [shape.layers, 2, shape.kv_heads, sent_shape[3], shape.head_dim]
+        if sent_shape != wanted:
+            raise KvTransferError(f"the KV has shape {sent_shape}, not {wanted}: another model?")
         return cls(flat.view(shape.dtype).reshape(wanted), **about)
 
 
 class KvClient:
-    """The decode server's side. A room's address is its prefill server's host and bootstrap port,
-    and its number.
+    """The decode server's client of bootstrap rooms.
+
+    A room's address is its prefill server's host and bootstrap port, and its number.
     """
 
     def __init__(self, session: aiohttp.ClientSession, shape: KvShape, *, wait_s: float) -> None:
@@ -115,9 +116,9 @@ def _address(host: str, port: int, room: int) -> str:
 
 
 class BootstrapRoom:
-    """One hand-over. Either side may come first; the limit counts anew when the KV is there.
+    """One hand-over of KV. Either side may come first; the limit begins again with the KV.
 
-    A room that failed is remembered for the limit, so that a partner who comes late learns of it at
+    A room that failed is remembered for the limit, so a partner that comes late learns of it at
     once.
     """
 
@@ -132,23 +133,21 @@ class BootstrapRoom:
         self._timer = self._arm()
 
     def offer(self, prefilled: Prefilled) -> None:
-        """Put the KV here; it is let go when taken, given up or late."""
+        """Put the KV here until it is taken, given up or late."""
         if not self.offered.done():
             self._timer.cancel()
             self._timer = self._arm()
             self.offered.set_result(prefilled)
 
     def complete(self) -> None:
-        """The KV was taken."""
+        """End the room: the KV was taken."""
         if not self.taken.done():
             self._timer.cancel()
             self._forget(self._room_id)
             self.taken.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """The KV will not be taken; both sides learn why. After the end of the room this changes
-        nothing.
-        """
+        """End the room, unless it has ended: the KV will not be taken, and both sides learn why."""
         if self.taken.done():
             return
         self._timer.cancel()
@@ -168,24 +167,25 @@ class BootstrapRoom:
 
 
 class BootstrapRooms:
-    """All open bootstrap rooms of a prefill server. One event loop only."""
+    """The open bootstrap rooms of a prefill server. One event loop only."""
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
         self._rooms: dict[int, BootstrapRoom] = {}
 
     def open(self, room_id: int) -> BootstrapRoom:
-        """The room of that number, made when first asked for."""
+        """Return the room of that number; make it if it is new."""
         if room_id not in self._rooms:
             self._rooms[room_id] = BootstrapRoom(room_id, self._wait_s, self._forget)
         return self._rooms[room_id]
 
     @property
     def awaiting_decode(self) -> int:
-        """Rooms whose KV is there and not yet taken."""
+        """The number of rooms whose KV is there and not yet taken."""
         return sum(room.offered.done() and not room.taken.done() for room in self._rooms.values())
 
     def close_all(self) -> None:
+        """Fail all rooms: the server stops."""
         for room in list(self._rooms.values()):
             room.fail("the prefill server is stopping")
 
@@ -193,7 +193,7 @@ class BootstrapRooms:
         self._rooms.pop(room_id, None)
 
     def application(self) -> web.Application:
-        """The bootstrap port's routes."""
+        """Return the bootstrap port's routes."""
         app = web.Application()
         app.router.add_get("/kv/{room:\\d+}", self._get)
         app.router.add_delete("/kv/{room:\\d+}", self._delete)

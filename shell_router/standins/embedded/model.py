@@ -1,6 +1,4 @@
-"""A Hugging Face causal LM folder, loaded: its KV storage, the two forward passes that serving
-needs, the tokenizer.
-"""
+"""A loaded Hugging Face causal LM: its KV storage, the two forward passes, the tokenizer."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from shell_router.standins.embedded.settings import EmbeddedSettings
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token's KV is made of."""
+    """The shape of one token's KV."""
 
     layers: int
     kv_heads: int
@@ -29,15 +27,13 @@ class KvShape:
     device: torch.device
 
     def empty(self, tokens: int) -> Tensor:
-        """Memory for one sequence: `[layers, 2, kv_heads, tokens, head_dim]`."""
+        """Allocate memory for one sequence: `[layers, 2, kv_heads, tokens, head_dim]`."""
         size = (self.layers, 2, self.kv_heads, tokens, self.head_dim)
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
-    """One layer of `store`, whose memory exists before the first token; masks are given, not
-    derived.
-    """
+    """One layer of `store`, whose memory exists before the first token. Masks are arguments."""
 
     def __init__(self, keys: Tensor, values: Tensor, store: "PromptKv | SlotKv") -> None:
         super().__init__()
@@ -47,11 +43,11 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no ty
         self._store = store
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep what is new, and give all that attention reads."""
+        """Store the new keys and values, and return all that attention reads."""
         return self._store.write(self.keys, keys), self._store.write(self.values, values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -75,19 +71,20 @@ class PromptKv:
 
     @property
     def cache(self) -> Cache:
-        """For one forward pass. It is not kept: in a cycle of references the KV would outlive its
-        prompt.
+        """The cache for one forward pass.
+
+        It is made anew each time: in a cycle of references the KV would outlive its prompt.
         """
         return Cache(layers=[_Layer(layer[0][None], layer[1][None], self) for layer in self.kv])
 
     def write(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Keep the chunk's keys or values of one layer; those up to its end."""
+        """Store the chunk's keys or values of one layer; return those up to its end."""
         stored[:, :, self.start : self.stop] = new
         return stored[:, :, : self.stop]
 
 
 class SlotKv:
-    """A row of KV per running request, kept in rows 0 to n-1; grows by doubling in rows and length.
+    """A row of KV per running request, in rows 0 to n-1; rows and length grow by doubling.
 
     Behind each row there is room for drafts that turn out wrong.
 
@@ -104,24 +101,26 @@ class SlotKv:
         self.cache = self._build_cache()
 
     def ensure(self, rows: int, tokens: int) -> None:
-        """Grow to `rows` rows of `tokens` tokens, keeping what is stored."""
+        """Grow to `rows` rows of `tokens` tokens, and keep what is stored."""
         have_rows = self._storage.shape[2]
         have_tokens = self._storage.shape[4] - MOST_DRAFTED
         if rows <= have_rows and tokens <= have_tokens:
             return
         old = self._storage
-        self._storage = self._allocate(_doubled(have_rows, rows), _doubled(have_tokens, tokens))
+        self._storage = self._allocate(
+            _double_until(have_rows, rows), _double_until(have_tokens, tokens)
+        )
         self._storage[:, :, :have_rows, :, : old.shape[4]] = old
         self.cache = self._build_cache()
 
     def begin(self, positions: Tensor) -> None:
-        """The next step writes at these `positions` `[n, tokens]` of rows 0 to n-1."""
+        """Have the next step write at these `positions` `[n, tokens]` of rows 0 to n-1."""
         self.positions, self.longest = positions, int(positions.max()) + 1
         if self.index.shape[0] != positions.shape[0]:
             self.index = torch.arange(positions.shape[0], device=positions.device)[:, None]
 
     def write(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Keep a step's keys or values of one layer; those that attention reads."""
+        """Store a step's keys or values of one layer; return those that attention reads."""
         stored[self.index, :, self.positions] = new.transpose(1, 2)
         return stored[: self.index.shape[0], :, : self.longest]
 
@@ -142,7 +141,7 @@ class SlotKv:
         return Cache(layers=[_Layer(layer[0], layer[1], self) for layer in self._storage])
 
 
-def _doubled(have: int, wanted: int) -> int:
+def _double_until(have: int, wanted: int) -> int:
     while have < wanted:
         have *= 2
     return have
@@ -160,8 +159,9 @@ class CausalLm:
     eos_ids: frozenset[int]
 
     def prefill(self, prompt: PromptKv, input_ids: Tensor, start: int, kept: int = 1) -> Tensor:
-        """Compute `input_ids` `[n]` at positions from `start`; returns the last tokens' logits
-        `[kept, vocab]`.
+        """Compute `input_ids` `[n]` at positions from `start`.
+
+        Returns the last tokens' logits `[kept, vocab]`.
         """
         stop = start + input_ids.shape[0]
         prompt.start = start
@@ -173,10 +173,15 @@ class CausalLm:
         )[0]
 
     def decode(self, slots: SlotKv, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """One step for rows 0 to n-1: `input_ids` `[n, tokens]`, the first of each row at
-        `positions` `[n]`.
+        """Compute one step for rows 0 to n-1.
 
-        Returns logits `[n, tokens, vocab]`.
+        Args:
+            slots: The rows' KV.
+            input_ids: `[n, tokens]`.
+            positions: The position of the first token of each row, `[n]`.
+
+        Returns:
+            Logits `[n, tokens, vocab]`.
         """
         tokens = input_ids.shape[1]
         places = positions[:, None] + torch.arange(tokens, device=positions.device)
@@ -241,7 +246,7 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer.json, without the truncation or padding that it may ask for."""
+    """Load the folder's tokenizer.json, without its truncation and padding."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
@@ -254,14 +259,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
-    """Stop tokens of both configs, as SGLang joins them."""
-    found = [config.eos_token_id]
+    """Return the stop tokens of both configs, as SGLang joins them."""
+    eos_ids = [config.eos_token_id]
     generation = folder / "generation_config.json"
     if generation.is_file():
-        found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        eos_ids.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
     return frozenset(
         token
-        for each in found
+        for each in eos_ids
         for token in (each if isinstance(each, list) else [each])
         if token is not None
     )

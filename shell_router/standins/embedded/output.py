@@ -1,6 +1,4 @@
-"""One request's output: the text of its tokens, when it ends, what each token adds, and the answer
-they make.
-"""
+"""One request's output: its tokens' text, its end, and the answer that they make."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +18,10 @@ CONTEXT_TOKENS = 5
 
 
 class Detokenizer:
-    """The text that each further token of one output adds.
+    """Turns the tokens of one output into text, one by one.
 
-    Decodes a short tail twice, without and with the new token, and gives the difference: the tail
-    carries what earlier tokens mean for spacing. While a character is incomplete nothing is given.
+    It decodes a short tail twice, without and with the new token, and returns the difference: the
+    tail carries what earlier tokens mean for spacing. An incomplete character gives no text.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class Detokenizer:
         self._advance()
 
     def feed(self, token_id: int) -> str:
-        """The text that became certain with `token_id`; empty while a character is incomplete."""
+        """Return the text that became certain with `token_id`; empty within a character."""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids, self._skip)
         incomplete = text.endswith(REPLACEMENT) and len(self._ids) - self._read < MOST_PENDING
@@ -47,13 +45,11 @@ class Detokenizer:
         return new_text
 
     def finish(self) -> str:
-        """What is left, incomplete characters as U+FFFD."""
+        """Return the rest of the text, with incomplete characters as U+FFFD."""
         return self._tokenizer.decode(self._ids, self._skip)[len(self._known_text) :]
 
     def _advance(self) -> None:
-        """Forget tokens whose text was given, but for the last group, which the next one may lean
-        on.
-        """
+        """Forget tokens whose text was returned, but for the last group, which gives context."""
         del self._ids[: self._read]
         self._read = len(self._ids)
         self._known_text = self._tokenizer.decode(self._ids, self._skip)
@@ -61,12 +57,16 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step adds: at most one token, its text, and the reason if it is the last.
+    """One step's part of an output: at most one token, its text, and the reason if it is the last.
 
-    `finish_reason` is SGLang's dict; `input_logprobs` are those of the prompt's last tokens, from a
-    prefill. Ids run through the stop token; text does not (SGLang's `output_ids_through_stop` and
-    `trim_matched_stop`). The first piece of a pass that verified drafts says how many tokens were
-    `drafted` in it, and how many `accepted`.
+    Ids run through the stop token; text does not (SGLang's `output_ids_through_stop` and
+    `trim_matched_stop`).
+
+    Attributes:
+        finish_reason: SGLang's dict.
+        input_logprobs: Log-probabilities of the prompt's last tokens, from a prefill.
+        drafted: Tokens that the pass verified; on its first piece.
+        accepted: Drafted tokens that are part of the output; on its first piece.
     """
 
     token_id: int | None = None
@@ -79,12 +79,12 @@ class Piece:
 
 
 def abort_reason(message: str = "Aborted", status_code: int | None = None) -> dict[str, Any]:
-    """SGLang's finish reason of a request that was aborted."""
+    """Return SGLang's finish reason of a request that was aborted."""
     return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}
 
 
 class Output:
-    """Collects one request's tokens into pieces. Not thread-safe."""
+    """One request's tokens, made into pieces. Not thread-safe."""
 
     def __init__(self, draw: Draw, tokenizer: Tokenizer, *, max_new_tokens: int) -> None:
         self.draw = draw
@@ -96,8 +96,9 @@ class Output:
 
     @classmethod
     def of(cls, request: GenerateRequest, lm: CausalLm, grammar: Grammar | None = None) -> Self:
-        """The request's output before its first token. One that follows a grammar ends where that
-        does.
+        """Return the request's output before its first token.
+
+        An output that follows a grammar ends where the grammar does.
         """
         params = request.sampling
         stop_ids = (
@@ -109,7 +110,7 @@ class Output:
         return cls(draw, lm.tokenizer, max_new_tokens=request.max_new_tokens)
 
     def accept(self, token_id: int, logprob: float | None) -> Piece:
-        """Take the next token and say what it adds."""
+        """Take the next token and return its piece."""
         if self._max_new_tokens == 0:
             return Piece(finish_reason={"type": "length", "length": 0})
         if self.draw.grammar is not None and self.draw.grammar.error:
@@ -141,29 +142,29 @@ class Output:
         return Piece(token_id, logprob, self._hold_back(text) if self.draw.params.stop else text)
 
     def _stop_string(self, text: str) -> tuple[str, str] | None:
-        """The text before the first stop string, and that string."""
-        found = [(text.find(stop), stop) for stop in self.draw.params.stop if stop in text]
-        if not found:
+        """Return the text before the first stop string, and that string."""
+        matches = [(text.find(stop), stop) for stop in self.draw.params.stop if stop in text]
+        if not matches:
             return None
-        at, stop = min(found)
+        at, stop = min(matches)
         return text[: at + len(stop)] if self.draw.params.no_stop_trim else text[:at], stop
 
     def _hold_back(self, text: str) -> str:
-        """Give all but a tail that may be the beginning of a stop string."""
+        """Return all but a tail that may be the beginning of a stop string."""
         stops = self.draw.params.stop
-        given = next(
+        end = next(
             (at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops)),
             len(text),
         )
-        self._held = text[given:]
-        return text[:given]
+        self._held = text[end:]
+        return text[:end]
 
 
 class Answer:
-    """Grows with the pieces of one output and renders SGLang's dict.
+    """One output's answer, as SGLang's dict.
 
-    Cumulative: every rendering repeats all so far. Incremental: text, ids and log-probabilities
-    since the last.
+    A cumulative answer repeats all so far with every rendering. An incremental one has text, ids
+    and log-probabilities since the last.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Answer:
         self.finish_reason: dict[str, Any] | None = None
 
     def add(self, pieces: Sequence[Piece]) -> None:
-        """Take further pieces; what follows a last one is ignored."""
+        """Take further pieces, and ignore those after a last one."""
         for piece in pieces:
             if self.finish_reason is not None:
                 return
@@ -203,7 +204,7 @@ class Answer:
                     self._logprobs.append(self._row(piece.logprob, piece.token_id))
 
     def render(self, cached_tokens: int) -> dict[str, Any]:
-        """The dict for what has come."""
+        """Return the dict for the pieces that have come."""
         meta: dict[str, Any] = {
             "id": self._request.rid,
             "finish_reason": self.finish_reason,

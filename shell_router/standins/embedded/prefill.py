@@ -1,6 +1,4 @@
-"""The prefill side: compute a prompt chunk by chunk over the prefix cache, hand its KV to the
-decode partner.
-"""
+"""The prefill side: a prompt is computed in chunks over the prefix cache, then handed over."""
 
 import asyncio
 import random
@@ -25,14 +23,14 @@ from shell_router.standins.embedded.service import Inflight, Loads, Service
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from shell_router.standins.embedded.wire import GenerateRequest
 from shell_router.standins.kv_capacity import KvCapacity
-from shell_router.standins.prefix_cache import Node, PrefixCache, upwards
+from shell_router.standins.prefix_cache import Node, PrefixCache, iterate_upwards
 
 SHORT_LEAF_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix of `length` tokens that ends with `node`, which is what to pin."""
+    """A cached prefix of `length` tokens that ends with `node`, the node to pin."""
 
     length: int
     node: Node
@@ -40,19 +38,18 @@ class Match:
     def copy_into(self, kv: Tensor) -> None:
         """Write the prefix's KV to the first `length` positions of `kv`."""
         end = self.length
-        for node in upwards(self.node):
+        for node in iterate_upwards(self.node):
             kv[:, :, :, end - len(node.ids) : end] = node.kv
             end -= len(node.ids)
 
 
 class KvCache(PrefixCache):
-    """KV (`[layers, 2, kv_heads, tokens, head_dim]`) of prompts, which are tuples of ids, in the
-    nodes themselves.
+    """A prefix cache whose nodes hold KV, `[layers, 2, kv_heads, tokens, head_dim]`.
 
-    SGLang keeps indices into a paged pool instead; on a CPU gathering a prefix is one cheap
-    concatenation, and no attention kernel reads pages. A leaf shorter than `short_leaf_tokens` is
-    extended in place: a prompt that grows by a few tokens at a time would otherwise become a chain
-    of that many nodes, and every match would walk it.
+    Prompts are tuples of ids. SGLang keeps indices into a paged pool instead; on a CPU gathering a
+    prefix is one cheap concatenation, and no attention kernel reads pages. A leaf shorter than
+    `short_leaf_tokens` is extended in place: a prompt that grows by a few tokens at a time would
+    otherwise become a chain of that many nodes, and every match would walk it.
     """
 
     def __init__(self, capacity: int, *, short_leaf_tokens: int = SHORT_LEAF_TOKENS) -> None:
@@ -60,24 +57,25 @@ class KvCache(PrefixCache):
         self._short_leaf_tokens = short_leaf_tokens
 
     def find(self, ids: tuple[int, ...], owner: Hashable = None) -> Match:
-        """The longest prefix of `ids` that `owner` has cached, which counts as its use."""
+        """Return the longest prefix of `ids` that `owner` has cached, and count it as used."""
         node, length = self._descend(ids, owner)
         self._touch(node)
         return Match(length, node)
 
     def pin(self, node: Node) -> None:
         """Keep `node` and all above it from eviction until `unpin`."""
-        for each in upwards(node):
+        for each in iterate_upwards(node):
             each.pins += 1
 
     def unpin(self, node: Node) -> None:
         """Undo one `pin` of `node`."""
-        for each in upwards(node):
+        for each in iterate_upwards(node):
             each.pins -= 1
 
     def keep(self, ids: tuple[int, ...], kv: Tensor, owner: Hashable = None) -> None:
-        """Copy the part of `owner`'s KV that is not cached yet; where pins leave too little, a
-        leading part of it.
+        """Copy the part of `owner`'s KV that is not cached yet.
+
+        If pinned nodes leave too little room, a leading part of it is copied.
         """
         node, start, stop = self._make_room(ids, owner)
         if start < stop:
@@ -112,11 +110,12 @@ class PrefillJob:
 
     @property
     def ids(self) -> tuple[int, ...]:
+        """The prompt's token ids."""
         return self.inflight.request.input_ids
 
     @property
     def owner(self) -> str | None:
-        """Whose prefixes it may use."""
+        """The owner of the prefixes that the request may use."""
         return self.inflight.request.extra_key
 
     def settle(self, outcome: Prefilled | KvTransferError) -> None:
@@ -141,10 +140,9 @@ class _Running:
 
 @dataclass(slots=True)
 class PrefillWorker:
-    """Computes one prompt at a time and keeps every chunk in the prefix cache as soon as it is
-    computed.
+    """A worker that computes one prompt at a time, and caches every chunk at once.
 
-    `prompt_tokens` and `cached_tokens`, which are part of them, count since the start.
+    `prompt_tokens` count since the start, and so do `cached_tokens`, which are part of them.
     """
 
     lm: CausalLm
@@ -158,24 +156,27 @@ class PrefillWorker:
 
     @property
     def busy(self) -> bool:
+        """See `ModelWorker`."""
         return self._running is not None or bool(self._waiting)
 
     @property
     def requests(self) -> tuple[int, int]:
-        """How many run, and how many wait."""
+        """The number of prompts that run, and of those that wait."""
         return int(self._running is not None), len(self._waiting)
 
     def admit(self, job: PrefillJob) -> None:
+        """See `ModelWorker`."""
         self._waiting.append(job)
 
     def drop(self, job: PrefillJob) -> None:
+        """See `ModelWorker`."""
         if self._running is not None and self._running.job is job:
             self._leave(self._running)
         elif job in self._waiting:
             self._waiting.remove(job)
 
     def step(self) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
-        """Compute one chunk; a result when it was the prompt's last."""
+        """Compute one chunk; return a result if it was the prompt's last."""
         if self._running is None and self._waiting:
             self._running = self._begin(self._waiting[0])
             self._waiting.popleft()
@@ -197,9 +198,7 @@ class PrefillWorker:
         )
 
     def fail(self, message: str) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
-        """Give up the running prompt, or the one that could not be begun; others that wait have met
-        no error.
-        """
+        """Give up the running prompt, or the one that could not be begun, but none that wait."""
         if self._running is not None:
             job = self._running.job
             self._leave(self._running)
@@ -229,7 +228,7 @@ class PrefillWorker:
         )
 
     def _compute_chunk(self, running: _Running) -> Tensor:
-        """The logits of the chunk's last token `[1, vocab]`."""
+        """Return the logits of the chunk's last token, `[1, vocab]`."""
         job = running.job
         start = running.done
         stop = min(start + self.chunk_tokens, len(job.ids))
@@ -258,7 +257,7 @@ NO_LIMIT = 1 << 31
 
 
 class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
-    """Serves the prefill side."""
+    """The service of a prefill server."""
 
     def __init__(
         self, settings: EmbeddedSettings, lm: CausalLm, rooms: BootstrapRooms, rng: random.Random
@@ -272,10 +271,12 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         super().__init__(self._worker, PrefillJob.settle)
 
     async def stop(self) -> None:
+        """Fail all rooms and stop the model's thread."""
         self._rooms.close_all()
         await super().stop()
 
     def check(self, request: GenerateRequest) -> None:
+        """See `Service.check`."""
         if request.prefill_only:
             return
         super().check(request)
@@ -286,8 +287,9 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
             )
 
     async def work(self, inflight: Inflight) -> None:
-        """One piece: the first token, once the decode partner has the KV (at once with the fake
-        host).
+        """Put one piece, the first token, once the decode partner has the KV.
+
+        With the fake host the piece comes at once.
         """
         if inflight.request.prefill_only:
             inflight.put(await self._compute(inflight, None))
@@ -306,6 +308,7 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
             room.fail("Aborted by AbortReq.")
 
     def loads(self) -> Loads:
+        """See `Service.loads`."""
         running, waiting = self._worker.requests
         return Loads(
             running=running,
@@ -321,8 +324,9 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         return self._rooms.open(request.bootstrap_room)
 
     async def _compute(self, inflight: Inflight, room: BootstrapRoom | None) -> Piece:
-        """Compute the prompt, unless the room fails, and wait until its KV was taken. Raises
-        `KvTransferError`.
+        """Compute the prompt, unless the room fails, and wait until its KV was taken.
+
+        Raises `KvTransferError`.
         """
         async with self._capacity.allocated(len(inflight.request.input_ids)):
             output = Output.of(inflight.request, self._lm, inflight.grammar)

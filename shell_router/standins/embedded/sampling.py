@@ -1,5 +1,4 @@
-"""Tokens drawn for a batch by each request's sampling parameters, and the grammars that outputs
-must follow.
+"""Sampling for a batch by each request's parameters, and the grammars that outputs follow.
 
 Grammars are llguidance's: compiled in a thread, kept, and read token by token.
 """
@@ -27,7 +26,7 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class Grammar:
-    """One output's place in its grammar. `error` is why it cannot go on, empty while it can."""
+    """One output's state in its grammar. `error` is why it cannot go on, empty while it can."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -35,8 +34,9 @@ class Grammar:
         self.error = ""
 
     def mask(self, logits: Tensor, output_ids: Sequence[int]) -> None:
-        """Exclude from `logits` `[vocab]`, in place, what cannot follow `output_ids`, which only
-        ever grow.
+        """Exclude from `logits` `[vocab]`, in place, the tokens that cannot follow `output_ids`.
+
+        Each call's `output_ids` begin with those of the call before.
         """
         self._matcher.consume_tokens(list(output_ids[self._read :]))
         self._read = len(output_ids)
@@ -49,7 +49,7 @@ class Grammar:
 
 
 class Grammars:
-    """Those of one model; the last that were compiled are kept. One event loop only."""
+    """The grammars of one model; the last that were compiled are kept. One event loop only."""
 
     def __init__(self, lm: CausalLm) -> None:
         self._lm = lm
@@ -58,8 +58,9 @@ class Grammars:
         self._turn = asyncio.Lock()
 
     async def of(self, wanted: tuple[str, str] | None) -> Grammar | None:
-        """A fresh one of the kind and text that `wanted` names. Raises InvalidRequest where it
-        cannot be compiled.
+        """Return a new state of the grammar, given by kind and text; None without one.
+
+        Raises InvalidRequest if it cannot be compiled.
         """
         if wanted is None:
             return None
@@ -121,9 +122,7 @@ def _lark(library: Any, kind: str, text: str) -> Any:
 
 @dataclass(slots=True)
 class Draw:
-    """What sampling one request needs: its parameters and what it has said; `position` counts
-    output tokens.
-    """
+    """The sampling state of one request: its parameters, prompt and output."""
 
     params: SamplingParams
     prompt_ids: Sequence[int]
@@ -133,16 +132,17 @@ class Draw:
 
     @property
     def position(self) -> int:
+        """The number of output tokens."""
         return len(self.output_ids)
 
     def after(self, tokens: Sequence[int]) -> Self:
-        """The same request once it has said these `tokens`, too."""
+        """Return the same request as if it had written these `tokens`, too."""
         if tokens:
             return replace(self, output_ids=[*self.output_ids, *tokens])
         return self
 
     def uniform(self, rng: random.Random) -> float:
-        """A number in [0, 1): from `rng`, or fixed by seed and position."""
+        """Return a number in [0, 1): from `rng`, or fixed by seed and position."""
         if self.params.sampling_seed is None:
             return rng.random()
         return random.Random(f"{self.params.sampling_seed}/{self.position}").random()
@@ -153,10 +153,10 @@ Drawn = tuple[int, float | None]
 
 
 class BatchSampler:
-    """Samples for one fixed batch of requests; build another when the batch changes.
+    """A sampler for one fixed batch of requests; build another when the batch changes.
 
-    Calling it takes logits `[batch, vocab]` and gives a token for each row, with its
-    log-probability if `with_logprobs`.
+    A call takes logits `[batch, vocab]` and returns a token for each row, with its log-probability
+    if `with_logprobs`.
     """
 
     def __init__(self, draws: Sequence[Draw], *, with_logprobs: bool, rng: random.Random) -> None:
@@ -168,14 +168,15 @@ class BatchSampler:
         self._temperature = _column([draw.params.temperature for draw in draws])
         params = [draws[row].params for row in self._random]
         self._truncated = any(
-            one.top_k < WHOLE_VOCABULARY or one.top_p < 1.0 or one.min_p > 0.0 for one in params
+            each.top_k < WHOLE_VOCABULARY or each.top_p < 1.0 or each.min_p > 0.0 for each in params
         )
-        self._top_k = torch.tensor([[one.top_k] for one in params])
-        self._top_p = _column([one.top_p for one in params])
-        self._min_p = _column([one.min_p for one in params])
+        self._top_k = torch.tensor([[each.top_k] for each in params])
+        self._top_p = _column([each.top_p for each in params])
+        self._min_p = _column([each.min_p for each in params])
 
     def __call__(self, logits: Tensor) -> list[Drawn]:
-        logits = _widened(logits)
+        """Draw a token for each row of `logits` `[batch, vocab]`."""
+        logits = _widen(logits)
         if self._shaped:
             logits = logits.clone()
             for row in self._shaped:
@@ -199,8 +200,9 @@ class BatchSampler:
         return _invert(weights, uniforms).squeeze(-1)
 
     def _truncate(self, probabilities: Tensor) -> Tensor:
-        """Zero what top-k, top-p and min-p exclude. The order stays, so that a row's draw does not
-        depend on others.
+        """Set what top-k, top-p and min-p exclude to zero.
+
+        The order of tokens stays, so a row's draw does not depend on other rows.
         """
         ordered, order = probabilities.sort(dim=-1, descending=True)
         rank = torch.arange(ordered.shape[-1], device=ordered.device)
@@ -238,9 +240,7 @@ def shape_logits(logits: Tensor, draw: Draw) -> None:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Indices `[batch, 1]` drawn in proportion to `weights` `[batch, n]`, which need not sum to
-    one.
-    """
+    """Draw indices `[batch, 1]` in proportion to `weights` `[batch, n]`, which need no sum of 1."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # below the total even where the product rounds up to it, so that what is picked has a weight
@@ -254,14 +254,14 @@ def _column(values: Sequence[float]) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
-    """The log-probability of each of `tokens` `[n]` by its row of `logits` `[n, vocab]`."""
-    logits = _widened(logits)
+    """Return the log-probability of each of `tokens` `[n]` by its row of `logits` `[n, vocab]`."""
+    logits = _widen(logits)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     logprobs: list[float] = (chosen - logits.logsumexp(-1)).tolist()
     return logprobs
 
 
-def _widened(logits: Tensor) -> Tensor:
+def _widen(logits: Tensor) -> Tensor:
     if logits.dtype == torch.bfloat16:
         return logits.float()
     return logits

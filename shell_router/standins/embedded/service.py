@@ -25,12 +25,11 @@ STOP_LIMIT_S = 10.0
 
 
 class Inflight:
-    """One request in work, with its output's pieces in order, which one reader takes in batches.
-    One event loop only.
+    """A request in work, with its output's pieces in order, for one reader. One event loop only.
 
     The reader is woken by the first piece, then by every `stream_interval` more, and by the last,
-    as in SGLang. `cached_tokens` is set before the first piece, `transferring` while its KV is on
-    its way.
+    as in SGLang. `cached_tokens` is set before the first piece, `transferring` while the KV is
+    under way.
     """
 
     def __init__(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
@@ -43,13 +42,13 @@ class Inflight:
         self._filled = asyncio.Event()
 
     def put(self, piece: Piece) -> None:
-        """Add to the output."""
+        """Add a piece to the output."""
         self._pieces.append(piece)
         if len(self._pieces) >= self._due or piece.finish_reason is not None:
             self._filled.set()
 
     async def take(self) -> list[Piece]:
-        """Everything that came since the last call; waits until that is due."""
+        """Wait until pieces are due, and return all that came since the last call."""
         await self._filled.wait()
         self._filled.clear()
         self._due = self.request.stream_interval
@@ -58,20 +57,20 @@ class Inflight:
         return pieces
 
     def abort(self) -> None:
-        """Make an abort the output's end. Its reader then stops the work."""
+        """End the output with an abort. Its reader then stops the work."""
         if self.transferring:
             self.fail("KV transfer failed with exception KVTransferError: Aborted by AbortReq.")
         else:
             self.put(Piece(finish_reason=abort_reason()))
 
     def fail(self, message: str) -> None:
-        """Make a failure of the server's the output's end."""
+        """End the output with a failure of the server."""
         self.put(Piece(finish_reason=abort_reason(message, 500)))
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What a server is doing now. Tokens are of KV; `*_total` count since start."""
+    """The current load of a server. Tokens are of KV; `*_total` count since start."""
 
     running: int = 0
     waiting: int = 0
@@ -84,19 +83,19 @@ class Loads:
 
 
 class Service(ABC, Generic[Job, Result]):
-    """One side of the pair: the model's thread, and what the event loop does for its requests.
+    """One side of the pair: the model's thread, and the event loop's work for its requests.
 
     `inflight` are the requests in work, by `rid`. One event loop only.
     """
 
     def __init__(
-        self, worker: "Worker[Job, Result]", deliver: Callable[[Job, Result], None]
+        self, worker: "ModelWorker[Job, Result]", deliver: Callable[[Job, Result], None]
     ) -> None:
-        """See `ModelThread`."""
         self.inflight: dict[str, Inflight] = {}
         self.thread = ModelThread(worker, deliver)
 
     async def stop(self) -> None:
+        """Stop the model's thread."""
         await self.thread.stop()
 
     def check(self, request: GenerateRequest) -> None:
@@ -109,8 +108,9 @@ class Service(ABC, Generic[Job, Result]):
 
     @contextmanager
     def in_work(self, request: GenerateRequest, grammar: Grammar | None) -> Iterator[Inflight]:
-        """Register a request for the length of the block. Raises `InvalidRequest`, as on an id in
-        use.
+        """Register a request for the length of the block.
+
+        Raises `InvalidRequest`, also for an id in use.
         """
         self.check(request)
         if request.rid in self.inflight:
@@ -125,24 +125,24 @@ class Service(ABC, Generic[Job, Result]):
             del self.inflight[request.rid]
 
     def abort_all(self) -> None:
+        """Abort all requests."""
         for inflight in self.inflight.values():
             inflight.abort()
 
     @abstractmethod
     async def work(self, inflight: Inflight) -> None:
-        """Put the request's output, piece by piece. Cancelling it frees everything within one
-        step."""
+        """Put the request's output, piece by piece. A cancel frees everything within one step."""
 
     @abstractmethod
     def loads(self) -> Loads:
-        """How much work there is."""
+        """Return the current load."""
 
 
 async def output_of(
     service: Service[Any, Any], inflight: Inflight
 ) -> AsyncGenerator[Sequence[Piece], None]:
-    """The request's pieces as they come, to the last; its work never outlives this generator."""
-    task = asyncio.create_task(_guarded(service, inflight))
+    """Yield the request's pieces as they come, to the last; its work ends with the generator."""
+    task = asyncio.create_task(_run_work(service, inflight))
     try:
         finished = False
         while not finished:
@@ -154,7 +154,7 @@ async def output_of(
         await asyncio.wait({task})
 
 
-async def _guarded(service: Service[Any, Any], inflight: Inflight) -> None:
+async def _run_work(service: Service[Any, Any], inflight: Inflight) -> None:
     try:
         await service.work(inflight)
     except Exception as error:
@@ -163,31 +163,33 @@ async def _guarded(service: Service[Any, Any], inflight: Inflight) -> None:
         inflight.fail(f"{type(error).__name__}: {error}")
 
 
-class Worker(Protocol[Job, Result]):
-    """What runs in the thread. `step` may be called when nothing is to be done."""
+class ModelWorker(Protocol[Job, Result]):
+    """The protocol of the object that the model's thread runs."""
 
     @property
-    def busy(self) -> bool: ...
+    def busy(self) -> bool:
+        """Whether the next step has something to do."""
 
-    def admit(self, job: Job) -> None: ...
+    def admit(self, job: Job) -> None:
+        """Take a job."""
 
     def drop(self, job: Job) -> None:
         """Free all that `job` holds; unknown or finished jobs are no error."""
 
     def step(self) -> Sequence[tuple[Job, Result]]:
-        """Do one step of work; returns the results that it has for jobs."""
+        """Do one step of work, if there is any; return the results that it has for jobs."""
 
     def fail(self, message: str) -> Sequence[tuple[Job, Result]]:
         """Give up everything in work after an error in a step."""
 
 
 class ModelThread(Generic[Job, Result]):
-    """Runs a worker step by step; between steps it obeys commands, so that each takes effect within
-    one step.
-    """
+    """A thread that runs a worker step by step, and obeys commands between steps."""
 
-    def __init__(self, worker: Worker[Job, Result], deliver: Callable[[Job, Result], None]) -> None:
-        """`deliver` is called in the event loop's thread."""
+    def __init__(
+        self, worker: ModelWorker[Job, Result], deliver: Callable[[Job, Result], None]
+    ) -> None:
+        # `deliver` is called in the event loop's thread
         self._worker = worker
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
@@ -198,12 +200,15 @@ class ModelThread(Generic[Job, Result]):
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
+        """Have the worker admit a job before its next step."""
         self._commands.put(partial(self._worker.admit, job))
 
     def drop(self, job: Job) -> None:
+        """Have the worker drop a job before its next step."""
         self._commands.put(partial(self._worker.drop, job))
 
     async def stop(self) -> None:
@@ -219,7 +224,7 @@ class ModelThread(Generic[Job, Result]):
                     self._loop.call_soon_threadsafe(self._deliver_all, results)
 
     def _obey(self) -> bool:
-        """Carry out waiting commands, waiting for one when idle; False ends the thread."""
+        """Carry out commands, and wait for one when idle; return False at the end."""
         try:
             command = self._commands.get(block=not self._worker.busy)
             while command is not None:

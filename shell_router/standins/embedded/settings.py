@@ -58,8 +58,9 @@ class EmbeddedSettings(EmbeddedSection):
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """One server of a pair. Port 0 takes a free one; `bootstrap_port` is where a prefill server
-    hands out KV.
+    """One server of a pair. Port 0 takes a free port.
+
+    A prefill server hands out KV at `bootstrap_port`.
     """
 
     pair: EmbeddedSettings

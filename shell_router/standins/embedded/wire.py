@@ -99,10 +99,10 @@ CUSTOM = JsonObject(CustomParams)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling. `max_new_tokens` None means: up to the context length.
+    """The sampling of one request. `max_new_tokens` None means: up to the context length.
 
     `drafts` are texts that its output may repeat, besides its prompt; None asks for no drafts.
-    `grammar` is what its output must follow: the kind, and the text.
+    `grammar` is the kind and the text of the grammar that the output must follow.
     """
 
     max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
@@ -141,7 +141,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request, checked; `input_ids` are given or tokenized from `text`.
+    """A checked request. `input_ids` were sent, or tokenized from `text`.
 
     `scored_from` is the first prompt token whose log probability is asked for. Only requests of one
     `extra_key` share a prefix cache, as in SGLang.
@@ -173,7 +173,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a server can take. All are tokens; `max_total_tokens` bounds one request too."""
+    """The limits of a server in tokens; `max_total_tokens` bounds one request too."""
 
     context_length: int
     max_total_tokens: int
@@ -194,11 +194,11 @@ def read_request(
         raise InvalidRequest(
             f"The embedded engine has no {unsupported}.", remedy="Leave it out, or use SGLang."
         )
-    given = body.get("sampling_params") or {}
-    sampling = parse_sampling_params(given, limits.vocab_size)
+    raw_sampling = body.get("sampling_params") or {}
+    sampling = parse_sampling_params(raw_sampling, limits.vocab_size)
     input_ids = _input_ids(body, tokenizer, limits.vocab_size)
     # Only what was asked for is checked; SGLang silently cuts its default to what is left.
-    _check_lengths(len(input_ids), given.get("max_new_tokens"), limits)
+    _check_lengths(len(input_ids), raw_sampling.get("max_new_tokens"), limits)
     left = min(limits.context_length, limits.max_total_tokens) - len(input_ids)
     return GenerateRequest(
         rid=body.get("rid") or uuid.uuid4().hex,
@@ -220,11 +220,11 @@ def read_request(
 
 def _input_ids(body: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     text = body.get("text")
-    given = body.get("input_ids")
-    if text is None and given is None:
+    sent_ids = body.get("input_ids")
+    if text is None and sent_ids is None:
         raise InvalidRequest("Either text, input_ids or input_embeds should be provided.")
-    if given is not None:
-        ids = tuple(given)
+    if sent_ids is not None:
+        ids = tuple(sent_ids)
     else:
         ids = tuple(tokenizer.encode(text, add_special_tokens=True).ids)
     if not ids:
@@ -239,7 +239,7 @@ def _input_ids(body: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -
 
 
 def _check_lengths(prompt: int, wanted: int | None, limits: RequestLimits) -> None:
-    """SGLang's wording, so that clients that read it work on both."""
+    """Refuse lengths beyond the limits, in SGLang's wording, which clients read."""
     context = limits.context_length
     if prompt >= context:
         raise InvalidRequest(

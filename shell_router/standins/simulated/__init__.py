@@ -1,7 +1,6 @@
-"""Engines whose time is computed, not spent: a prefill-decode pair for runs under a virtual clock
-(B4).
+"""A prefill-decode pair whose time is computed, not spent, for runs under a virtual clock.
 
-They take real prompts as token ids, remember them in a radix cache as a real engine does, and
-answer after the seconds that their costs say. Nothing in here knows whether the event loop's clock
-is virtual.
+Its engines take real prompts as token ids, keep them in a radix cache as a real engine does, and
+answer after the seconds of their costs. No module here knows whether the event loop's clock is
+virtual.
 """

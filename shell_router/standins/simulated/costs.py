@@ -1,6 +1,4 @@
-"""What a pair's work costs, in seconds: formulas that measurements fill in, or a roofline of GPU
-and model.
-"""
+"""The costs of a pair's work in seconds: measured formulas, or a roofline of GPU and model."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -21,7 +19,9 @@ Share = Annotated[float, Interval(gt=0, le=1)]
 
 @dataclass(frozen=True, slots=True)
 class PrefillCosts:
-    """The prefill engine. A pass over n new tokens that attend p earlier ones and themselves takes
+    """The costs of a prefill engine.
+
+    A pass over n new tokens that attend p earlier ones and themselves takes
 
         forward_s + n * token_s + p * attention_s
 
@@ -37,46 +37,51 @@ class PrefillCosts:
     cache_tokens: Count = UNLIMITED
 
     def pass_s(self, new_tokens: int, attended: int) -> float:
-        """Seconds of one pass. `attended` counts pairs of a new token and one that it attends."""
+        """Return the seconds of one pass. `attended` counts pairs as `attended_pairs` does."""
         return self.forward_s + new_tokens * self.token_s + attended * self.attention_s
 
 
 def attended_pairs(new_tokens: int, before: int) -> int:
-    """Pairs of a new token and one it attends, itself included, where `before` tokens precede the
-    new ones.
+    """Count the pairs of a new token and one that it attends, itself included.
+
+    `before` tokens precede the new ones.
     """
     return new_tokens * before + new_tokens * (new_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCosts:
-    """From the end of prefill to the first token on the decode side: `request_s` + tokens *
-    `token_s`.
-    """
+    """The costs from the end of prefill to the first token on the decode side."""
 
     request_s: Amount = 0.0
     token_s: Amount = 0.0
 
     def seconds(self, tokens: int) -> float:
-        """For a prompt of that many tokens."""
+        """Return the seconds for a prompt of that many tokens."""
         return self.request_s + tokens * self.token_s
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """The decode engine. One step, a pass over n tokens, takes
+    """The costs of a decode engine.
+
+    One step, a pass over n tokens, takes
 
         step_s + n * sequence_s + c * context_s
 
-    where n is one per sequence and more where drafts are verified, and c the sum of the sequences'
-    lengths. `cache_tokens` is the KV capacity for all of them, `max_batch_size` the most sequences
-    of a step. `host_s_per_token` is what each token costs the event loops of the server and the
-    router: it delays other work only where all share the cores of one machine.
+    where n is one per sequence, or more where drafts are verified, and c is the sum of the
+    sequences' lengths.
 
-    Without `reserved_tokens` a sequence claims KV for all that it will write, which an engine would
-    have to know. With it a sequence is admitted where KV is free for what it has and that many
-    tokens more of every sequence: 512 on SGLang's decode servers (`--num-reserved-decode-tokens`),
-    0 in vLLM. Where KV runs out, those that have written least are preempted.
+    Attributes:
+        cache_tokens: The KV capacity for all sequences.
+        max_batch_size: The most sequences of a step.
+        host_s_per_token: The cost of each token for the event loops of server and router. It delays
+            other work only where all share the cores of one machine.
+        reserved_tokens: None allocates a sequence KV for all that it will write, which an engine
+            would have to know. With a number, a sequence is allocated KV where it is free for what
+            the sequence has and for that many tokens more of every sequence: 512 on SGLang's decode
+            servers (`--num-reserved-decode-tokens`), 0 in vLLM. Where KV runs out, the sequences
+            that have written least are preempted.
     """
 
     step_s: Amount
@@ -87,32 +92,31 @@ class DecodeCosts:
     host_s_per_token: Amount = 0.0
     reserved_tokens: Index | None = None
 
-    def steps_s(self, steps: int, tokens: int, context: int, grows: float | None = None) -> float:
-        """Seconds of `steps` steps over `tokens` each; with each the context `grows` by that, or by
-        `tokens`.
+    def steps_s(self, steps: int, tokens: int, context: int, growth: float | None = None) -> float:
+        """Return the seconds of `steps` steps over `tokens` each.
+
+        With each step the context grows by `growth`, which is `tokens` by default.
         """
-        grown = (tokens if grows is None else grows) * (steps * (steps - 1) // 2)
+        added = (tokens if growth is None else growth) * (steps * (steps - 1) // 2)
         return (
             steps * (self.step_s + tokens * self.sequence_s + context * self.context_s)
-            + grown * self.context_s
+            + added * self.context_s
         )
 
     def steps_begun(
-        self, seconds: float, at_most: int, tokens: int, context: int, grows: float | None = None
+        self, seconds: float, at_most: int, tokens: int, context: int, growth: float | None = None
     ) -> int:
-        """How many steps have begun after `seconds`, except for rounding; at the very start none
-        has.
-        """
+        """Return how many steps have begun after `seconds`; none at the very start."""
         until = range(1, at_most)
         seconds = seconds - ROUNDING_S
         return (seconds > 0) + bisect_left(
-            until, seconds, key=lambda steps: self.steps_s(steps, tokens, context, grows)
+            until, seconds, key=lambda steps: self.steps_s(steps, tokens, context, growth)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PairCosts:
-    """A prefill engine, a decode engine, and what lies between."""
+    """The costs of a prefill engine, a decode engine, and the transfer between them."""
 
     prefill: PrefillCosts
     decode: DecodeCosts
@@ -121,12 +125,15 @@ class PairCosts:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: dense FLOP/s in the model's number format, bytes/s of memory, bytes of it, bytes/s to
-    the next GPU.
+    """A GPU: dense FLOP/s in the model's number format, and bytes/s and bytes of its memory.
 
-    `compute_share` and `memory_share` say how much of both rates an engine reaches, `usable_share`
-    how much of the memory it may fill, `pass_s` what a pass costs before any work, and `request_s`
-    what a request costs on its way through the engines' processes.
+    Attributes:
+        link: Bytes/s to the next GPU.
+        compute_share: The share of `flops` that an engine reaches.
+        memory_share: The share of `bandwidth` that an engine reaches.
+        usable_share: The share of the memory that an engine may fill.
+        pass_s: The cost of a pass before any work.
+        request_s: The cost of a request on its way through the engines' processes.
     """
 
     flops: Positive
@@ -160,12 +167,11 @@ class Roofline:
 
 
 def costs_of(model: Roofline, gpu: Gpu) -> PairCosts:
-    """The costs of a pair, each engine on GPUs of its own. Raises ConfigError where the weights do
-    not fit.
+    """Return the costs of a pair, each engine on GPUs of its own.
 
     A pass reads all weights once; a token takes 2 FLOPs per parameter; a pair of tokens that attend
     takes 4 * heads * head_dim FLOPs per layer; a token's KV takes 2 * layers * kv_heads * head_dim
-    numbers.
+    numbers. Raises ConfigError if the weights do not fit.
     """
     flops = gpu.flops * gpu.compute_share * model.gpus
     bandwidth = gpu.bandwidth * gpu.memory_share * model.gpus

@@ -1,5 +1,4 @@
-"""A simulated prefill-decode pair, behind the same contract as a real one, and its prefill
-engine."""
+"""A simulated prefill-decode pair, with the protocol of a real one, and its prefill engine."""
 
 import asyncio
 import math
@@ -19,7 +18,7 @@ from shell_router.standins.simulated.text import Written
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """`cached` ids were found when its turn came, `done` of all are prefilled."""
+    """A prompt of which `cached` ids were in the cache at its turn, and `done` are prefilled."""
 
     ids: list[int]
     ended: asyncio.Future[int]
@@ -28,12 +27,13 @@ class _Prompt:
 
 
 class PrefillEngine:
-    """Prompts in the order they come, in passes of bounded size, on top of a radix cache.
+    """A prefill engine with a radix cache: prompts in order of arrival, in bounded passes.
 
-    One pass at a time, during which what runs on `holds` stands still.
+    One pass runs at a time; meanwhile the jobs of `holds` are paused.
 
-    `busy_s` is the time of its passes, had it the processor alone, `computed` counts the tokens
-    prefilled.
+    Attributes:
+        busy_s: The time of all passes, had they the processor alone.
+        computed: Tokens that were prefilled.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class PrefillEngine:
         self.computed = 0
 
     async def prefill(self, ids: Collection[int]) -> int:
-        """Prefill a prompt; how many of its tokens were cached. The last one is always computed.
+        """Prefill a prompt; return how many of its tokens were cached, which the last never is.
 
-        A list is kept, and must stay as it is. All else is made one: the cache compares parts, and
-        no list is a tuple. A prompt that is abandoned leaves the queue; the pass that it is in is
-        not cut short.
+        A list is not copied, and must stay as it is. Other collections are copied into a list: the
+        cache compares slices, and no list equals a tuple. An abandoned prompt leaves the queue; the
+        pass that it is in is not cut short.
         """
         prompt = _Prompt(ids if isinstance(ids, list) else list(ids), self._loop.create_future())
         self._waiting.append(prompt)
@@ -107,18 +107,22 @@ class PrefillEngine:
 
 
 class SimulatedPair:
-    """See `Engine`. `write` says what a request will answer; it is cut at the request's
-    `max_new_tokens`.
+    """A pair that takes computed time; see `Engine`.
 
-    As in SGLang's disaggregation, a request first claims KV on the decode side, then is prefilled,
-    then its KV is transferred, and the first token comes with it. Where no processors are given,
-    each engine has its own. With `prefill_first` decode stands still while there is something to
-    prefill, as in one engine that does both. `host` does the event loops' work per token and the
-    transfers, where these are not free: on one machine's CPU.
+    As in SGLang's disaggregation, a request is first allocated KV on the decode side, then it is
+    prefilled, then its KV is transferred, and the first token comes with it. A preempted sequence
+    comes back from host memory at the speed of transfers, as on SGLang's decode servers
+    (`--disaggregation-decode-retraction-backup`).
 
-    A preempted sequence comes back from host memory at the speed of transfers, as on SGLang's
-    decode servers (`--disaggregation-decode-retraction-backup`). In `one_engine` it is prefilled
-    again, with what it had written.
+    Args:
+        costs: The costs of both engines.
+        write: Returns the output of a request, which is cut at its `max_new_tokens`.
+        prefill_processor: The prefill engine's; one of its own by default.
+        decode_processor: The decode engine's; one of its own by default.
+        prefill_first: Pause decode while there is something to prefill, as an engine does both.
+        one_engine: Prefill a preempted sequence again, with what it had written.
+        host: Does the event loops' work per token, and the transfers, where these are not free: on
+            one machine's CPU.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class SimulatedPair:
         self.decoding = DecodeEngine(costs.decode, decodes, host)
 
     def reported(self) -> EngineReport:
-        """What the pair says of itself, as an engine's `/v1/loads`."""
+        """Return the pair's load, as an engine's `/v1/loads` does."""
         used, (running, waiting) = self.decoding.used_tokens, self.decoding.requests
         return EngineReport(
             used / self._capacity, used + self.decoding.waiting_tokens, running, waiting
@@ -206,7 +210,7 @@ class SimulatedPair:
         await (asyncio.sleep(seconds) if self._host is None else self._host.work(seconds))
 
     async def _resume(self, sequence: Sequence, ids: tuple[int, ...]) -> None:
-        """Get a preempted sequence its KV, which is that of `ids`, again."""
+        """Get a preempted sequence its KV, the KV of `ids`, again."""
         await self.decoding.allocate(sequence)
         if self._one_engine:
             await self.prefilling.prefill(ids)
@@ -217,7 +221,7 @@ class SimulatedPair:
 
 
 class _Progress:
-    """How many tokens a sequence has written and whether it was preempted, to be waited for."""
+    """The number of tokens that a sequence has written, and whether it was preempted."""
 
     __slots__ = ("_changed", "_preempted", "_written")
 
@@ -235,7 +239,7 @@ class _Progress:
         self._changed.set()
 
     async def more_than(self, sent: int) -> int:
-        """The tokens written so far; `sent` itself where the sequence was preempted."""
+        """Wait for more than `sent` tokens and return their number; `sent` after a preemption."""
         if self._written <= sent and not self._preempted:
             self._changed.clear()
             await self._changed.wait()

@@ -1,4 +1,4 @@
-"""Something that works: jobs side by side, as fast as there are cores for them."""
+"""Processors: jobs run at the same time, as fast as there are cores for them."""
 
 import asyncio
 import heapq
@@ -9,9 +9,7 @@ from itertools import count
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Work that was begun: `begin` and `end` on the processor's own axis of seconds of undivided
-    work.
-    """
+    """Work that was begun. `begin` and `end` count the processor's seconds of undivided work."""
 
     begin: float
     end: float
@@ -19,8 +17,7 @@ class Job:
 
 
 class Processor:
-    """Up to `cores` jobs run at full speed; more of them share the cores evenly (processor
-    sharing).
+    """A processor that runs up to `cores` jobs at full speed; more jobs share the cores evenly.
 
     An engine alone on its GPU is a processor of one core that gets one job at a time. Engines on
     one machine's CPU share a processor, and slow each other down.
@@ -47,12 +44,12 @@ class Processor:
         return job
 
     def worked_s(self, job: Job) -> float:
-        """The seconds of work that were done on a job so far."""
+        """Return the seconds of work that were done on a job so far."""
         self._catch_up()
         return min(self._worked, job.end) - job.begin
 
     def stop(self, job: Job) -> float:
-        """Give a running job up; returns the seconds of work that were done on it."""
+        """Give a running job up; return the seconds of work that were done on it."""
         self._catch_up()
         if job.done is not None:
             job.done = None
@@ -62,7 +59,7 @@ class Processor:
         return job.end - job.begin
 
     async def work(self, seconds: float) -> None:
-        """Return when `seconds` of undivided work are done; abandoned, it is given up."""
+        """Return when `seconds` of undivided work are done; a cancel gives the work up."""
         ended = asyncio.Event()
         job = self.start(seconds, ended.set)
         try:
@@ -71,20 +68,20 @@ class Processor:
             self.stop(job)
 
     def hold(self) -> None:
-        """All jobs stand still until `release`, called as often as this."""
+        """Pause all jobs until `release` was called as often as this."""
         self._catch_up()
         self._holds += 1
         self._set_timer()
 
     def release(self) -> None:
-        """See `hold`."""
+        """Undo one `hold`."""
         self._catch_up()
         self._holds -= 1
         self._set_timer()
 
     @property
     def _speed(self) -> float:
-        """Of every running job."""
+        """The speed of every running job."""
         if self._holds:
             return 0.0
         if self._running:

@@ -1,6 +1,4 @@
-"""Texts whose tokens can be counted: what simulated agents read and write, and an embedder that
-says how alike.
-"""
+"""Texts with countable tokens, which simulated agents read and write, and their embedder."""
 
 import asyncio
 import re
@@ -29,7 +27,7 @@ _PIECE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]|[^{chr(FIRST)}-{chr(LAST)}]{{1,
 
 
 class _Ids(dict[str, int]):
-    """A piece's id by its text."""
+    """The id of each piece of text."""
 
     def __missing__(self, piece: str) -> int:
         return LAST + 1 + zlib.crc32(piece.encode())
@@ -42,7 +40,7 @@ _FILLER_IDS = tuple(map(_IDS.__getitem__, _FILLER))
 
 
 def filler(tokens: int, seed: str) -> str:
-    """A text of `tokens` tokens; equal seeds give texts with equal beginnings."""
+    """Return a text of `tokens` tokens; equal seeds give texts with equal beginnings."""
     return _cut(_FILLER, _place(seed), tokens)
 
 
@@ -51,26 +49,29 @@ def _place(seed: str) -> int:
 
 
 def _cut(source: T, begin: int, tokens: int) -> T:
-    """`tokens` of an endless repetition of `source`, from `begin` on."""
+    """Return `tokens` of an endless repetition of `source`, from `begin` on."""
     begin %= len(source)
     end = begin + max(0, tokens)
     return (source * (1 + end // len(source)))[begin:end]
 
 
 @lru_cache(maxsize=64)
-def _lately_encoded(text: str) -> tuple[int, ...]:
-    """The ids of `text`. Agents that are asked the same ask one after the other."""
+def _encode_cached(text: str) -> tuple[int, ...]:
+    """Return the ids of `text`. Agents with the same prompt come one after the other."""
     return tuple(map(_IDS.__getitem__, _PIECE.findall(text)))
 
 
 class SimulatedTokenizer:
-    """Filler has a token per character, all other text one per four, as English has on average."""
+    """A tokenizer with a token per character of filler, and one per four of other text.
+
+    English has four characters to a token on average.
+    """
 
     fingerprint = "simulated"
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        return list(_lately_encoded(text))
+        return list(_encode_cached(text))
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`: a piece at the end that is no filler may still grow."""
@@ -85,19 +86,24 @@ class SimulatedTokenizer:
         tools: Sequence[Any] = (),
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """The layout of ChatML."""
-        turns = (f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+        """Lay the messages out as ChatML."""
+        turns = (
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in messages
+        )
         return "".join(turns) + "<|im_start|>assistant\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An output before it is written: a piece of text per token, their ids, and the log-probability
-    of each.
+    """An output before it is written: a piece of text per token, their ids, their log-probability.
 
-    Before them it may have `filled` tokens of filler, which is not copied: thousands of outputs
-    wait to be written. Where its request asks for drafts, a pass gives `per_pass` tokens in the
-    mean, and computes `width`.
+    Attributes:
+        filled: Tokens of filler before the pieces, which are not copied: thousands of outputs wait
+            to be written.
+        place: The filler's offset.
+        per_pass: Tokens that a pass gives in the mean; more than 1 if the request asks for drafts.
+        width: Tokens that a pass computes.
     """
 
     pieces: tuple[str, ...]
@@ -110,13 +116,13 @@ class Written:
 
     @classmethod
     def of(cls, text: str, logprob: float) -> Self:
-        """The output that says `text`."""
+        """Return the output with this text."""
         pieces = _PIECE.findall(text)
         return cls(tuple(pieces), tuple(map(_IDS.__getitem__, pieces)), logprob)
 
     @classmethod
     def after_filler(cls, tokens: int, seed: str, end: str, logprob: float) -> Self:
-        """`filler` and then `end`, `tokens` in all; never less than `end`."""
+        """Return `filler` and then `end`, `tokens` in all; never less than `end`."""
         last = cls.of(end, logprob)
         return replace(last, filled=max(0, tokens - len(last)), place=_place(seed))
 
@@ -124,7 +130,7 @@ class Written:
         return self.filled + len(self.ids)
 
     def part(self, start: int, end: int) -> tuple[tuple[int, ...], str]:
-        """Ids and text of the tokens from `start` to before `end`."""
+        """Return ids and text of the tokens from `start` to before `end`."""
         filled = min(end, self.filled) - start
         ids = _cut(_FILLER_IDS, self.place + start, filled)
         text = _cut(_FILLER, self.place + start, filled)
@@ -142,18 +148,18 @@ _STATED = re.compile(r"\[(?P<question>[^\]]*)\] Answer: (?P<answer>.*)\.")
 
 
 def closing(question: str, answer: str) -> str:
-    """How an output ends that answers a question; the embedder reads it."""
+    """Return the end of an output that answers a question; the embedder reads it."""
     return f" [{question}] Answer: {answer}."
 
 
 class SimulatedEmbedder:
-    """See `Embedder`: texts that wait are embedded together, in `request_s` + all tokens *
-    `token_s`, on `processor`.
+    """An embedder whose texts have a similarity by their answers.
 
-    Every output has one row of features -1 and 1, so that the similarity of two is the square of
-    their cosine. A question's features are drawn, a share of them turned over for each answer, and
-    another for each output: two outputs with one answer are `same` alike, with different answers
-    `different`, give or take 0.03. It must hold that 0 < `different` <= `same` <= 1.
+    Texts that wait are embedded together, in `request_s` + all tokens * `token_s`, on `processor`.
+    Every output has one row of features -1 and 1, so the similarity of two is the square of their
+    cosine. A question's features are drawn, a share of them is inverted for each answer, and
+    another for each output: two outputs with one answer have the similarity `same`, with different
+    answers `different`, give or take 0.03. It must hold that 0 < `different` <= `same` <= 1.
     """
 
     def __init__(
@@ -176,7 +182,7 @@ class SimulatedEmbedder:
         self._tokenizer = SimulatedTokenizer()
 
     async def embed(self, text: str) -> TokenStates:
-        """See `Embedder.embed`; shape [1, 1024]."""
+        """Return states of shape [1, 1024]; see `Embedder.embed`."""
         ended = asyncio.get_running_loop().create_future()
         self._waiting.append((len(self._tokenizer.encode(text)), ended))
         if not self._embedding:
@@ -196,9 +202,9 @@ class SimulatedEmbedder:
         self._embedding = bool(batch)
         if batch:
             seconds = self._request_s + sum(tokens for tokens, _ in batch) * self._token_s
-            self._processor.start(seconds, lambda: self._embedded([ended for _, ended in batch]))
+            self._processor.start(seconds, lambda: self._end_batch([ended for _, ended in batch]))
 
-    def _embedded(self, batch: Sequence[asyncio.Future[None]]) -> None:
+    def _end_batch(self, batch: Sequence[asyncio.Future[None]]) -> None:
         for ended in batch:
             if not ended.done():
                 ended.set_result(None)
