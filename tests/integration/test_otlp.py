@@ -63,7 +63,7 @@ async def test_a_runs_spans_arrive_in_its_clients_trace_with_parents_and_links()
         )
         async with api(ScriptedMoa(pace=asked.pace), spans=export) as served:
             status, _ = await served.post("/v1/chat/completions", chat(), **CLIENT)
-        await asyncio.to_thread(export.close)
+        await asyncio.to_thread(export.close, 60.0)
         found = at.spans
     assert status == 200
     (run,) = found["invoke_workflow duo"]
@@ -113,7 +113,7 @@ async def test_an_early_exit_is_a_span_of_its_run_that_links_the_agents_that_agr
         export = SpanExport(at.url, lambda outcome, count: None, linger_s=0)
         async with api(moa, topologies=(exiting,), spans=export) as served:
             status, _ = await served.post("/v1/chat/completions", chat(model="exiting"))
-        await asyncio.to_thread(export.close)
+        await asyncio.to_thread(export.close, 60.0)
         found = at.spans
     assert status == 200
     (run,), scored = found["invoke_workflow exiting"], found["early_exit leaves"]
@@ -150,7 +150,7 @@ async def test_what_its_client_does_not_sample_is_not_exported_and_engines_see_t
         export = SpanExport(at.url, lambda outcome, count: None, linger_s=0)
         async with api(ScriptedMoa(pace=asked.pace), spans=export) as served:
             await served.post("/v1/chat/completions", chat(), traceparent=UNSAMPLED)
-        await asyncio.to_thread(export.close)
+        await asyncio.to_thread(export.close, 60.0)
         assert at.requests == []
     assert {(span.span_id, span.flags) for span in asked.generated.values() if span} == {
         ("cd" * 8, 0)
@@ -182,7 +182,7 @@ async def test_without_its_receiver_requests_go_on_and_one_line_of_the_log_says_
     with caplog.at_level(logging.WARNING):
         async with api(spans=export) as served:
             answers = [await served.post("/v1/chat/completions", chat()) for _ in range(3)]
-        await asyncio.to_thread(export.close)
+        await asyncio.to_thread(export.close, 60.0)
     assert [status for status, _ in answers] == [200] * 3
     assert counts["exported"] == 0 < counts["lost"]
     assert [line.message.partition(":")[0] for line in caplog.records] == ["spans are lost"]
@@ -202,7 +202,7 @@ async def test_after_its_process_died_the_next_run_starts_another() -> None:
             export._process.kill()
             await until(lambda: export._process is None or not export._process.running)
             await served.post("/v1/chat/completions", chat())
-        await asyncio.to_thread(export.close)
+        await asyncio.to_thread(export.close, 60.0)
     assert counts["exported"] == sum(map(len, at.spans.values()))
     assert [
         len(spans) for name, spans in at.spans.items() if name.startswith("invoke_workflow")
