@@ -224,7 +224,7 @@ def test_pairs_without_launch_are_left_to_others(tmp_path: Path) -> None:
     ("launch", "words"),
     [
         ("prefill_gpus: [-1]", "prefill_gpus[0] must be a whole number at least 0"),
-        ("decode_gpus: [1, 1]", "names a GPU twice"),
+        ("decode_gpus: [1, 1]", "names 1 twice"),
         ("flags: '--x \"'", "Close every quote"),
     ],
 )
