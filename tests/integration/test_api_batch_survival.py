@@ -63,21 +63,6 @@ async def test_a_router_that_was_killed_asks_only_the_rest_and_a_torn_line_again
         assert (asked(router.served.moa, "small"), asked(router.served.moa, "medium")) == (1, 2)
 
 
-async def test_a_batch_that_was_being_cancelled_when_its_router_was_killed_is_cancelled_by_the_next(
-    tmp_path: Path,
-) -> None:
-    gates = Gates("medium")
-    async with batch_api(tmp_path / "first", ScriptedMoa(pace=gates.pace)) as router:
-        id = await half_done(router, gates)
-        shutil.copytree(tmp_path / "first", tmp_path / "left")
-    record = tmp_path / "left" / "batches" / f"{id}.json"
-    record.write_text(record.read_text().replace('"in_progress",', '"cancelling",'))
-    async with batch_api(tmp_path / "left") as router:
-        batch = await router.ended(await router.ai.batches.retrieve(id))
-        assert batch.status == "cancelled" and set(await router.answers(batch)) == {"0", "2"}
-        assert asked(router.served.moa, "medium") == 0
-
-
 async def test_a_batch_whose_window_has_passed_expires_with_what_was_answered(
     tmp_path: Path,
 ) -> None:

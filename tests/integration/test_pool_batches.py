@@ -167,20 +167,6 @@ async def test_lines_that_failed_are_answered_once_their_pools_file_is_corrected
 
 
 @pytest.mark.slow
-async def test_a_cancelled_batch_leaves_no_run_of_its_pool(tmp_path: Path) -> None:
-    deployment = write_deployment(tmp_path)
-    async with client(deployment) as ai:
-        batch = await begun(
-            ai,
-            *(line(str(place), f"What is 2 plus {place}?", model="panel") for place in range(20)),
-        )
-        await until(lambda: bool(list((tmp_path / "kept" / "pools").rglob("run.json"))))
-        await ai.batches.cancel(batch.id)
-        assert (await ended(ai, batch)).status == "cancelled"
-        await no_run_is_left(deployment)
-
-
-@pytest.mark.slow
 async def test_a_run_that_ended_while_its_results_were_kept_asks_nothing_twice(
     tmp_path: Path,
 ) -> None:

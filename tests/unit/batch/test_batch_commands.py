@@ -130,7 +130,6 @@ def test_a_change_of_the_gate_or_of_how_answers_are_read_is_not_refused(folder: 
 @pytest.mark.parametrize(
     ("command", "options", "complaint"),
     [
-        ("run", ("--tau", "nan"), "tau must be above 0, not nan."),
         ("run", ("--limit-s", "0"), "A plan cannot be searched for 0.0 s. Give a positive number."),
         (
             "run",

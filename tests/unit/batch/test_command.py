@@ -65,37 +65,15 @@ def test_the_plan_of_every_method_is_written_and_drawn(
             "workload.yaml:6: models[1].prompts must be a whole number at least 0",
         ),
         (
-            ("prompts: 10,", f"prompts: {10**400},"),
-            "models[1].prompts must be a whole number below 2**63",
-        ),
-        (
-            ("load_s: 5", f"load_s: {10**400}"),
-            "models[0].load_s must be a whole number below 2**63",
-        ),
-        (
             ("load_s: 5", "load_s: -0.1"),
             "workload.yaml:5: models[0].load_s must be a number at least 0",
         ),
-        (("load_s: 5", "load_s: .inf"), "models[0].load_s must be"),
         (("per_prompt_s: 1}", "per_prompt_s: .nan}"), "models[0].per_prompt_s must be"),
-        (
-            ("per_prompt_s: 1}", "per_prompt_s: 1, most_workers: 0}"),
-            "models[0].most_workers must be a whole number",
-        ),
         (("workers: 2", "workers: 10000000"), "2 models on 10000000 workers are too many to plan"),
-        (
-            ("prompts: 10,", "prompts: true,"),
-            "at most 1e+07, not true",
-        ),
         (("name: b", r'name: "b\u0001"'), "Give it a name of printable characters"),
         (("capacity: 2", "capacity: 2\nspeed: 3"), "workload.yaml:4: Unknown key 'speed'"),
         (("workers: 2", "workers: 0"), "0 workers of 2 models each"),
-        (("capacity: 2", "capacity: 1\nworkers: 1"), "'workers' stands twice"),
         (("name: b", "name: a"), "Two models are named 'a'"),
-        (
-            (", load_s: 5, per_prompt_s: 1}\n  - {name: b", ", per_prompt_s: 1}\n  - {name: b"),
-            "[0] lacks 'load_s'",
-        ),
     ],
 )
 def test_a_wrong_workload_is_reported_with_file_and_line(

@@ -57,14 +57,8 @@ def test_what_a_line_does_not_say_is_open_and_its_id_is_its_number(tmp_path: Pat
     ("line", "error"),
     [
         (b'{"question": ', "this is not JSON ("),
-        (b"\xff\xfe", "this is not JSON ("),
-        ([1], "this is not a JSON object."),
         ({}, "question must be text that is not empty, not None."),
-        ({"question": "  "}, "question must be text that is not empty, not '  '."),
-        ({"question": 5}, "question must be text that is not empty, not 5."),
-        ({"question": "?", "id": ""}, "id must be text or a whole number, not ''."),
         ({"question": "?", "id": True}, "id must be text or a whole number, not True."),
-        ({"question": "?", "id": 1.5}, "id must be text or a whole number, not 1.5."),
         ({"question": "?", "id": "first"}, "line 1 has the id 'first' already."),
         (
             {"question": "?", "id": "x", "proposers": ["tiny"]},
