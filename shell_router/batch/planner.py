@@ -581,7 +581,7 @@ workloads.
 """
 
 
-def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
+def plan(workload: Workload, limit_s: float = 10.0) -> Plan:
     """Return the shortest plan found within `limit_s`, never longer than the heuristic ones.
 
     Of equally good plans the result may vary from run to run, as several threads search.
@@ -595,7 +595,7 @@ def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     start = replace(plan_wrap_around(workload), method="ilp")
     if start.makespan_s < SHORTEST_S or start.optimal:
         return start
-    return _IntegerProgram(workload, start).solve(limit_s, seed)
+    return _IntegerProgram(workload, start).solve(limit_s)
 
 
 def planner_work() -> Callable[[Sequence[tuple[Workload, float]]], list[Plan | ConfigError]]:
@@ -646,12 +646,12 @@ class _IntegerProgram:
         self._add_workers()
         self._model.minimize(self._makespan)  # (10)
 
-    def solve(self, limit_s: float, seed: int) -> Plan:
+    def solve(self, limit_s: float) -> Plan:
         """Return the solver's plan, or the one that it started from if that is no longer."""
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = limit_s
         solver.parameters.relative_gap_limit = OPTIMAL_GAP / 2
-        solver.parameters.random_seed = seed
+        solver.parameters.random_seed = 0
         solver.parameters.num_workers = SEARCHERS
         status = solver.solve(self._model)
         bound_s = max(self._start.bound_s, solver.best_objective_bound * self._tick_s)

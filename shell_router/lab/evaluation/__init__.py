@@ -1,3 +1,1 @@
-"""The evaluation: how right, how fast and at what cost a router's models, votes and topologies
-answer.
-"""
+"""The evaluation: the accuracy, latency and cost of a router's models, votes and topologies."""

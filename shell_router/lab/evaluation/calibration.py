@@ -31,9 +31,7 @@ OFF = (False, "off")
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The values whose combinations are tried. Raises ConfigError for what an early exit cannot
-    have.
-    """
+    """The values whose combinations are tried. Raises ConfigError for an impossible early exit."""
 
     thresholds: Sequence[float]
     policies: Sequence[str] = ("in_flight",)
@@ -74,9 +72,7 @@ Variants = Mapping[str, Settings | None]
 
 @dataclass(frozen=True, slots=True)
 class CalibratedExit:
-    """An early exit, what it loses against none in points of accuracy, and its median latency
-    relative to none.
-    """
+    """An early exit, its loss of accuracy in points, and its median latency, relative to none."""
 
     settings: Settings
     loss: Interval
@@ -84,11 +80,10 @@ class CalibratedExit:
 
 
 def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit | None:
-    """The fastest early exit that loses `bound` points at most; None where there is none.
+    """Return the fastest early exit that loses at most `bound` points; None if there is none.
 
-    Going down from the cautious end, the first threshold that loses more ends the search among
-    those that differ in it
-    alone: one below it that loses less by luck is not believed.
+    From the cautious end down, the first threshold that loses more ends the search among those that
+    differ in it alone: a lower one that loses less by luck is not believed.
     """
     within = list[CalibratedExit]()
     ended = list[Settings]()
@@ -107,7 +102,7 @@ def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit
 
 
 def loss_of(row: Row) -> Interval:
-    """What a setting loses against the baseline, in points of accuracy; below 0 where it gains."""
+    """Return a setting's loss against the baseline, in points of accuracy; below 0 for a gain."""
     assert row.difference is not None
     lost = (
         0.0 - 100 * end for end in (row.difference.value, row.difference.high, row.difference.low)
@@ -116,11 +111,9 @@ def loss_of(row: Row) -> Interval:
 
 
 def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None) -> dict[str, Any]:
-    """A topology's document with another early exit wherever it has one, or, if it has none, for
-    all clusters.
+    """Return a topology with another early exit wherever it has one, or for all clusters.
 
-    Other keys of its blocks stay as far as they go together with `settings`. None turns early exit
-    off.
+    Other keys of its blocks stay if they go together with `settings`. None turns early exit off.
     """
     changed: dict[str, Any] = deepcopy(dict(document)) | {"name": name}
     holders: list[dict[str, Any]] = [changed, *changed.get("clusters", {}).values()]
@@ -140,11 +133,10 @@ def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None)
 async def run_calibration(
     topology: Path, tried: Tried, bound: float, options: EvaluationOptions
 ) -> CalibratedExit:
-    """Evaluate the topology file with each early exit of `tried` and without; print the tables and
-    the choice.
+    """Evaluate the topology with each early exit of `tried` and without; print the choice.
 
-    `bound` is in points of accuracy. Raises what `calibrated` and `write_variants` raise, the
-    latter before anything starts.
+    `bound` is in points of accuracy. Raises the errors of `calibrated` and `write_variants`, the
+    latter's before anything starts.
     """
     with TemporaryDirectory(prefix="shell-router-calibrate-") as folder:
         variants = write_variants(topology, tried, Path(folder))
@@ -177,7 +169,7 @@ async def calibrated(
 
 
 def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
-    """A topology file per early exit, and one without. Raises ConfigError."""
+    """Write a topology file per early exit, and one without. Raises ConfigError."""
     name = load_topology(topology).name
     document = yaml.safe_load(topology.read_text(encoding="utf-8"))
     variants: dict[str, Settings | None] = {f"{name}-without-exit": None}
@@ -193,7 +185,7 @@ def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
 
 
 def outcome_lines(choice: CalibratedExit, bound: float, questions: int) -> list[str]:
-    """The outcome in words, with the line for the topology file."""
+    """Return the outcome in words, with the line for the topology file."""
     loss = choice.loss
     keys = ", ".join(f"{key}: {value}" for key, value in choice.settings.items())
     outcome = (

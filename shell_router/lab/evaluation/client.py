@@ -1,6 +1,4 @@
-"""The router that an evaluation asks over HTTP: one that runs, or a deployment that is started for
-it.
-"""
+"""The client of a router that runs, or of a deployment that is started for an evaluation."""
 
 import asyncio
 import os
@@ -34,7 +32,7 @@ UNAVAILABLE = 503
 
 
 class Client:
-    """One router at `url`, reached through the caller's session; a request may take `limit_s`."""
+    """A client of the router at `url`, on the caller's session; a request may take `limit_s`."""
 
     def __init__(
         self,
@@ -55,8 +53,9 @@ class Client:
         self._clock = clock
 
     async def wait_until_ready(self, *, limit_s: float = START_LIMIT_S) -> None:
-        """Wait for `/ready`. Raises EngineUnreachable where nothing listens, EngineStalled after
-        `limit_s`.
+        """Wait for `/ready`.
+
+        Raises EngineUnreachable if nothing listens, and EngineStalled after `limit_s`.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -75,29 +74,25 @@ class Client:
         return status == OK
 
     async def served(self) -> list[Setting]:
-        """What the router serves, in its own order. Raises ShellRouterError."""
+        """Return what the router serves, in its order. Raises ShellRouterError."""
         listed, _ = await self._fetched("GET", "/v1/models")
         if not all("kind" in one for one in listed["data"]):
             raise _no_router(self.url, "its models have no kind")
         return [Setting(one["id"], one["kind"], one.get("engine", "")) for one in listed["data"]]
 
     async def ask(self, body: Mapping[str, Any]) -> Reply:
-        """The answer to a chat completion's `body`; its trace is fetched after the answer has been
-        timed.
-        """
+        """Return the reply to a chat completion's `body`; its trace is fetched untimed."""
         sent_s = self._clock()
         completion, headers = await self._fetched("POST", "/v1/chat/completions", body)
         latency_s = self._clock() - sent_s
         return read_reply(completion, await self.trace(headers["x-trace-id"]), latency_s)
 
     async def trace(self, trace_id: str) -> Mapping[str, Any]:
-        """One request's trace. Raises ShellRouterError."""
+        """Fetch a request's trace. Raises ShellRouterError."""
         return (await self._fetched("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
 
     async def traces(self, filters: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
-        """The latest requests, the last first; `filters` are those of the route. Raises
-        ShellRouterError.
-        """
+        """Fetch the latest requests, the last first. Raises ShellRouterError."""
         found: Sequence[Mapping[str, Any]] = (
             await self._fetched("GET", f"/v1/traces?{urlencode(filters)}")
         )[0]["data"]
@@ -106,9 +101,7 @@ class Client:
     async def _fetched(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """The answer's object and headers; ShellRouterError with the router's own words where it is
-        an error.
-        """
+        """Fetch an object and its headers. Raises ShellRouterError with the router's own words."""
         status, answer, headers = await self._answered(method, path, body)
         try:
             found = orjson.loads(answer)
@@ -160,8 +153,7 @@ def _no_router(url: str, why: str) -> ShellRouterError:
 async def running_router(
     options: EvaluationOptions, on_progress: Callable[[str], None]
 ) -> AsyncIterator[tuple[Client, Sequence[str]]]:
-    """A client of the router at a URL, or of a deployment that is started, with the models in the
-    order of its file.
+    """Yield a client of a running or started router, with its models in the order of the file.
 
     `on_progress` gets a line per step of a start. Raises ConfigError and EngineError.
     """
@@ -188,7 +180,7 @@ async def running_router(
 async def _started(
     config: Config, file: Path, stack: AsyncExitStack, on_progress: Callable[[str], None]
 ) -> str:
-    """The URL of the deployment, which ends with `stack`."""
+    """Start the deployment, which ends with `stack`, and return its URL."""
     launching = ""
     if any(pair.launch for model in config.models.values() for pair in model.pairs):
         command = f"shell-router launch --config {file} --engines-only"

@@ -1,7 +1,7 @@
-"""Grades answers: as batches do, by math-verify where they are formulas, and by IFBench's own
-checks of instructions.
+"""The grading of answers: as in batches, by math-verify for formulas, and by IFBench's checks.
 
-It holds up the event loop, math-verify for seconds in the worst case: grade while no request runs.
+Grading blocks the event loop, math-verify for seconds in the worst case: grade while no request
+runs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +30,9 @@ def require_graders(items: Iterable[Item]) -> None:
 
 
 def grade(item: Item, text: str) -> tuple[bool, str | None]:
-    """Whether `text` is right, and the answer that it states, where its grader finds one. Raises
-    DataError.
+    """Return whether `text` is right, and its stated answer if the grader finds one.
+
+    Raises DataError.
     """
     if item.grader == "instructions":
         return follows(item, text, _package("instructions").INSTRUCTION_DICT), None
@@ -51,8 +52,9 @@ def _equals(answer: str, text: str) -> tuple[bool, str | None]:
 
 
 def follows(item: Item, text: str, known: Mapping[str, Any]) -> bool:
-    """Whether the text follows every instruction strictly; `known` are IFBench's classes of checks
-    by their names.
+    """Return whether the text follows every instruction strictly.
+
+    `known` are IFBench's classes of checks by name.
     """
     if not text.strip():
         return False

@@ -1,6 +1,4 @@
-"""What is asked, questions and settings, and one record per question, seed and setting. Both come
-from files, too.
-"""
+"""The questions and settings of an evaluation, and a record per question, seed and setting."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +20,7 @@ GRADERS = (*get_args(Grader), "math", "instructions")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One entry of `GET /v1/models`; `engine` names what serves a model, where the router has
-    it."""
+    """An entry of `GET /v1/models`; `engine` names what serves a model that the router has."""
 
     name: str
     kind: Literal["model", "topology", "auto"]
@@ -32,13 +29,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """One evaluation: a deployment that is started (`config`) or a router that runs (`url`), and
-    what it is asked.
+    """The options of an evaluation of a started deployment (`config`) or a running router (`url`).
 
     `topologies` are files and folders that a deployment serves instead of its own. `api_key` is the
     running router's. `limit_s` is the longest that one request may take. Topologies get the
-    `temperature` where it is given, other models 0 where it is not, and `max_tokens`, where given.
-    `json` gets the report, `records` a line per answer.
+    `temperature` and `max_tokens` that are set; models get temperature 0 if none is set. `json`
+    gets the report, `records` a line per answer.
     """
 
     data: Path
@@ -69,8 +65,7 @@ FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question. `index` counts the file's questions from 0; `facts` are the line's further
-    keys.
+    """A question. `index` counts the file's questions from 0; `facts` are the line's further keys.
 
     `labels` are sent along, for rules that read them.
     """
@@ -90,11 +85,10 @@ def read_items(
     offset: int = 0,
     limit: int | None = None,
 ) -> list[Item]:
-    """The questions of a file, or of a published data set (see `data_sets`), from `offset` on, at
-    most `limit`.
+    """Read at most `limit` questions of a file or a published data set, from `offset` on.
 
     With `auto` a line's own `grader` decides, or else the form of its answer. Blank lines are
-    stepped over. Raises DataError, which names file, line and remedy.
+    skipped. Raises DataError, which names file, line and remedy.
     """
     try:
         rows = read_rows(file, file.read_bytes())
@@ -155,7 +149,7 @@ def _item(
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """One agent of one answer. `layer` counts from the leaves (0); `state` is the trace's word.
+    """An agent of an answer. `layer` counts from the leaves (0); `state` is the trace's word.
 
     It is `started` once its complete prompt was sent to its engine. `completion_tokens` are those
     that it wrote, also when it was cut off; the other counts are 0 unless it finished.
@@ -173,7 +167,7 @@ class AgentRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExitRecord:
-    """One judgement of a cluster by the early-exit gate, and how long it took."""
+    """A judgement of a cluster by the early-exit gate, and its duration."""
 
     cluster: str
     layer: int
@@ -183,10 +177,10 @@ class ExitRecord:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One question with one seed in one setting.
+    """A question with a seed in a setting, and its result.
 
     `stated` is the answer that the text states, as far as the grader understands it. `latency_s` is
-    what the client waited. A failed request has only an `error`.
+    the client's wait. A failed request has only an `error`.
     """
 
     question: int
@@ -204,7 +198,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One request's answer. `latency_s` is from sending to the answer's end."""
+    """The reply to a request. `latency_s` is from sending to the answer's end."""
 
     text: str
     latency_s: float
@@ -216,7 +210,7 @@ class Reply:
 
 
 def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_s: float) -> Reply:
-    """A chat completion and its trace, both as docs/reference/api.md has them."""
+    """Read a chat completion and its trace, both in the form of docs/reference/api.md."""
     usage = completion["usage"]
     found = trace["agents"]
     layers = layers_of({agent: one.get("precursors", ()) for agent, one in found.items()})
@@ -248,7 +242,7 @@ def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_
 
 
 def layers_of(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Per agent its longest distance from a leaf, by the agents that each one reads."""
+    """Return each agent's longest distance from a leaf, by the agents that each one reads."""
 
     @cache
     def layer(agent: str) -> int:
@@ -258,10 +252,10 @@ def layers_of(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
 
 def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:
-    """The answers of plain models in files of records, which must be of the questions in `data`.
+    """Read the answers of plain models in files of records of the questions in `data`.
 
-    Those of topologies and `auto`, and failed requests, say nothing of one model and are left out.
-    Raises ConfigError and DataError.
+    Answers of topologies and `auto`, and failed requests, say nothing of one model and are left
+    out. Raises ConfigError and DataError.
     """
     texts = {item.index: item.question for item in read_items(data)}
     found = [graded for file in records for graded in _graded(file, texts)]

@@ -1,4 +1,4 @@
-"""What is reported of each setting, from the records alone, and its tables."""
+"""The report: each setting's figures, from the records alone, and their tables."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +26,9 @@ CUT_OFF = ("early_exit", "unneeded")
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """One model's agents in one answer, on average: how many the setting has, `started`, and
-    `completed`.
+    """A model's agents in an answer, on average: how many there are, `started`, and `completed`.
 
-    `activation_rate` is `completed` / `agents`: the share of its possible invocations that were
-    carried through.
+    `activation_rate` is `completed` / `agents`: the share of its possible invocations that ended.
     """
 
     agents: int
@@ -56,8 +54,9 @@ class Exits:
 
 
 def model_uses(records: Sequence[Record]) -> dict[str, ModelUse]:
-    """Per model, in the order of the agents; a setting has as many as its answer with the most.
-    Votes ask no model.
+    """Return the use per model, in the order of the agents; votes ask no model.
+
+    A setting has as many agents as its answer with the most.
     """
     models = list(
         dict.fromkeys(
@@ -109,8 +108,7 @@ def exposed_s(record: Record) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting. Tokens and agents are means per answer; None where nothing was answered to take
-    it from.
+    """A setting's figures. Tokens and agents are means per answer; None without any answer.
 
     A failed request counts among `answers`, as a wrong one, and among `failed`; all but the
     accuracy leaves it out. `difference` and `latency_ratio` are relative to the baseline, over the
@@ -137,7 +135,7 @@ class Row:
 
 
 def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -> list[Row]:
-    """A row for each of `settings` that has a record."""
+    """Return a row for each of `settings` that has a record."""
     grouped = {name: [one for one in records if one.setting == name] for name in settings}
     return [
         _row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group
@@ -180,7 +178,7 @@ def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: boo
 
 
 def _difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interval | None:
-    """Per question the mean over the seeds that both have, then over questions."""
+    """Return the mean per question over the seeds that both have, and then over questions."""
     theirs = {(one.question, one.seed): one.right for one in baseline}
     differences: dict[int, list[int]] = defaultdict(list)
     for one in records:
@@ -193,9 +191,7 @@ def _difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interv
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was asked, on what, and what came out; fewer `asked` answers than `wanted` mean that it
-    was interrupted.
-    """
+    """An evaluation's setup and rows; fewer `asked` answers than `wanted` mean an interruption."""
 
     data: str
     engine: str
@@ -215,7 +211,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """What was evaluated, on what, and whether it is whole."""
+        """The report's title: its subject, its data, and whether it is whole."""
         if self.partial:
             partial = f"\nPARTIAL: interrupted after {self.asked} of {self.wanted} answers"
         else:
@@ -223,13 +219,13 @@ class Report:
         return f"Evaluation of {self.data}\n{self.engine}{partial}"
 
     def as_json(self) -> dict[str, Any]:
-        """The object of `--json`; rows and intervals as objects."""
+        """Return the object of `--json`, with rows and intervals as objects."""
         methods = {"accuracy": METHOD_SHARE, "difference": METHOD_DIFFERENCE}
         return {"title": self.title, "partial": self.partial, **asdict(self), "methods": methods}
 
 
 def engines_of(settings: Sequence[Setting], served: Sequence[Setting]) -> str:
-    """What serves the models, in words; topologies may use any of the models."""
+    """Return in words what serves the models; topologies may use any of them."""
     every = any(one.kind in ("topology", "auto") for one in settings)
     models = [one for one in (served if every else settings) if one.kind == "model"]
     if not models or not all(one.engine for one in models):

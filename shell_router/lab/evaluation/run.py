@@ -30,8 +30,9 @@ WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
 
 
 def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
-    """The settings `named`, each once, or else all models and then all topologies. Raises
-    UnknownModel.
+    """Return the settings `named`, each once, or all models and then all topologies.
+
+    Raises UnknownModel.
     """
     known = {one.name: one for one in served}
     for name in named:
@@ -48,9 +49,7 @@ def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Set
 
 
 def baseline_of(settings: Sequence[Setting], named: str | None) -> Setting:
-    """The setting that the others are compared with: the one named, the first topology, or the
-    first.
-    """
+    """Return the baseline: the setting that is named, the first topology, or the first."""
     if named is None:
         return next((one for one in settings if one.kind == "topology"), settings[0])
     for one in settings:
@@ -73,8 +72,7 @@ def rounds_of(
     *,
     concurrency: int = 1,
 ) -> Iterator[tuple[Asked, Sequence[Setting]]]:
-    """Rounds of `concurrency` questions, in one setting after the other; every question once before
-    the next seed.
+    """Yield rounds of `concurrency` questions, in one setting after the other, seed after seed.
 
     Rounds are the rows of a Williams square, and in every other cycle reversed: each setting comes
     equally often right after each other one, which leaves its prompts in the caches. Two settings
@@ -92,14 +90,14 @@ def rounds_of(
 
 
 def request_seed(seed: int, question: int) -> int:
-    """The seed of one request, the same for all settings. Below 2^31."""
+    """Return the seed of a request, below 2^31 and the same for all settings."""
     return zlib.crc32(f"{seed}/{question}/0".encode()) >> 1
 
 
 async def asked(
     client: Client, setting: Setting, item: Item, seed: int, options: EvaluationOptions
 ) -> Reply | ShellRouterError:
-    """The answer, or why there is none."""
+    """Return the reply, or the error's text."""
     try:
         return await client.ask(request_body(setting, item, seed, options))
     except ShellRouterError as error:
@@ -107,8 +105,7 @@ async def asked(
 
 
 def record_of(setting: Setting, item: Item, seed: int, reply: Reply | ShellRouterError) -> Record:
-    """The record of `item` in `setting`; a request that failed, or cannot be graded, has one
-    too."""
+    """Return the record of `item` in `setting`, also of a failed or ungradable answer."""
     if isinstance(reply, ShellRouterError):
         return Record(
             item.index,
@@ -149,7 +146,7 @@ def record_of(setting: Setting, item: Item, seed: int, reply: Reply | ShellRoute
 def request_body(
     setting: Setting, item: Item, seed: int, options: EvaluationOptions
 ) -> dict[str, Any]:
-    """What a router is asked."""
+    """Build the body of a request."""
     sampling: Mapping[str, Any] = {"temperature": options.temperature}
     if setting.kind != "topology":
         sampling = {"temperature": options.temperature or 0.0, "max_tokens": options.max_tokens}
@@ -182,9 +179,7 @@ async def run_evaluation(options: EvaluationOptions) -> Report:
 
 
 def report_console() -> Console:
-    """Wide enough for the tables where it is no terminal; data and files are never taken for
-    markup.
-    """
+    """Return a console that is wide enough for the tables and takes no data for markup."""
     console = Console(markup=False, emoji=False)
     if console.is_terminal:
         return console
@@ -198,8 +193,7 @@ async def evaluate(
     options: EvaluationOptions,
     console: Console,
 ) -> Report:
-    """The same of `items`, with a router that runs; models are listed in this `order`, others
-    last."""
+    """Evaluate `items` on a running router; models are listed in this `order`, others last."""
     served = sorted(
         await client.served(),
         key=lambda one: order.index(one.name) if one.name in order else len(order),

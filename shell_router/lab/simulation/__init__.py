@@ -1,3 +1,1 @@
-"""The online path under a virtual clock, on engines whose work costs what a profile or a roofline
-gives.
-"""
+"""The online path under a virtual clock, on engines with the costs of a profile or a roofline."""

@@ -1,9 +1,8 @@
-"""`shell-router profile`: a deployment's models measured one after the other, and written to a file
-of profiles.
+"""The measuring of a deployment's models, one after the other, for `shell-router profile`.
 
-A model's requests are timed on an engine that has nothing else to do, through the contract that the
-router asks by. Every round times all kinds of requests once, so that a machine whose speed drifts
-slows all of them; the first round warms up. Of each kind the median counts.
+A model's requests are timed on an engine that has nothing else to do, through the router's own
+contract. Every round times all kinds of requests once, so that a machine whose speed drifts slows
+all of them; the first round warms up. The median of each kind counts.
 """
 
 import asyncio
@@ -52,9 +51,7 @@ Arrivals = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What is timed: prompts of `lengths` tokens, `batches` that decode `new_tokens` each, `rounds`
-    of all that.
-    """
+    """The amount of timing: prompts of `lengths`, `batches` of `new_tokens`, and `rounds`."""
 
     lengths: Sequence[int] = (32, 128, 512, 1024, 2048)
     batches: Sequence[int] = (1, 2, 4, 8, 16)
@@ -79,7 +76,7 @@ class Amount:
             )
 
     def within(self, context_length: int, limits: PairCosts) -> "Amount":
-        """What of it fits the model and its engines. Raises ConfigError where too little does."""
+        """Return the part that fits the model and engines. Raises ConfigError for too little."""
         capacity = min(context_length, limits.prefill.cache_tokens, limits.decode.cache_tokens)
         batches = tuple(
             sorted({one for one in self.batches if one <= limits.decode.max_batch_size})
@@ -104,23 +101,21 @@ def prefill_timing(cached: int, new: int, seconds: float, limits: PrefillCosts) 
 
 
 def first_token_timing(tokens: int, prefill_s: float, seconds: float) -> Timing:
-    """A prompt of `tokens` had its first token after `seconds`, of which its prefill takes
-    `prefill_s`.
-    """
+    """Build the timing of a prompt: first token after `seconds`, `prefill_s` of it prefill."""
     return Timing(tokens, (1, tokens), seconds, prefill_s)
 
 
 def decode_timing(sequences: int, context: int, steps: int, seconds: float) -> Timing:
-    """`steps` steps of a batch of `sequences`, whose lengths summed up to `context` at their
-    beginning.
-    """
+    """Build the timing of `steps` of a batch with `context` tokens at the beginning."""
     grown = sequences * steps * (steps - 1) / 2
     return Timing(sequences, (steps, steps * sequences, steps * context + grown), seconds)
 
 
 def fitted(what: str, timings: Sequence[Timing], least: int, option: str) -> list[float]:
-    """The costs of the timings' terms. Raises ConfigError for fewer than `least` different
-    timings."""
+    """Fit the costs of the timings' terms.
+
+    Raises ConfigError for fewer than `least` different timings.
+    """
     if (found := len({one.terms for one in timings})) < least:
         raise ConfigError(
             f"{what} cannot be fitted to {found} different timings; it takes {least}.",
@@ -131,9 +126,7 @@ def fitted(what: str, timings: Sequence[Timing], least: int, option: str) -> lis
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCosts:
-    """What a pair costs, and by work the mean relative error on timings that the costs were not
-    fitted to, if known.
-    """
+    """A pair's costs, and the mean relative error per kind of work on held-out timings."""
 
     costs: PairCosts
     errors: Mapping[str, float]
@@ -145,9 +138,7 @@ def fitted_pair(
     decodes: Sequence[Timing],
     limits: PairCosts,
 ) -> ProfiledCosts:
-    """The costs; `limits` are kept but for their times. Raises ConfigError where the timings are
-    too few.
-    """
+    """Fit a pair's costs to timings, with `limits`. Raises ConfigError for too few."""
     forward_s, token_s, attention_s = fitted("Prefill", prefills, 3, "--lengths")
     transfer = TransferCosts(*fitted("The transfer", firsts, 2, "--lengths"))
     step_s, sequence_s, context_s = fitted("Decoding", decodes, 3, "--batches and --lengths")
@@ -175,10 +166,10 @@ async def profiled(
     draws: random.Random,
     clock: Clock,
 ) -> ProfiledCosts:
-    """The costs of an engine that is left alone meanwhile; `limits` are kept but for their times.
+    """Measure the costs of an idle engine; `limits` are kept but for their times.
 
-    Prompts are drawn from ids below `vocabulary`. Raises ConfigError where the timings are too few,
-    and EngineError.
+    Prompts are drawn from ids below `vocabulary`. Raises ConfigError for too few timings, and
+    EngineError.
     """
     timings = Timings(engine, amount, limits, vocabulary, draws, clock)
     for _ in range(1 + amount.rounds):
@@ -188,9 +179,7 @@ async def profiled(
 
 @dataclass(slots=True)
 class Timings:
-    """Rounds of timed requests to one engine, by kind: tokens before and new ones, or sequences and
-    their length.
-    """
+    """The rounds of timed requests to an engine, by kind of request."""
 
     engine: Engine
     amount: Amount
@@ -208,7 +197,7 @@ class Timings:
     _kept: dict[Hashable, list[list[int]]] = field(default_factory=dict)
 
     def fitted(self) -> ProfiledCosts:
-        """The costs as far as they are known. Raises ConfigError where the timings are too few."""
+        """Fit the costs as far as they are known. Raises ConfigError for too few timings."""
         prefills = {place: _middle(timed) for place, timed in self._prefills.items()}
         firsts = [
             first_token_timing(
@@ -255,9 +244,7 @@ class Timings:
         self._prefills[len(prefix), new].append(timing)
 
     async def _decode(self, sequences: int, length: int) -> None:
-        """The prompts of a batch are prefilled beforehand, so that its sequences begin at nearly
-        the same time.
-        """
+        """Time a batch whose prompts were prefilled, so that all sequences begin together."""
         prompts = self._kept.setdefault(
             (sequences, length), [self._prompt(length) for _ in range(sequences)]
         )
@@ -277,9 +264,7 @@ class Timings:
             self._decodes[sequences, length].append(timing)
 
     def _decoded_lengths(self, sequences: int) -> Sequence[int]:
-        """The shortest, the middle and the longest of the prompts that fit into the KV cache
-        together.
-        """
+        """Return the shortest, middle and longest lengths that fit into the KV cache together."""
         each = self.limits.decode.cache_tokens // sequences - self.amount.new_tokens - sequences
         fitting = [length for length in self.amount.lengths if length <= each]
         if fitting:
@@ -310,7 +295,7 @@ class Timings:
 
 
 def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
-    """The steps that a batch made while all its sequences decoded; None where it made none.
+    """Return the steps that a batch made while all its sequences decoded; None if it made none.
 
     They are counted on the sequence that ended first, from its first tokens after all others had
     begun.
@@ -329,17 +314,16 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
 
 
 def _middle(timings: Sequence[Timing]) -> Timing:
-    """That of the median seconds per first term, which are passes or steps; of two in the middle
-    the lower.
+    """Return the timing of the median seconds per first term, which are passes or steps.
+
+    Of two in the middle it is the lower.
     """
     return sorted(timings, key=lambda one: one.seconds / one.terms[0])[(len(timings) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledModel:
-    """A model on one pair, what serves it in words, and the pair's limits as costs that take no
-    time.
-    """
+    """A model on a pair, its engine in words, and the limits as costs that take no time."""
 
     served: ServedModel
     engine: str
@@ -355,11 +339,11 @@ async def profiled_models(
     machine: str | None,
     on_progress: Callable[[str], None],
 ) -> AsyncIterator[Mapping[str, ProfiledModel]]:
-    """The models `aliases`, or all where it is empty, each on its first pair; `on_progress` gets a
-    line per step.
+    """Yield the models `aliases`, or all if it is empty, each on its first pair.
 
-    Embedded pairs are started, and pairs with `launch`, on `machine`, as `shell-router launch` does
-    under `name`; others are expected to run. Raises ConfigError and EngineError.
+    `on_progress` gets a line per step. Embedded pairs, and pairs with `launch`, are started on
+    `machine`, as `shell-router launch` does under `name`; others must run. Raises ConfigError and
+    EngineError.
     """
     wanted = with_one_pair_each(config, aliases)
     async with AsyncExitStack() as stack:
@@ -380,11 +364,9 @@ async def profiled_models(
 
 
 def with_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
-    """The deployment with these models, or all where `aliases` is empty, none of them on several
-    pairs.
+    """Return the deployment with these models, or all if `aliases` is empty, each on one pair.
 
-    An engine that ends stays down: what it did not live through was not measured. Raises
-    ConfigError.
+    An engine that ends stays down: a restarted one was not measured. Raises ConfigError.
     """
     if unknown := sorted(set(aliases) - config.models.keys()):
         raise ConfigError(
@@ -400,7 +382,7 @@ def with_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
 
 
 def limits_of(model: ModelSettings) -> PairCosts:
-    """Those of an embedded pair as the deployment sets them; SGLang's defaults for others."""
+    """Return an embedded pair's limits in the deployment, or SGLang's defaults."""
     if model.pairs:
         return PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.0))
     section = model.engine.get("embedded") or EmbeddedSection()
@@ -419,8 +401,7 @@ HEAD = "# What engines cost, in seconds: docs/how-to/evaluate.md explains the te
 
 
 def require_extensible(file: Path) -> None:
-    """Raise ConfigError where `file` is there and holds no profiles, or where it cannot be
-    written."""
+    """Raise ConfigError if `file` holds no profiles, or cannot be written."""
     if file.is_dir() or not file.parent.is_dir():
         raise ConfigError(
             f"{file} cannot be written.", remedy="Name a file in a folder that is there."
@@ -430,10 +411,9 @@ def require_extensible(file: Path) -> None:
 
 
 def write_profile(file: Path, model: str, found: ProfiledCosts, amount: Amount, on: str) -> None:
-    """Put a model's profile in `file`, in the place of one it has there; `on` says when and on what
-    it was measured.
+    """Put a model's profile into `file`, in the place of an earlier one. Raises ConfigError.
 
-    Raises ConfigError.
+    `on` says when and on what it was measured.
     """
     lengths, batches = (", ".join(map(str, some)) for some in (amount.lengths, amount.batches))
     how = f"medians of {amount.rounds} rounds, prompts of {lengths} tokens, batches of {batches}"
@@ -447,9 +427,7 @@ def write_profile(file: Path, model: str, found: ProfiledCosts, amount: Amount, 
 
 
 def limited(known: PairCosts, given: Mapping[str, int | None]) -> PairCosts:
-    """`known` with the limits that are given in their place. Raises ConfigError for a number below
-    1.
-    """
+    """Return `known` with the limits that replace its own. Raises ConfigError for one below 1."""
     prefill, decode = (
         {
             name: most
@@ -473,12 +451,11 @@ async def run_profile(
     date: str,
     on_progress: Callable[[str], None],
 ) -> None:
-    """Start the deployment of `file`, and measure its `models`, all where none is named; each
-    profile goes to `out`.
+    """Start the deployment of `file`, measure `models` or all, and write each profile to `out`.
 
-    `limits` of engines that the file does not have stand in the place of known ones. Prompts are
-    drawn by the system: engines may remember those of an earlier run. Raises ConfigError, if
-    possible before anything starts, and EngineError.
+    `limits` replace known ones for engines that the file does not have. Prompts are drawn by the
+    system: engines may remember those of an earlier run. Raises ConfigError, if possible before
+    anything starts, and EngineError.
     """
     require_extensible(out)
     config = load_config(file, os.environ, with_keys=False)

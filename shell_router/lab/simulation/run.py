@@ -46,9 +46,7 @@ from shell_router.topology import Topology
 
 
 class Fleet:
-    """See `Engine`. The router's own dispatcher chooses the pair, under the loop's clock; no pair
-    ever fails.
-    """
+    """An `Engine` whose pair the router's dispatcher chooses by the loop's clock; none fails."""
 
     def __init__(
         self, alias: str, pairs: Sequence[SimulatedPair], scheduling: SchedulingSettings
@@ -60,8 +58,7 @@ class Fleet:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """While the context is open, the dispatcher polls the pairs; a single pair needs no
-        choice."""
+        """Have the dispatcher poll the pairs while the context is open, if there are several."""
         if len(self.pairs) == 1:
             yield
             return
@@ -101,9 +98,7 @@ RIGHT = "1"
 
 
 class Outputs:
-    """Equal seeds, questions and agents give equal outputs, so that two settings are asked the
-    same.
-    """
+    """The agents' outputs, equal for equal seeds, questions and agents."""
 
     def __init__(self, workload: Workload, topology: Topology, seed: int) -> None:
         self._workload = workload
@@ -115,14 +110,14 @@ class Outputs:
         }
 
     def question(self, question: str) -> str:
-        """The text that the client asks."""
+        """Return the text that the client asks."""
         draws = self._draws(question)
         return filler(
             self._workload.question.at(draws.random(), draws.gauss()), f"{self._seed}/{question}"
         )
 
     def by(self, model: str) -> Callable[[Generation], Written]:
-        """What the agents of a model write. The router calls requests `question.number.agent`."""
+        """Return the output of an agent; the router calls requests `question.number.agent`."""
         outputs = self._workload.outputs
 
         def write(request: Generation) -> Written:
@@ -151,7 +146,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One request: its trace as JSON, and the error that it ended with, if any."""
+    """A request: its trace as JSON, and the error that it ended with, if any."""
 
     trace: Mapping[str, Any]
     error: str = ""
@@ -159,7 +154,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """One engine pair over a whole simulation of `elapsed_s`.
+    """The use of an engine pair over a whole simulation of `elapsed_s`.
 
     Busy shares count the time that its work takes undivided; `batch` is the mean number of
     sequences while it decoded, `preemptions` how often one of them was preempted.
@@ -176,9 +171,7 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a simulation: a run per request, in the order of asking, and what the engines
-    did meanwhile.
-    """
+    """The runs of a simulation in order, and the use of each engine."""
 
     topology: Topology
     elapsed_s: float
@@ -194,11 +187,10 @@ class Simulated:
 def simulate(
     simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int = 0
 ) -> Simulated:
-    """Simulate it from the first request to the last answer. `costs` are those of the models'
-    pairs.
+    """Simulate from the first request to the last answer; `costs` are those of the models' pairs.
 
-    Equal arguments give equal results, to the last bit. Meanwhile Python's garbage collector rests.
-    Raises ConfigError where the topology or the workload names a model that the simulation lacks.
+    Equal arguments give equal results, to the last bit. Python's garbage collector rests meanwhile.
+    Raises ConfigError if the topology or the workload names a model that the simulation lacks.
     """
     wanted = topology.models
     for name, known in (
@@ -217,7 +209,7 @@ def simulate(
 
 
 def _probed(prefill: PrefillCosts, few: int = 1, many: int = 256) -> PrefillCost:
-    """What the router would measure of the pair at its start. A fitted term may be 0."""
+    """Return what the router would measure of the pair at its start. A fitted term may be 0."""
     short_s, long_s = (prefill.pass_s(tokens, attended_pairs(tokens, 0)) for tokens in (few, many))
     return PrefillCost.through(few, short_s, many, long_s)
 
@@ -286,7 +278,7 @@ def _pairs(
     write: Callable[[Generation], Written],
     shared: Processor | None,
 ) -> list[SimulatedPair]:
-    """The pairs of a model, or an engine of both kinds for each of their GPUs."""
+    """Return the pairs of a model, or an engine of both kinds for each of their GPUs."""
     if model.engines == "disaggregated":
         return [
             SimulatedPair(
@@ -313,9 +305,7 @@ def _pairs(
 async def _ask_all(
     simulation: Simulation, topology: Topology, outputs: Outputs, executor: Executor, seed: int
 ) -> tuple[Run, ...]:
-    """Ask one after the other, by several clients, or at random times; return when all are
-    answered.
-    """
+    """Ask all questions one by one, by several clients, or at random times, to the last answer."""
     workload = simulation.workload
     clock = asyncio.get_running_loop().time
     runs: dict[int, Run] = {}

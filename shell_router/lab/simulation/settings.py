@@ -1,4 +1,5 @@
-"""A simulation's YAML file: topologies, engines and what they cost, a workload.
+"""The YAML file of a simulation: topologies, engines and their costs, a workload.
+
 docs/how-to/evaluate.md explains it.
 """
 
@@ -36,9 +37,7 @@ Deviation = Annotated[float, Interval(ge=0, le=100)]
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """One model on one kind of engine: its costs as measured, or the roofline that they follow
-    from.
-    """
+    """A model on a kind of engine: its measured costs, or the roofline that they follow from."""
 
     prefill: PrefillCosts | None = None
     decode: DecodeCosts | None = None
@@ -55,7 +54,7 @@ class EngineProfile:
         )
 
     def costs(self, gpus: Mapping[str, Gpu]) -> PairCosts:
-        """Of a pair of such engines. Raises ConfigError for a GPU that is none of `gpus`."""
+        """Return the costs of such a pair. Raises ConfigError for a GPU that is none of `gpus`."""
         if self.roofline is not None:
             require(
                 self.roofline.gpu in gpus,
@@ -76,10 +75,10 @@ class Profiles:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Tokens: always `tokens`, or from `low` to `high` alike, or log-normal with `mean` and
-    deviation `mean` * `cv`.
+    """A length in tokens: constant `tokens`, uniform from `low` to `high`, or log-normal.
 
-    With `mean`, a share of `runaways` never ends: they write until their limit.
+    The log-normal has `mean` and deviation `mean` * `cv`. With `mean`, a share of `runaways` never
+    ends: they write until their limit.
     """
 
     tokens: Count | None = None
@@ -104,9 +103,7 @@ class Length:
         )
 
     def at(self, uniform: float, normal: float) -> int:
-        """The length that a uniform draw from [0, 1) and one from the standard normal distribution
-        stand for.
-        """
+        """Return the length for a uniform draw from [0, 1) and a standard normal one."""
         if self.tokens is not None:
             return self.tokens
         if self.low is not None and self.high is not None:
@@ -119,8 +116,10 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What drafts give outputs: tokens a pass, log-normal with mean `per_pass` and deviation
-    `per_pass` * `cv`, between 1 and `width`, which is what a pass computes."""
+    """The gain of drafts: tokens per pass, log-normal with mean `per_pass`.
+
+    The deviation is `per_pass` * `cv`. A pass accepts 1 to `width` tokens; it computes `width`.
+    """
 
     per_pass: Annotated[float, Ge(1)]
     cv: Deviation = 0.0
@@ -133,26 +132,25 @@ class Drafted:
         )
 
     def at(self, normal: float) -> float:
-        """Tokens a pass of the output that a draw from the standard normal distribution stands
-        for."""
+        """Return the tokens per pass for a standard normal draw."""
         return min(float(self.width), max(1.0, self.per_pass * _lognormal(self.cv, normal)))
 
 
 def _lognormal(cv: float, normal: float) -> float:
-    """With mean 1 and this deviation."""
+    """Return a log-normal value with mean 1 and this deviation."""
     variance = math.log(1 + cv**2)
     return math.exp(math.sqrt(variance) * normal - variance / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked, how often, and what comes back.
+    """The questions, their arrival, and the outputs.
 
-    `one_by_one` asks the next question when the one before is answered, `closed` does so for
-    `clients` at a time, `poisson` asks `per_s` a second. An agent writes `outputs` tokens by its
-    model, is right with probability `right`, and sure of every token with `confidence`; wrong
-    answers all differ. `drafts` are what agents that ask for drafts gain, by role (aggregator,
-    root) or by agent.
+    `one_by_one` asks the next question after the last answer, `closed` does so for `clients` at a
+    time, `poisson` asks `per_s` a second. An agent writes `outputs` tokens by its model, is right
+    with probability `right`, and gives every token the probability `confidence`; wrong answers all
+    differ. `drafts` are the gains of agents that ask for drafts, by role (aggregator, root) or by
+    agent.
     """
 
     requests: Count
@@ -168,8 +166,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """An alias: the profile of its engines, and how many pairs of a prefill and a decode engine
-    there are.
+    """A model alias: the profile of its engines, and its number of prefill-decode pairs.
 
     For comparison, every pair may be replaced by engines of both kinds, one for each of its two
     GPUs: `data_parallel` prefills first, `data_parallel_chunked` shares itself between prefill and
@@ -183,9 +180,7 @@ class SimulatedModel:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEmbedding:
-    """The early-exit gate's embedding model: what a text costs, and how alike outputs are that say
-    the same or not.
-    """
+    """The early-exit gate's embedding model: its cost per text, and the similarities of outputs."""
 
     request_s: Amount = 0.0
     token_s: Amount = 0.0
@@ -202,7 +197,7 @@ class SimulatedEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One workload, asked of one topology after another on the same engines.
+    """A workload, asked of one topology after another on the same engines.
 
     `cores` is the CPU that all engines share; without it each engine has a GPU of its own.
     `max_new_tokens` replaces the topologies' own, by which outputs are cut.
@@ -230,7 +225,7 @@ class Simulation:
 
 
 def load_profiles(file: Path) -> Profiles:
-    """The profiles in `file`. Raises ConfigError, which begins with the file and the line."""
+    """Read the profiles in `file`. Raises ConfigError, which begins with the file and the line."""
     return read_file(file, Profiles, see=SEE)[0]
 
 
@@ -244,7 +239,7 @@ class Loaded:
 
 
 def load(file: Path) -> Loaded:
-    """What `file` describes. Raises ConfigError."""
+    """Read the simulation in `file`. Raises ConfigError."""
     simulation, _ = read_file(file, Simulation, see=SEE)
     profiles = load_profiles(simulation.profiles)
     costs = {}

@@ -17,11 +17,10 @@ Agents = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run's measurements, in seconds but for the shares and counts. Readers are the aggregators
-    and the root.
+    """A run's measurements, in seconds but for shares and counts. Readers are aggregators and root.
 
-    Figures of the second layer are None where none of it wrote anything; where no reader did,
-    nothing was late.
+    Figures of the second layer are None if none of it wrote anything; if no reader did, nothing was
+    late.
     """
 
     end_to_end_s: float
@@ -36,7 +35,7 @@ class Figures:
 
 
 def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
-    """One finished run's figures, from its trace as JSON."""
+    """Return a finished run's figures, from its trace as JSON."""
     agents: Agents = trace["agents"]
     finished = {name: agent for name, agent in agents.items() if agent["state"] == "finished"}
     readers = {name: agent for name, agent in finished.items() if topology.agents[name].precursors}
@@ -67,11 +66,10 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
 
 
 def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
-    """Tokens of the agent's prompt that were in the prefix cache at `at_s`, by its updates and its
-    request.
+    """Return the tokens of an agent's prompt that were in the prefix cache at `at_s`.
 
-    Without an update by then, what its first request found there: the question, which others have
-    asked before.
+    They come from its updates and its request. Without an update by then they are those that its
+    first request found there: the question, which other agents have asked before.
     """
     updates = [span for span in agent["spans"] if span["name"] == "prefill_increment"]
     done = [span["prompt_tokens"] for span in updates if span["end_s"] <= at_s]
@@ -83,8 +81,7 @@ def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
 
 
 def critical_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = False) -> float:
-    """Seconds to the root's end if each agent decoded from the moment its last needed precursor
-    ended.
+    """Return the root's end if each agent decoded as soon as its last needed precursor ended.
 
     With `pass_per_token` no draft had been accepted, and the passes had taken as long each. An
     agent whose aggregation was skipped ends as long after its last needed precursor as it did.
@@ -116,8 +113,7 @@ WAITING = "waiting"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A simulation in figures. Seconds are means over the answered requests but for the
-    percentiles.
+    """A simulation's figures; seconds are means over answered requests but for percentiles.
 
     `path` is where an answer's time goes along its critical path: decoding by model, exposed
     prefill, and waiting. `bound_s` is that path's length without exposed prefill, `token_bound_s`
@@ -160,7 +156,7 @@ class Summary:
 
 
 def summary_of(simulated: Simulated) -> Summary:
-    """The figures. Raises DataError where no request was answered."""
+    """Summarize the runs. Raises DataError if no request was answered."""
     topology = simulated.topology
     traces = [run.trace for run in simulated.runs if not run.error]
     if not traces:
@@ -203,7 +199,7 @@ def summary_of(simulated: Simulated) -> Summary:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
+    """Return the mean of the values that are known."""
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None
 
@@ -311,7 +307,7 @@ def _use(pair: EngineUse) -> Row:
 
 
 def bound(name: str, one: Summary) -> str:
-    """What bounds it, as a sentence."""
+    """Say in a sentence what bounds the latency."""
     kind, seconds = max(one.path.items(), key=lambda item: item[1])
     share = seconds / (sum(one.path.values()) or 1.0)
     full = [
@@ -328,7 +324,7 @@ def bound(name: str, one: Summary) -> str:
 
 
 def as_json(summaries: Mapping[str, Summary]) -> dict[str, Any]:
-    """All figures by simulation."""
+    """Return all figures by simulation."""
     return {
         name: asdict(one) | {"per_s": one.per_s, "over_bound": one.over_bound}
         for name, one in summaries.items()

@@ -1,5 +1,4 @@
-"""An event loop whose clock jumps: asyncio code runs unchanged, sleeping costs nothing, runs repeat
-exactly.
+"""An event loop whose clock jumps: asyncio code runs unchanged and repeats exactly.
 
 `looptime` does the same for tests, but allows real input and output, which make a run depend on the
 machine again. Here there is none: the selector never waits, and executors run in place.
@@ -16,13 +15,11 @@ Ts = TypeVarTuple("Ts")
 
 
 class Stuck(RuntimeError):
-    """All tasks wait, and nothing is left that could happen."""
+    """The error that all tasks wait, and nothing is left that could happen."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its time is 0 at first, and moves only when all tasks wait, to the next moment at which one
-    is due.
-    """
+    """An event loop whose time starts at 0 and moves only when all tasks wait."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -36,8 +33,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Run it here and now: threads would end in an order of their own, and computing takes no
-        virtual time.
+        """Run the function here and now: threads would end in an order of their own.
+
+        Computing takes no virtual time.
         """
         future: asyncio.Future[T] = self.create_future()
         try:
@@ -53,8 +51,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _Waits(selectors.SelectSelector):
-    """Instead of waiting for files it lets time pass. The loop registers its own wake-up socket,
-    which stays silent.
+    """A selector that lets time pass instead of waiting for files.
+
+    The loop registers its own wake-up socket, which stays silent.
     """
 
     def __init__(self, passing: Callable[[float | None], None]) -> None:
