@@ -18,6 +18,7 @@ from shell_router.api.conversation import (
     read_tools,
 )
 from shell_router.api.fields import (
+    CONSTRAINTS,
     EndUserFields,
     Labels,
     Names,
@@ -121,8 +122,6 @@ class ChatBody(
 
 
 CHAT = JsonObject(ChatBody, {"messages": "Send at least one user message."})
-
-INERT = frozenset(InertFields.__annotations__)
 
 ENGINE_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -230,7 +229,7 @@ OBJECTS_OF_PANELS = BRINGING - {"judge"}
 
 def _constrain_calls(sampling: dict[str, Any], schema: str) -> None:
     """Add the schema of calls that must come to the constraints, of which there is at most one."""
-    constraint = next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), None)
+    constraint = next((name for name in CONSTRAINTS if name in sampling), None)
     if constraint is not None:
         what = f"cannot go with response_format or {constraint}"
         raise field_error("tools", what, "Send only one of them.")

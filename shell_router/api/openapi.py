@@ -67,6 +67,7 @@ def document(routes: Iterable[Route], bodies: Mapping[str, JsonObject[Any]]) -> 
     components = definitions["$defs"]
     codes = {problem.code for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)}
     components["ErrorBody"]["properties"]["code"] = {"enum": sorted(codes)}
+    del components["ErrorBody"]["required"]  # Anthropic's errors have fewer fields
     components["Error"] = {
         "type": "object",
         "properties": {"error": schemas["error", "validation"]},
@@ -78,7 +79,7 @@ def document(routes: Iterable[Route], bodies: Mapping[str, JsonObject[Any]]) -> 
         if name in bodies:
             _add_body(operation, "application/json", schemas[name, "validation"])
             if "stream" in bodies[name].names:
-                operation["responses"]["2XX"]["content"]["text/event-stream"] = {"schema": TEXT}
+                operation["responses"]["2XX"]["content"]["text/event-stream"] = {}
         elif name in OTHER_BODIES:
             _add_body(operation, *OTHER_BODIES[name])
         paths.setdefault(route.path, {})[route.method.lower()] = operation

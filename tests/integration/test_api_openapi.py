@@ -14,6 +14,7 @@ from shell_router.api.app import ROUTES
 from shell_router.api.fields import NATIVE_NAMES
 from shell_router.api.openapi import ROUTER_BODIES as BODIES
 from shell_router.core.sampling import RANGES
+from shell_router.engines.native_body import GENERATE_FIELDS
 from tests.fakes.api_server import api, chat
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
@@ -114,6 +115,7 @@ async def test_every_field_of_every_body_is_described_and_sampling_fields_with_t
                 lowest = "exclusiveMinimum" if limits.open else "minimum"
                 least = max(limits.low, 1) if native == "max_new_tokens" else limits.low
                 assert (described_as[lowest], described_as["maximum"]) == (least, limits.high)
+    assert BODIES["POST /generate"].names == GENERATE_FIELDS
     embeddings = resolved(found, body_of(found, "/v1/embeddings", "post"))
     assert embeddings["required"] == ["model", "input"]
 

@@ -12,7 +12,9 @@ from shell_router.api.fields import NATIVE_NAMES, read_sampling
 from shell_router.core.sampling import RANGES, Range, check_sampling
 from shell_router.engines.native_body import read_native
 from shell_router.errors import InvalidRequest
+from shell_router.files.read import check
 from shell_router.standins.embedded.wire import parse_sampling_params
+from shell_router.topology.keys import SAMPLING
 
 Reader = Callable[[Mapping[str, Any]], object]
 
@@ -27,9 +29,16 @@ def read_as_openai(params: Mapping[str, Any]) -> None:
     read_sampling(CHAT.read({"messages": [{"role": "user", "content": "x"}], **fields}))
 
 
+def read_topology(params: Mapping[str, Any]) -> None:
+    _, problems = check(SAMPLING, params)
+    if problems:
+        raise InvalidRequest(problems[0].message)
+
+
 PLACES: Mapping[str, Reader] = {
     "fields of the API": read_as_openai,
-    "agents of topologies": check_sampling,
+    "topology files": read_topology,
+    "agents' requests": check_sampling,
     "native bodies": read_natively,
     "embedded engine": lambda params: parse_sampling_params(params, 50),
 }
@@ -64,6 +73,8 @@ def test_a_number_is_taken_everywhere_or_nowhere(place: str) -> None:
     for name, number in CASES:
         if place == "fields of the API" and (name, number) in OTHERWISE:
             continue
+        if place == "topology files" and name not in SAMPLING.__annotations__:
+            continue  # sent unread, and checked as an agent's request is
         others = {"max_new_tokens": 2**31 - 1} if name == "min_new_tokens" else {}
         try:
             PLACES[place]({name: number, **others})
