@@ -25,6 +25,7 @@ from shell_router.api.models import TARGETS, Targets
 from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.http.app import App, Route
+from shell_router.http.connections import ServerLimits
 from shell_router.http.server import serving
 from shell_router.telemetry import StallWatch
 
@@ -68,7 +69,7 @@ def create_app(services: Services, settings: ApiSettings) -> App:
     """
     drain = Drain()
     gate = Admission(services, settings, drain)
-    app = App(gate.serve, settings.max_body_bytes)
+    app = App(gate.serve)
     app[ADMISSION] = gate
     app[DRAIN] = drain
     app[SERVICES] = services
@@ -81,6 +82,17 @@ def create_app(services: Services, settings: ApiSettings) -> App:
     app[STARTED_AT] = int(services.wall())
     app.routes.extend(ROUTES)
     return app
+
+
+def server_limits(settings: ApiSettings) -> ServerLimits:
+    """Return the limits of the API's server."""
+    return ServerLimits(
+        settings.max_connections,
+        settings.idle_timeout_s,
+        settings.body_timeout_s,
+        settings.write_timeout_s,
+        settings.max_body_bytes,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +114,7 @@ async def listening(
     metrics = app[SERVICES].metrics
     loop = asyncio.get_running_loop()
     app.on_shutdown.append(functools.partial(app[DRAIN].finish, settings.drain_s, force))
-    async with serving(app, sockets, settings, tls=tls) as url:
+    async with serving(app, sockets, server_limits(settings), tls=tls) as url:
         metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         with contextlib.closing(StallWatch(loop, metrics.longest_stall)):
             yield url

@@ -27,8 +27,7 @@ async def read_body(request: Request) -> bytes:
     """Return all of the JSON body; raises InvalidRequest."""
     limit_s = request.app[SETTINGS].body_timeout_s
     try:
-        async with asyncio.timeout(limit_s):
-            body = await request.read()
+        body = await request.read(limit_s)
     except TimeoutError:
         raise InvalidRequest(
             f"The body did not arrive within {limit_s:g} s.", remedy="Send it at once."

@@ -1,5 +1,6 @@
-"""A run's lines in the trace files (docs/how-to/choose-models.md). Imported where a deployment asks
-for them.
+"""A run's lines in the trace files (docs/how-to/choose-models.md).
+
+This module is imported where a deployment asks for them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from shell_router.topology import Graph
 
 
 class Recording:
-    """Gathers what the trace does not keep, and hands all of it to the recorder in the end."""
+    """The texts of a run, which its trace does not keep; the recorder gets all of it in the end."""
 
     def __init__(
         self,
@@ -46,11 +47,11 @@ class Recording:
             self._texts.setdefault(event.agent, []).append(event.text)
 
     def end(self) -> None:
-        """The run has ended. Its lines are made in the recorder's thread."""
+        """Hand the ended run to the recorder, whose thread makes the lines."""
         self._recorder.add(lambda: list(self._lines()))
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """One of each agent that ran; each step of a topology is a workflow of its own."""
+        """Yield a line per agent that ran; each step of a topology is a workflow of its own."""
         request = self._request
         graph = self._graph
         if isinstance(request, AgentRequest):

@@ -1,6 +1,4 @@
-"""JSON answers with their common headers, and errors as HTTP answers in OpenAI's shape, by one
-table.
-"""
+"""Replies with their common headers, and errors as replies, by one table."""
 
 import logging
 import re
@@ -30,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """How an error looks to a client."""
+    """An error as clients see it."""
 
     status: int
     type: str
@@ -95,7 +93,7 @@ BY_STATUS = {
 
 
 def problem_of(error: BaseException) -> Problem:
-    """The entry of the error's nearest class.
+    """Return the entry of the error's nearest class.
 
     An engine that has too much to do asks for patience; its other 4xx are the client's to mend. A
     failed agent answers as its cause does, so that a timeout or a refused parameter is not hidden
@@ -114,8 +112,9 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same request may well succeed a little later, an engine being away or having too
-    much to do.
+    """Return whether the same request may succeed a little later.
+
+    An engine is away, or has too much to do.
     """
     if isinstance(error, errors.AgentFailed) and error.__cause__ is not None:
         return is_retryable(error.__cause__)
@@ -163,8 +162,9 @@ def shared_fields(error: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stream_error(error: Exception, request_id: str) -> dict[str, Any]:
-    """The envelope of an error that comes after the head has gone; an unexpected one is logged
-    here.
+    """Return the envelope of an error that comes after the head was sent.
+
+    An unexpected error is logged.
     """
     if problem_of(error) is INTERNAL:
         log.error("request %s failed while it was streamed", request_id, exc_info=error)
@@ -211,34 +211,32 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 def common_headers(request: Request) -> dict[str, str]:
-    """x-request-id on every answer; x-trace-id where a run began; x-model-choice where a model was
-    chosen for it; x-steps where steps were; x-ignored-fields where some were ignored.
+    """Return the headers of every reply.
 
-    x-shell-router-engine where it is known by then which engines answer, and why. A server that is
-    about to stop has the connection closed.
+    x-request-id is always there. The others say what is known by then: x-trace-id of the run,
+    x-model-choice and x-steps of what was chosen for it, x-shell-router-engine of the engines that
+    answer and why, x-ignored-fields of the body. A server that is about to stop closes the
+    connection.
     """
     headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
     if request.app.leaving.is_set():
-        headers["Connection"] = (
-            "close"  # a connection that is kept would break when the listener closes
-        )
-    if PLACED in request:
-        placed = request[PLACED]()
-    else:
-        placed = ()
+        headers["Connection"] = "close"  # one that is kept would break when the listener closes
+    placed = request[PLACED]() if PLACED in request else ()
     if TRACE in request:
         trace = request[TRACE]
         headers["x-trace-id"] = trace.id
         placed = trace.placed()
         if trace.choices:
-            headers["x-model-choice"] = "; ".join(map(_chosen, trace.choices[:NAMED_CHOICES]))
+            headers["x-model-choice"] = "; ".join(
+                map(_format_choice, trace.choices[:NAMED_CHOICES])
+            )
         if trace.steps:
             headers["x-steps"] = "; ".join(
-                [f"{one.step}: {one.after} {one.rule}" for one in trace.steps[:NAMED_CHOICES]]
+                [f"{step.step}: {step.after} {step.rule}" for step in trace.steps[:NAMED_CHOICES]]
             )
     if placed:
         headers["x-shell-router-engine"] = "; ".join(
-            [f"{one.engine} ({one.policy}: {one.why})" for one in placed]
+            [f"{choice.engine} ({choice.policy}: {choice.why})" for choice in placed]
         )
     if IGNORED in request:
         ignored = request[IGNORED]
@@ -247,9 +245,7 @@ def common_headers(request: Request) -> dict[str, str]:
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]:
-    """Have the answer say which of the body's fields had no effect: by a header, and by what an
-    object's body adds.
-    """
+    """Have a header name the body's fields without effect; return `warnings` for the reply."""
     if not names:
         return {}
     before = request.get(IGNORED, ())  # of the body that this one was translated from
@@ -263,7 +259,7 @@ def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]
 def json_reply(
     request: Request, body: Any, *, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
-    """`body` as JSON."""
+    """Return `body` as JSON with the common headers."""
     return whole_reply(
         request, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, headers=headers
     )
@@ -281,7 +277,7 @@ def whole_reply(
 
 
 def problem_reply(request: Request, error: BaseException, status: int, **headers: str) -> Response:
-    """The error in the shape of the API that was asked."""
+    """Return the error in the shape of the route's API."""
     body = problem_body(error, request[REQUEST_ID])
     if request.path == "/v1/messages":
         body = {
@@ -292,10 +288,8 @@ def problem_reply(request: Request, error: BaseException, status: int, **headers
     return json_reply(request, body, status=status, headers=headers)
 
 
-def _chosen(choice: ModelChosen) -> str:
-    """As in `root=large, chimera: better`, the first agent's name standing for all that share the
-    choice.
-    """
+def _format_choice(choice: ModelChosen) -> str:
+    """Return, say, `root=large, chimera: better`; the first agent stands for all that share it."""
     agent, model = (
         UNFIT_FOR_HEADER.sub("?", name[:64]) for name in (choice.agents[0], choice.model)
     )

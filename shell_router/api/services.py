@@ -67,35 +67,53 @@ ReadinessCheck = Callable[[], Awaitable[bool]]
 
 
 class Runs(Protocol):
-    """Runs requests through topologies of both kinds: moa.Executor."""
+    """The executor of requests through topologies of both kinds: moa.Executor."""
 
-    def run(
-        self, topology: Graph, request: MoaRequest, emit: Emit
-    ) -> Coroutine[Any, Any, Answer]: ...
+    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
+        """See moa.Executor."""
+        ...
 
 
 class FleetChanges(Protocol):
     """Operators' changes of models' servers: app.fleet_changes.FleetChanges."""
 
-    def roles(self, alias: str) -> Sequence[str]: ...
-    def listed(self) -> Iterator[Mapping[str, str]]: ...
-    async def add(self, alias: str, fields: Mapping[str, Any]) -> None: ...
-    async def drain(self, alias: str, urls: Mapping[str, str], limit_s: float) -> int: ...
+    def roles(self, alias: str) -> Sequence[str]:
+        """Return the roles of the model's servers."""
+        ...
+
+    def listed(self) -> Iterator[Mapping[str, str]]:
+        """Iterate over the servers of all models."""
+        ...
+
+    async def add(self, alias: str, fields: Mapping[str, Any]) -> None:
+        """Add servers, whose addresses are in `fields`, to the model."""
+        ...
+
+    async def drain(self, alias: str, urls: Mapping[str, str], limit_s: float) -> int:
+        """Send these servers no more requests; return how many run there after `limit_s`."""
+        ...
 
 
 @dataclass(frozen=True)
 class Services:
-    """Everything a route may call.
+    """The services that routes may call.
 
-    `engines` says in words what serves each model, where that is known, and `serving` whether those
-    engines seem to serve; `embedders` give vectors, by their names. `checks` are named as operators
-    should read them ("engine small", "cache"); those named in `optional_checks` only make requests
-    slower or less shared when they fail, so they do not make the router unready. Nor does a model's
-    engine, while another model's serves. A `recorder` gets the lines of every run, an `access_log`
-    one of every request, `spans` the finished runs. `journals` keep runs with an Idempotency-Key.
-    `holdouts` knows what incremental prefill and drafts save, `rates` how many tokens tenants used.
-    `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh
-    unguessable id.
+    Attributes:
+        engines: What serves each model, in words, where it is known.
+        embedders: Embedding models by their names.
+        serving: Whether the engines of each model seem to serve.
+        checks: Readiness checks by the names that operators read, as "engine small" or "cache".
+        optional_checks: The checks whose failure does not make the router unready: requests are
+            only slower or less shared. A model's engine is no reason, while another model serves.
+        recorder: Gets the lines of every run.
+        access_log: Gets a line of every request.
+        journals: Keep the runs with an Idempotency-Key.
+        spans: Gets the finished runs.
+        holdouts: The savings of incremental prefill and drafts.
+        rates: The tokens that tenants used of late.
+        clock: The runs' clock, in monotonic seconds.
+        wall: Gives Unix time.
+        new_id: Gives a fresh id that cannot be guessed.
     """
 
     executor: Runs

@@ -39,11 +39,10 @@ async def open_stream(
 
 
 class StreamPosition:
-    """How far a stream has come, as the id of its last event says: its characters, and a check of
-    them.
+    """The position of a stream, as event ids say it: the count of its characters, and their CRC.
 
-    With `last`, such an id, what its client has already is left out. Raises InvalidField where that
-    is none.
+    With `last`, the id of the last event that the client has, the stream goes on behind it. Raises
+    InvalidField where `last` is no such id.
     """
 
     def __init__(self, last: str | None = None, after: int = 0) -> None:
@@ -52,7 +51,8 @@ class StreamPosition:
         self._check = 0
         self._expected = ""
         if last is not None:
-            if (found := POSITION.fullmatch(last)) is None:
+            match = POSITION.fullmatch(last)
+            if match is None:
                 raise InvalidField(
                     "The header Last-Event-ID is no id of an event of this router's.",
                     field="Last-Event-ID",
@@ -61,39 +61,40 @@ class StreamPosition:
                         "stream."
                     ),
                 )
-            self.after = int(found[1])
-            self._expected = found[2]
+            self.after = int(match[1])
+            self._expected = match[2]
 
     @property
     def id(self) -> bytes:
-        """The field of the event that ends here."""
+        """The `id` field of the event that ends here."""
         return b"id: %d-%08x\n" % (self.at, self._check)
 
     def rest(self, text: str) -> tuple[str, str]:
-        """Go on by `text`: what of it the client has, and what not. Raises StreamChanged."""
+        """Advance by `text`; return the part that the client has, and the rest.
+
+        Raises StreamChanged where the client has another text.
+        """
         left = max(0, self.after - self.at)
         had = text[:left]
         rest = text[left:]
         if had:
             self._pass(had)
             if self.at == self.after and self._expected not in ("", f"{self._check:08x}"):
-                raise _changed()
+                raise _make_changed()
         self._pass(rest)
         return had, rest
 
     def require_reached(self) -> None:
-        """Raise StreamChanged where the stream ends before what the client has of it."""
+        """Raise StreamChanged where the stream ends before the position that the client has."""
         if self.at < self.after:
-            raise _changed()
+            raise _make_changed()
 
     def _pass(self, text: str) -> None:
-        self.at, self._check = (
-            self.at + len(text),
-            zlib.crc32(text.encode(errors="replace"), self._check),
-        )
+        self.at += len(text)
+        self._check = zlib.crc32(text.encode(errors="replace"), self._check)
 
 
-def _changed() -> StreamChanged:
+def _make_changed() -> StreamChanged:
     return StreamChanged(
         "The repeated stream differs from what came before its Last-Event-ID.",
         remedy=(
@@ -103,11 +104,12 @@ def _changed() -> StreamChanged:
 
 
 class LiveRun:
-    """Runs `start(emit)` as a task of its own, for as long as the context is open.
+    """A run, `start(emit)`, in a task of its own while the context is open.
 
-    Those events that are `wanted` wait here for the reader. The run never waits for it: agents feed
-    each other, so a client that does not read must not slow them. What can pile up is bounded by
-    the run's own output. Leaving the context cancels the run and waits until it has cleaned up.
+    Events that are `wanted` wait here for the reader. The run never waits for the reader: agents
+    feed each other, so a client that does not read must not slow them. The waiting events are
+    bounded by the run's own output. Leaving the context cancels the run and waits until it has
+    cleaned up.
     """
 
     def __init__(
@@ -141,8 +143,9 @@ class LiveRun:
         return self._task.done() and not self._waiting
 
     async def begun(self, limit_s: float) -> None:
-        """Return with the first event or after `limit_s`; raises what ended the run before any
-        event.
+        """Wait for the first event, at most `limit_s`.
+
+        Raises the error of a run that ended before any event.
         """
         if not self._begun:
             await self._some_news(limit_s)
@@ -150,8 +153,9 @@ class LiveRun:
             self.answer()
 
     async def take(self, limit_s: float) -> list[Event]:
-        """All events that wait, or the next to come; may be empty, after `limit_s` of silence or at
-        the end.
+        """Return all events that wait, or the next to come.
+
+        There is none after `limit_s` of silence, and at the end.
         """
         if not self._waiting:
             await self._some_news(limit_s)
@@ -160,7 +164,7 @@ class LiveRun:
         return taken
 
     def answer(self) -> Answer:
-        """The ended run's answer; raises its error."""
+        """Return the ended run's answer; raise its error."""
         return self._task.result()
 
     def _put(self, event: Event) -> None:
@@ -184,26 +188,26 @@ class LiveRun:
 
 
 class Frames(Protocol):
-    """How a route writes what happens."""
+    """A route's way to write answers and events."""
 
     def wants(self, event: Event) -> bool:
-        """Whether the event would be written."""
+        """Return whether the event would be written."""
         ...
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """An answer that is not streamed."""
+        """Return an answer that is not streamed."""
         ...
 
     def events(self, events: Sequence[Event]) -> bytes:
-        """Frames for `events`; empty where there is nothing to say."""
+        """Return the frames of `events`; none where there is nothing to say."""
         ...
 
     def answer(self, answer: Answer) -> bytes:
-        """The last frames of a run that ended well."""
+        """Return the last frames of a run that ended well."""
         ...
 
     def error(self, envelope: dict[str, Any]) -> bytes:
-        """The last frame of a run that failed after the head had gone."""
+        """Return the last frame of a run that failed after the head was sent."""
         ...
 
 
@@ -215,7 +219,7 @@ async def respond(
     stream: bool,
     warnings: Mapping[str, list[str]] = NO_WARNINGS,
 ) -> Reply:
-    """The answer of what is `run`: as it is written, or as one object with `warnings`.
+    """Answer with a run: event by event, or as one object with `warnings`.
 
     A stream's head goes out with the run's first event, so that a request refused before anything
     ran still gets its status. A later failure is sent inside the stream.
@@ -238,9 +242,7 @@ async def respond(
 
 
 async def _pump(run: LiveRun, frames: Frames, stream: Stream, ping_s: float) -> None:
-    """Events as they come, all that wait in one write; a comment after `ping_s` in which nothing
-    was written.
-    """
+    """Send events as they come, all that wait in one write; after `ping_s` of silence a comment."""
     now_s = asyncio.get_running_loop().time
     quiet_since_s = now_s()
     while not run.drained:

@@ -35,7 +35,7 @@ def allowed_methods(error: web.HTTPMethodNotAllowed) -> str:
 UnreadableBody = web.RequestPayloadError
 """The error of a body that is not framed as its head says."""
 BodyTooLarge = web.HTTPRequestEntityTooLarge
-"""The error of a body over the application's limit."""
+"""The error of a body over the server's limit."""
 
 
 class Key(Generic[T]):
@@ -59,7 +59,8 @@ class Carrier(dict[Any, Any]):
         def get(self, key: Key[T], default: None = None, /) -> T | None: ...
         @overload
         def get(self, key: Key[T], default: D, /) -> T | D: ...
-        def get(self, key: Any, default: Any = None, /) -> Any: ...
+        def get(self, key: Any, default: Any = None, /) -> Any:
+            """Return the value, or the default."""
 
 
 class Request(Carrier):
@@ -90,8 +91,11 @@ class Request(Carrier):
         length = self.headers.get("content-length")
         return None if length is None else int(length)
 
-    async def read(self) -> bytes:
-        """Return the whole body. Raises UnreadableBody and BodyTooLarge."""
+    async def read(self, limit_s: float) -> bytes:
+        """Return the whole body.
+
+        Raises UnreadableBody, BodyTooLarge, and TimeoutError if it does not arrive in `limit_s`.
+        """
         raise NotImplementedError
 
     def pieces(self) -> AsyncIterator[bytes]:
@@ -157,12 +161,11 @@ class App(Carrier):
     """Routes, what they share, and what starts and stops with their server.
 
     `gate` stands before every handler, also before those that raise UnknownRoute and
-    MethodNotAllowed. It must not raise. `max_body_bytes` is the limit of `Request.read`.
+    MethodNotAllowed. It must not raise.
     """
 
-    def __init__(self, gate: Gate, max_body_bytes: int) -> None:
+    def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        self.max_body_bytes = max_body_bytes
         self.routes: list[Route] = []
         self.on_startup: list[Hook] = []
         self.on_shutdown: list[Hook] = []

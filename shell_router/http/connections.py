@@ -1,8 +1,9 @@
 """A server's open connections, bounded in number and in idle time."""
 
 import asyncio
+from dataclasses import dataclass
 from math import inf
-from typing import Protocol, cast
+from typing import cast
 
 SWEEP_S = 1.0
 """Seconds between two looks at all connections."""
@@ -10,17 +11,23 @@ RESWEEP_S = 0.05
 """The least seconds between two looks when there are too many connections."""
 
 
-class ServerLimits(Protocol):
-    """The limits of a server."""
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """The limits of a server.
 
-    @property
-    def max_connections(self) -> int: ...
-    @property
-    def idle_timeout_s(self) -> float: ...
-    @property
-    def body_timeout_s(self) -> float: ...
-    @property
-    def write_timeout_s(self) -> float: ...
+    Attributes:
+        max_connections: The most open connections.
+        idle_timeout_s: How long a connection may wait for its next request.
+        body_timeout_s: How long a head, a handshake, or a plain request's body may take to arrive.
+        write_timeout_s: How long a client may take nothing of its reply.
+        max_body_bytes: The longest body of `Request.read`.
+    """
+
+    max_connections: int
+    idle_timeout_s: float
+    body_timeout_s: float
+    write_timeout_s: float
+    max_body_bytes: int
 
 
 class Connections:

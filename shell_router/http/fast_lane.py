@@ -63,7 +63,7 @@ class FastRequest(Request):
         self._connection = connection
         self._body = body
 
-    async def read(self) -> bytes:
+    async def read(self, limit_s: float) -> bytes:
         """See `Request`."""
         return self._body
 
@@ -133,6 +133,7 @@ class FastLane:
         }
 
     def __call__(self) -> "FastConnection":
+        """Make the connection of a new client."""
         return FastConnection(self)
 
     def stop(self) -> None:
@@ -268,7 +269,7 @@ class FastConnection(asyncio.Protocol):
             return None
         if not _LENGTH.fullmatch(length):
             return None
-        if int(length) > min(MAX_BODY_BYTES, self.lane.app.max_body_bytes):
+        if int(length) > min(MAX_BODY_BYTES, self.lane.limits.max_body_bytes):
             return None
         start = match.end()
         return _Head(handler, match[1].decode(), headers, start, start + int(length))

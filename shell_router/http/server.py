@@ -71,7 +71,7 @@ async def serving(
     Without `fast_lane` aiohttp serves every request, with the same replies.
     """
     connections = Connections(limits)
-    runner = await _start_aiohttp(app, connections)
+    runner = await _start_aiohttp(app, connections, limits.max_body_bytes)
     assert runner.server is not None
     lane = FastLane(app, runner.server, limits, connections)
     if not fast_lane:
@@ -84,7 +84,11 @@ async def serving(
     try:
         for listener in sockets:
             server = await loop.create_server(
-                lane, sock=listener, ssl=tls, ssl_handshake_timeout=handshake_s
+                lane,
+                sock=listener,
+                backlog=limits.max_connections,
+                ssl=tls,
+                ssl_handshake_timeout=handshake_s,
             )
             servers.append(server)
         yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"
@@ -110,7 +114,7 @@ def _authority(address: tuple[str, int]) -> str:
 # --- aiohttp
 
 
-async def _start_aiohttp(app: App, connections: Connections) -> web.AppRunner:
+async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int) -> web.AppRunner:
     @web.middleware
     async def serve(request: web.Request, handler: Any) -> web.StreamResponse:
         connections.set_busy(request.transport)
@@ -120,7 +124,7 @@ async def _start_aiohttp(app: App, connections: Connections) -> web.AppRunner:
         finally:
             connections.set_idle(request.transport)
 
-    general = web.Application(middlewares=[serve], client_max_size=app.max_body_bytes)
+    general = web.Application(middlewares=[serve], client_max_size=max_body_bytes)
     for route in app.routes:
         handler: Any = route.handler  # the middleware calls it; that of an unknown route raises
         general.router.add_route(route.method, route.path, handler)
@@ -153,9 +157,10 @@ class AiohttpRequest(Request):
         self._incoming = incoming
         self._stream: AiohttpStream | None = None
 
-    async def read(self) -> bytes:
+    async def read(self, limit_s: float) -> bytes:
         """See `Request`."""
-        return await self._incoming.read()
+        async with asyncio.timeout(limit_s):
+            return await self._incoming.read()
 
     def pieces(self) -> AsyncIterator[bytes]:
         """See `Request`."""

@@ -26,7 +26,7 @@ from tests.fakes.api_server import ScriptedRelay, api
 SETTINGS = ApiSettings(
     keys={"alice": "sk-alice"}, max_body_bytes=5000, body_timeout_s=8, idle_timeout_s=8
 )
-AT_A_TIME = 300
+AT_A_TIME = 50
 LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 

@@ -24,6 +24,7 @@ from shell_router.api import (
     create_app,
     listening,
 )
+from shell_router.api.app import server_limits
 from shell_router.api.live import LiveTopologies
 from shell_router.api.services import SETTINGS, new_run_id
 from shell_router.app.fleet_changes import FleetChanges
@@ -230,7 +231,7 @@ async def api(
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         server = listening(app, sockets)
         if not fast_lane:
-            server = serving(app, sockets, app[SETTINGS], fast_lane=False)
+            server = serving(app, sockets, server_limits(app[SETTINGS]), fast_lane=False)
         async with server as url, aiohttp.ClientSession(timeout=LIMIT) as client:
             yield Api(url, moa, services, client)
 

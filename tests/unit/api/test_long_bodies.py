@@ -54,7 +54,7 @@ class Sent:
         self.body = body
         self.app = {SETTINGS: ApiSettings()}
 
-    async def read(self) -> Body:
+    async def read(self, limit_s: float) -> Body:
         return self.body
 
 
