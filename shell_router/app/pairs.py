@@ -14,7 +14,7 @@ from yarl import URL
 from shell_router.app.model_files import ModelFiles
 from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config, ModelSettings, PairSettings
-from shell_router.config.models import secret
+from shell_router.config.models import read_secret
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.native_body import ANY_MODEL, NativeRules
 from shell_router.engines.pair_fleet import PairFleet
@@ -172,7 +172,7 @@ def connect_pairs(
         isolates=limits.isolate_tenants,
         scheduling=config.scheduling,
         adapters=tuple(model.adapters),
-        key=secret(model.engine_key, key, os.environ),
+        key=read_secret(model.engine_key, key, os.environ),
         tls=model.engine_tls.context(f"models.{alias}.engine_tls") if model.engine_tls else None,
     )
 

@@ -23,7 +23,7 @@ from shell_router.app.rereads import Contents
 from shell_router.app.topologies import live_topologies, watched
 from shell_router.app.wings import RunningPredictor, StartedEngine, wing
 from shell_router.config import CacheSettings, Config, EmbedderSettings, PredictionSettings
-from shell_router.config.models import secret
+from shell_router.config.models import read_secret
 from shell_router.config.settings import AccessLogSettings, RecordSettings
 from shell_router.core.engine import Relay, ServedModel
 from shell_router.core.predictors import Embedder, Predictor
@@ -84,7 +84,7 @@ async def running_cache(
             "cache.backend is redis, and redis-py is not installed.",
             remedy="pip install 'shell-router[redis]'",
         ) from error
-    options = {"password": secret(settings.password, "cache.password", environ)}
+    options = {"password": read_secret(settings.password, "cache.password", environ)}
     if tls := settings.tls:
         tls.context(
             "cache.tls"

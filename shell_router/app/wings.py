@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shell_router.app.model_files import ModelFiles
 from shell_router.config import Config, ModelSettings, read_config
-from shell_router.config.settings import Kinds
+from shell_router.config.load import Kinds
 from shell_router.core.engine import CallParser, Engine, Relay
 from shell_router.core.predictors import Predictor
 

@@ -1,5 +1,7 @@
 """A deployment's configuration: one YAML file, read into frozen dataclasses."""
 
+from shell_router.config.deployment import Config
+from shell_router.config.load import deployment_schema, read_config, read_keys
 from shell_router.config.models import (
     LaunchSettings,
     ModelSettings,
@@ -12,15 +14,11 @@ from shell_router.config.settings import (
     AutoSettings,
     BatchesSettings,
     CacheSettings,
-    Config,
     EmbedderSettings,
     Limits,
     Listen,
     ListenTls,
     PredictionSettings,
-    deployment_schema,
-    read_config,
-    read_keys,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a deployment's YAML file says of its models and of the engines that serve them."""
+"""The sections of a deployment's YAML file for models and the engines that serve them."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
-from shell_router.errors import ConfigError, require
+from shell_router.errors import ConfigError, SettingError, require
 from shell_router.files.types import (
     CODE_ONLY,
     DISTINCT,
@@ -43,52 +43,53 @@ class FromEnvironment:
     env: Annotated[str, "Name of the environment variable."]
 
 
-def secret(
-    given: str | FromEnvironment | None, what: str, environ: Mapping[str, str]
+def read_secret(
+    source: str | FromEnvironment | None, name: str, environ: Mapping[str, str]
 ) -> str | None:
-    """The secret that a file gives or names; None where it gives none. Raises ConfigError where it
-    is empty.
+    """Return the secret that a file holds or names, None if it does neither.
+
+    Raises:
+        ConfigError: The secret, called `name` in messages, is empty or no UTF-8 text.
     """
-    if given is None:
+    if source is None:
         return None
-    found = (environ.get(given.env, "") if isinstance(given, FromEnvironment) else given).strip()
-    if isinstance(given, FromEnvironment):
-        named = f"Set the environment variable {given.env}."
-    else:
-        named = ""
-    require(bool(found), f"{what} is empty.", named or "Write it, or {env: NAME}.")
-    require(not SURROGATE.search(found), f"{what} is not UTF-8 text.", "Choose another.")
-    return found
+    text = source
+    remedy = "Write it, or {env: NAME}."
+    if isinstance(source, FromEnvironment):
+        text = environ.get(source.env, "")
+        remedy = f"Set the environment variable {source.env}."
+    text = str(text).strip()
+    require(bool(text), f"{name} is empty.", remedy)
+    require(not SURROGATE.search(text), f"{name} is not UTF-8 text.", "Choose another.")
+    return text
 
 
-def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path, what: str) -> None:
-    """Have `context` show the certificate. Raises ConfigError, naming `what`; the terminal is asked
-    for nothing.
+def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path, name: str) -> None:
+    """Have `context` present the certificate, without asking the terminal for a password.
+
+    Raises:
+        ConfigError: The files cannot be used; `name` begins the message.
     """
 
-    def encrypted() -> str:
+    def refuse_password() -> str:
         raise ConfigError(
-            f"{what}: {key} is encrypted.",
-            remedy=(
-                "Write it decrypted to a file that only the router can read: openssl pkey -in "
-                "KEY -out FILE."
-            ),
+            f"{name}: {key} is encrypted.",
+            remedy="Write it decrypted to a file that only the router can read: openssl pkey -in "
+            "KEY -out FILE.",
         )
 
     try:
-        context.load_cert_chain(certificate, key, encrypted)
+        context.load_cert_chain(certificate, key, refuse_password)
     except OSError as error:  # so are ssl's
         raise ConfigError(
-            f"{what}: {certificate} and {key} cannot be used: {error}.",
+            f"{name}: {certificate} and {key} cannot be used: {error}.",
             remedy="Name PEM files of a certificate and of the private key that belongs to it.",
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class TlsClient:
-    """How a server's certificate is checked, and what the router shows of itself where the server
-    asks (mTLS).
-    """
+    """Certificates of a client: trusted authorities, and its own for servers that ask (mTLS)."""
 
     ca: Annotated[
         FilePath | None, "PEM file of the authorities that are trusted; the system's by default."
@@ -105,18 +106,20 @@ class TlsClient:
             "Set both.",
         )
 
-    def context(self, what: str) -> ssl.SSLContext:
-        """What a client connects with. Raises ConfigError, naming `what`, for files that cannot be
-        used.
+    def context(self, name: str) -> ssl.SSLContext:
+        """Make the context that a client connects with.
+
+        Raises:
+            ConfigError: The files cannot be used; `name` begins the message.
         """
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except OSError as error:  # so are ssl's
             raise ConfigError(
-                f"{what} cannot be used: {error}.", remedy="Name PEM files."
+                f"{name} cannot be used: {error}.", remedy="Name PEM files."
             ) from error
         if self.certificate is not None and self.key is not None:
-            load_certificate(context, self.certificate, self.key, what)
+            load_certificate(context, self.certificate, self.key, name)
         return context
 
 
@@ -181,7 +184,7 @@ class LaunchSettings:
 def flags_of(
     role: Literal["prefill", "decode"], *sections: LaunchSettings | PairLaunch
 ) -> list[str]:
-    """The further flags of an engine of this role, in their order."""
+    """List the further flags of an engine of this role, in their order."""
     return [
         flag
         for one in sections
@@ -194,9 +197,8 @@ def _require_flags(section: PairLaunch | LaunchSettings) -> None:
         try:
             shlex.split(getattr(section, name))
         except ValueError as error:
-            require(
-                False, f"{name} cannot be split as a shell would: {error}", "Close every quote."
-            )
+            wrong = f"{name} cannot be split as a shell would: {error}"
+            raise SettingError(wrong, remedy="Close every quote.") from None
 
 
 @dataclass(frozen=True, slots=True)

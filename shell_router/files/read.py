@@ -1,4 +1,4 @@
-"""Reads documents as typed values: one way for all kinds of file.
+"""Read documents as typed values, in one way for all kinds of file.
 
 A class says with its annotations what a file may hold; pydantic checks and builds it. All problems
 of a file are named at once, each with its line, what the place may hold, and a remedy.
@@ -199,7 +199,7 @@ def _value_at(value: Any, place: Path) -> Any:
 
 
 def _is_secret(schema: Schema, place: Path) -> bool:
-    """Whether the value at `place`, or one that holds it, must not be shown."""
+    """Return whether the value at `place`, or one that holds it, is secret."""
     prefixes = (place[:length] for length in range(len(place) + 1))
     return any(form.get("writeOnly") for prefix in prefixes for form in forms_at(schema, prefix))
 

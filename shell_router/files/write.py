@@ -1,4 +1,4 @@
-"""YAML files that commands write what they measured into."""
+"""Write measurements into YAML files."""
 
 from collections.abc import Mapping
 from itertools import takewhile
@@ -13,15 +13,14 @@ DIGITS = 5
 
 
 def write_measured(file: Path, section: str, entries: Mapping[str, Any], head: str = "") -> None:
-    """Put `entries` into a section of `file`, in the place of those of their names. Raises
-    ConfigError.
+    """Replace `entries` of a section of `file` by name.
 
-    All other values stay, and of its comments those at its head; a new file begins with `head`.
+    All other values stay, and the comments at the file's head; a new file begins with `head`.
+
+    Raises:
+        ConfigError: The file cannot be written.
     """
-    if file.exists():
-        before = file.read_text(encoding="utf-8")
-    else:
-        before = head
+    before = file.read_text(encoding="utf-8") if file.exists() else head
     content = yaml.safe_load(before) or {}
     content[section] = {**(content.get(section) or {}), **plain(entries)}
     kept = "".join(takewhile(lambda line: line.startswith("#"), before.splitlines(keepends=True)))
@@ -36,13 +35,14 @@ def write_measured(file: Path, section: str, entries: Mapping[str, Any], head: s
 
 
 def plain(value: Any) -> Any:
-    """Without tuples and None, and to significant digits: a step takes milliseconds, a token's
-    share picoseconds.
+    """Return the value without tuples and None, its numbers rounded to significant digits.
+
+    Digits are significant ones because a step takes milliseconds and a token picoseconds.
     """
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items() if one is not None}
+        return {name: plain(item) for name, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     return value

@@ -31,9 +31,7 @@ MAX_PUT = 1000
 
 @dataclass(frozen=True, slots=True)
 class LiveSettings:
-    """Topologies that change while the router runs: watched files, topologies inside of requests,
-    and those put.
-    """
+    """Topologies that change while the router runs: watched files, put and inline documents."""
 
     watch: Annotated[
         Switch, "Whether changed files and folders of `topologies` take effect without a restart."

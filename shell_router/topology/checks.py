@@ -1,5 +1,4 @@
-"""Checks that types cannot make: keys that contradict each other, names that lead nowhere, graphs
-that cannot run.
+"""Check what types cannot: contradictory keys, names that lead nowhere, graphs that cannot run.
 
 The checks run in stages, each on what the stage before has accepted, so that one slip is reported
 once.
@@ -30,16 +29,14 @@ ROLES = ("proposer", "aggregator", "root")
 
 
 def form_problems(file: Values) -> Iterator[Problem]:
-    """Exactly one description of the graph, layers that fit together, and keys that go together."""
+    """Require one description of the graph, layers that fit together, keys that go together."""
     forms = [form for form in GRAPH_FORMS if form in file]
     choices = ", ".join(f"'{form}'" for form in GRAPH_FORMS)
     if not forms:
         yield Problem((), "No graph is described.", f"Add one of {choices}.")
     for extra in forms[1:]:
-        remedy = f"Keep one of {choices}."
-        yield Problem(
-            (extra,), f"The graph is described twice, by '{forms[0]}' and by '{extra}'.", remedy
-        )
+        wrong = f"The graph is described twice, by '{forms[0]}' and by '{extra}'."
+        yield Problem((extra,), wrong, f"Keep one of {choices}.")
     if len(forms) != 1:
         return
     for form in LAYERED:
@@ -117,28 +114,21 @@ def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
     shape = layered["shape"]
     at = (form, "shape")
     if sum(shape) > MAX_AGENTS:
-        yield Problem(
-            at, f"The layers hold {sum(shape)} agents.", f"Write at most {MAX_AGENTS} in all."
-        )
+        wrong = f"The layers hold {sum(shape)} agents."
+        yield Problem(at, wrong, f"Write at most {MAX_AGENTS} in all.")
     if shape[-1] != 1:
-        yield Problem(
-            at,
-            f"The last layer of shape {shape} is not 1.",
-            f"Write {[*shape, 1]}, or end it with 1.",
-        )
+        wrong = f"The last layer of shape {shape} is not 1."
+        yield Problem(at, wrong, f"Write {[*shape, 1]}, or end it with 1.")
     for below, layer in pairwise(shape) if form == "tree" else ():
         if below % layer:
-            yield Problem(
-                at,
-                f"In a tree {below} agents cannot be shared out evenly among {layer} successors.",
-                f"Make {below} a multiple of {layer}, or use the full form, 'agents'.",
+            wrong = (
+                f"In a tree {below} agents cannot be shared out evenly among {layer} successors."
             )
+            remedy = f"Make {below} a multiple of {layer}, or use the full form, 'agents'."
+            yield Problem(at, wrong, remedy)
     if "root_model" in layered and "vote" in layered.get("root", {}):
-        yield Problem(
-            (form, "root_model"),
-            "The root votes, so that it asks no model.",
-            "Remove one of the two.",
-        )
+        wrong = "The root votes, so that it asks no model."
+        yield Problem((form, "root_model"), wrong, "Remove one of the two.")
     if "slot" in layered.get("proposer", {}).get("prompt", {}):
         yield _idle_slot("a proposer", (form, "proposer"))
 
@@ -171,10 +161,9 @@ def _step_form_problems(file: Values) -> Iterator[Problem]:
         yield Problem(("defaults", "on_failure"), wrong, "Remove it.")
     if "start" not in file:
         yield Problem((), "No step is named as the first.", "Add 'start', a step's id or rules.")
-    if len(file["steps"]) > MAX_STEPS:
-        yield Problem(
-            ("steps",), f"There are {len(file['steps'])} steps.", f"Write at most {MAX_STEPS}."
-        )
+    steps = len(file["steps"])
+    if steps > MAX_STEPS:
+        yield Problem(("steps",), f"There are {steps} steps.", f"Write at most {MAX_STEPS}.")
 
 
 # --- stage 2: names
@@ -186,31 +175,31 @@ def name_problems(
     topologies: Collection[str] = (),
     with_steps: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Models, precursors, members, steps, topologies and classes that do not exist or may not stand
-    where they do.
+    """Require that all names exist and may stand where they do.
 
-    `models` are None where they are not known. Steps may name `topologies`, and none of those
-    `with_steps`.
+    Args:
+        file: The values of a file whose keys are accepted.
+        models: The models that agents may name; None where they are not known.
+        topologies: The topologies that steps may name.
+        with_steps: Topologies that steps may not name, because they have steps themselves.
     """
     yield from _model_problems(file, models)
-    for who, at, said in _nodes(file):
-        yield from _precursor_problems(who, at, said.get("precursors", ()), file[str(at[0])])
-        if "slot" in said.get("prompt", {}) and not said.get("precursors"):
+    for who, at, block in _nodes(file):
+        precursors = block.get("precursors", ())
+        yield from _precursor_problems(who, at, precursors, file[str(at[0])])
+        if "slot" in block.get("prompt", {}) and not precursors:
             yield _idle_slot(who, at)
-        name = said.get("topology")
+        name = block.get("topology")
+        place = (*at, "topology")
         if name in with_steps:
-            wrong = f"The topology '{name}' has steps itself."
-            yield Problem(
-                (*at, "topology"), wrong, "Write its steps here, or name one without steps."
-            )
+            remedy = "Write its steps here, or name one without steps."
+            yield Problem(place, f"The topology '{name}' has steps itself.", remedy)
         elif name is not None and name not in topologies:
-            yield Problem(
-                (*at, "topology"),
-                f"Unknown topology '{name}'.",
-                suggest(name, sorted(topologies)),
-            )
+            remedy = suggest(name, sorted(topologies))
+            yield Problem(place, f"Unknown topology '{name}'.", remedy)
     if "steps" in file:
         yield from _rule_problems(file)
+        yield from _classifier_problems(file)
     else:
         agents = agents_in(file)
         yield from _member_problems(file, agents)
@@ -218,73 +207,60 @@ def name_problems(
 
 
 def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
-    default = file.get("defaults", {}).get("model")
-    for who, at, said in _nodes(file):
-        if default is None and not {"model", "vote", "topology"} & said.keys():
-            if at[0] == "steps":
-                kinds = "neither a model nor a topology"
-            else:
-                kinds = "no model"
-            yield Problem(at, f"{who} has {kinds}.", "Give it a 'model', or one to 'defaults'.")
-    for at, model, may_be_auto in _models_named(file):
+    for who, at, block in _nodes(file):
+        if "model" not in file.get("defaults", {}) and not (
+            {"model", "vote", "topology"} & block.keys()
+        ):
+            missing = "neither a model nor a topology" if at[0] == "steps" else "no model"
+            remedy = "Give it a 'model', or one to 'defaults'."
+            yield Problem(at, f"{who} has {missing}.", remedy)
+    for at, model, may_be_auto in _models_in(file):
         if model == AUTO and not may_be_auto:
-            yield Problem(
-                at,
-                "'auto' stands for several models itself.",
-                "Write it alone as 'model', or name models.",
-            )
+            remedy = "Write it alone as 'model', or name models."
+            yield Problem(at, "'auto' stands for several models itself.", remedy)
         elif model != AUTO and models is not None and model not in models:
             yield Problem(at, f"Unknown model {show(model)}.", suggest(model, sorted(models)))
 
 
-def _models_named(file: Values) -> Iterator[tuple[Path, str, bool]]:
-    """Every model that the file names, with its place, and whether `auto` may stand there."""
-    for at, said in _blocks(file):
-        named = said.get("model", [])
-        if isinstance(named, str):
-            yield (*at, "model"), named, True
-        for key, several in (("model", named), ("fallbacks", said.get("fallbacks", ()))):
-            if not isinstance(several, str):
-                yield from (
-                    ((*at, key, position), model, False) for position, model in enumerate(several)
-                )
+def _models_in(file: Values) -> Iterator[tuple[Path, str, bool]]:
+    """Yield every model that the file names, with its place, and whether `auto` may stand there."""
+    for at, block in _blocks(file):
+        model = block.get("model", [])
+        if isinstance(model, str):
+            yield (*at, "model"), model, True
+        else:
+            yield from (((*at, "model", n), name, False) for n, name in enumerate(model))
+        fallbacks = enumerate(block.get("fallbacks", ()))
+        yield from (((*at, "fallbacks", n), name, False) for n, name in fallbacks)
     for form in LAYERED:
         layered = file.get(form, {})
-        yield from (
-            ((form, "models", position), one, True)
-            for position, one in enumerate(layered.get("models", ()))
-        )
+        models = enumerate(layered.get("models", ()))
+        yield from (((form, "models", n), name, True) for n, name in models)
         if "root_model" in layered:
             yield (form, "root_model"), layered["root_model"], True
     for _, at, rule in rules_of(file):
-        yield from (
-            ((*at, "when", "score_below", one), one, False)
-            for one in rule.get("when", {}).get("score_below", ())
-        )
+        scored = rule.get("when", {}).get("score_below", ())
+        yield from (((*at, "when", "score_below", name), name, False) for name in scored)
 
 
 def _precursor_problems(
-    who: str, at: Path, precursors: Iterable[str], known: Collection[str]
+    who: str, at: Path, precursors: Iterable[str], nodes: Collection[str]
 ) -> Iterator[Problem]:
     for position, precursor in enumerate(precursors):
         place = (*at, "precursors", position)
         if precursor == at[-1]:
             yield Problem(place, f"{who} reads itself.", "Remove it from its own precursors.")
-        elif precursor not in known:
-            if at[0] == "agents":
-                noun = "an agent"
-            else:
-                noun = "a step"
+        elif precursor not in nodes:
+            noun = "an agent" if at[0] == "agents" else "a step"
+            others = [node for node in nodes if node != at[-1]]
             wrong = f"{who} reads '{precursor}', which is not {noun}."
-            yield Problem(
-                place, wrong, suggest(precursor, [other for other in known if other != at[-1]])
-            )
+            yield Problem(place, wrong, suggest(precursor, others))
 
 
 def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Problem]:
-    for agent, said in agents.items():
-        if "vote" in said and len(said.get("precursors", ())) < 2:
-            form = next(one for one in GRAPH_FORMS if one in file)
+    form = next(form for form in GRAPH_FORMS if form in file)
+    for agent, block in agents.items():
+        if "vote" in block and len(block.get("precursors", ())) < 2:
             place: Path = (form, agent, "vote") if form == "agents" else (form, "shape")
             wrong = f"Agent '{agent}' votes, but reads fewer than two agents."
             yield Problem(place, wrong, "Give it at least two precursors, or a model.")
@@ -292,8 +268,8 @@ def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Probl
 
 def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]:
     home: dict[str, str] = {}
-    for cluster, said in file.get("clusters", {}).items():
-        for position, agent in enumerate(said["agents"]):
+    for cluster, block in file.get("clusters", {}).items():
+        for position, agent in enumerate(block["agents"]):
             at = ("clusters", cluster, "agents", position)
             if agent not in agents:
                 wrong = f"Cluster '{cluster}' holds '{agent}', which is not an agent."
@@ -306,187 +282,153 @@ def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]
 
 
 def _rule_problems(file: Values) -> Iterator[Problem]:
-    """Targets and classifiers that do not exist; conditions that cannot be asked; rules never
-    reached.
-    """
-    targets = [*file["steps"], END]
-    classifiers = file.get("classifiers", {})
+    """Require that targets exist, conditions can be evaluated, and rules can be reached."""
     always: dict[str, Path] = {}
-    used: set[str] = set()
     for step in {START, END} & file["steps"].keys():
         yield Problem(("steps", step), f"A step is named '{step}', a reserved name.", "Rename it.")
-    for place, at, rule in rules_of(file):
-        if place in always:
-            wrong = f"{spell(at)} is never reached: {spell(always[place])} always holds."
+    for step, at, rule in rules_of(file):
+        if step in always:
+            wrong = f"{spell(at)} is never reached: {spell(always[step])} always holds."
             yield Problem(at, wrong, "Put the rule without 'when' last.")
-        if rule["go"] not in targets or (place == START and rule["go"] == END):
-            if place == START:
-                known = list(file["steps"])
-            else:
-                known = targets
-            if isinstance(at[-1], int):
-                where = (*at, "go")
-            else:
-                where = at
-            yield Problem(where, f"'{rule['go']}' is not a step.", suggest(rule["go"], known))
+        targets = list(file["steps"]) if step == START else [*file["steps"], END]
+        if rule["go"] not in targets:
+            place = (*at, "go") if isinstance(at[-1], int) else at
+            yield Problem(place, f"'{rule['go']}' is not a step.", suggest(rule["go"], targets))
         if "when" in rule:
-            yield from _when_problems(rule["when"], (*at, "when"), at_start=place == START)
-            yield from _class_problems(rule["when"], (*at, "when"), classifiers)
-            used.add(rule["when"].get("classifier", ""))
+            yield from _when_problems(rule["when"], (*at, "when"), at_start=step == START)
         else:
-            always.setdefault(place, at)
+            always.setdefault(step, at)
     if START not in always:
-        wrong = "A request may meet no rule of 'start'."
-        yield Problem(("start",), wrong, "End it with a rule without 'when', such as {go: ...}.")
-    for one in classifiers.keys() - used:
-        yield Problem(
-            ("classifiers", one),
-            f"No rule uses the classifier '{one}'.",
-            "Remove it, or use it in a rule.",
-        )
+        remedy = "End it with a rule without 'when', such as {go: ...}."
+        yield Problem(("start",), "A request may meet no rule of 'start'.", remedy)
 
 
 def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Problem]:
     if not when.keys() - {"of"}:
         yield Problem(at, f"{spell(at)} has no condition.", "Add one, or leave 'when' out.")
     elif "of" in when and not {"matches", "classifier"} & when.keys():
-        yield Problem(
-            (*at, "of"),
-            f"{spell(at)} reads no text.",
-            "Remove 'of', or add 'matches' or 'classifier'.",
-        )
+        remedy = "Remove 'of', or add 'matches' or 'classifier'."
+        yield Problem((*at, "of"), f"{spell(at)} reads no text.", remedy)
     if at_start and ("confidence_below" in when or subject_of(when, at_start=True) == "output"):
         key = "of" if "of" in when else "confidence_below"
         yield Problem((*at, key), "At the start there is no output yet.", "Ask about the request.")
     if error := pattern_error(when.get("matches", "")):
+        place = (*at, "matches")
         remedy = "Patterns are RE2's: no look-around, no back-references, at most 1 MiB compiled."
-        yield Problem(
-            (*at, "matches"),
-            f"{spell((*at, 'matches'))} is not a regular expression: {error}.",
-            remedy,
-        )
+        yield Problem(place, f"{spell(place)} is not a regular expression: {error}.", remedy)
 
 
-def _class_problems(when: Values, at: Path, classifiers: Values) -> Iterator[Problem]:
-    name = when.get("classifier")
-    named = when.get("is", [])
-    if (name is None) != ("is" not in when):
-        wrong = f"{spell(at)} has only one of 'classifier' and 'is'."
-        yield Problem(at, wrong, "Write both: which classifier, and which class.")
-    elif name is not None and name not in classifiers:
-        yield Problem(
-            (*at, "classifier"),
-            f"Unknown classifier '{name}'.",
-            suggest(name, list(classifiers)),
-        )
-    elif name is not None:
-        classes = list(classifiers[name]["examples"])
-        for one in named if isinstance(named, list) else [named]:
-            if one not in classes:
-                wrong = f"The classifier '{name}' has no class '{one}'."
-                yield Problem((*at, "is"), wrong, suggest(one, classes))
+def _classifier_problems(file: Values) -> Iterator[Problem]:
+    """Require that rules name classifiers and classes that exist, and that each is used."""
+    classifiers = file.get("classifiers", {})
+    unused = dict.fromkeys(classifiers)
+    for _, at, rule in rules_of(file):
+        when = rule.get("when", {})
+        name = when.get("classifier")
+        unused.pop(name, None)
+        if ("classifier" in when) != ("is" in when):
+            wrong = f"{spell((*at, 'when'))} has only one of 'classifier' and 'is'."
+            remedy = "Write both: which classifier, and which class."
+            yield Problem((*at, "when"), wrong, remedy)
+        elif name is not None and name not in classifiers:
+            remedy = suggest(name, list(classifiers))
+            yield Problem((*at, "when", "classifier"), f"Unknown classifier '{name}'.", remedy)
+        elif name is not None:
+            classes = list(classifiers[name]["examples"])
+            wanted = [when["is"]] if isinstance(when["is"], str) else when["is"]
+            for label in wanted:
+                if label not in classes:
+                    wrong = f"The classifier '{name}' has no class '{label}'."
+                    yield Problem((*at, "when", "is"), wrong, suggest(label, classes))
+    for name in unused:
+        wrong = f"No rule uses the classifier '{name}'."
+        yield Problem(("classifiers", name), wrong, "Remove it, or use it in a rule.")
 
 
 # --- stage 3: the graph
 
 
 def graph_problems(file: Values) -> Iterator[Problem]:
-    """Of agents: cycles; else several roots, agents that nothing connects, and a root that may be
-    cut off or dropped.
+    """Require a graph without cycles that can run.
 
-    Of steps: cycles; else steps that nothing leads to, and outputs that are never there when they
-    are read.
+    A graph of agents has one root, which cannot be cut off or dropped, and connects all agents. A
+    step can be reached, and the outputs that it reads exist by then.
     """
-    if "steps" in file:
+    has_steps = "steps" in file
+    if has_steps:
         before: Mapping[str, Collection[str]] = predecessors(file)
     else:
-        before = {agent: said.get("precursors", ()) for agent, said in agents_in(file).items()}
+        before = {name: block.get("precursors", ()) for name, block in agents_in(file).items()}
     try:
         order = list(TopologicalSorter(before).static_order())
     except CycleError as error:
-        yield _cycle(error.args[1], is_of_steps="steps" in file)
+        yield _cycle(error.args[1], has_steps=has_steps)
         return
-    yield from (
-        _order_problems(file, before, order) if "steps" in file else _root_problems(file, before)
-    )
+    yield from _order_problems(file, before, order) if has_steps else _root_problems(file, before)
 
 
-def _cycle(circle: list[str], *, is_of_steps: bool) -> Problem:
-    drawn = " -> ".join(circle)
-    if is_of_steps:
+def _cycle(nodes: list[str], *, has_steps: bool) -> Problem:
+    drawn = " -> ".join(nodes)
+    if has_steps:
         remedy = "Remove one of these ways; for a second round write steps of its own."
-        return Problem(("steps", circle[0], "then"), f"Steps lead in a circle: {drawn}.", remedy)
-    remedy = f"Remove one of these links, say '{circle[0]}' from the precursors of '{circle[1]}'."
-    return Problem(
-        ("agents", circle[1], "precursors"), f"Outputs run in a circle: {drawn}.", remedy
-    )
+        return Problem(("steps", nodes[0], "then"), f"Steps lead in a circle: {drawn}.", remedy)
+    remedy = f"Remove one of these links, say '{nodes[0]}' from the precursors of '{nodes[1]}'."
+    place = ("agents", nodes[1], "precursors")
+    return Problem(place, f"Outputs run in a circle: {drawn}.", remedy)
 
 
 def _order_problems(
     file: Values, before: Mapping[str, Collection[str]], order: list[str]
 ) -> Iterator[Problem]:
-    first = {rule["go"] for place, _, rule in rules_of(file) if place == START}
+    first = {rule["go"] for step, _, rule in rules_of(file) if step == START}
     reached: set[str] = set()
     earlier: dict[str, set[str]] = {}
     for step in order:
-        earlier[step] = set(before[step]).union(*(earlier[one] for one in before[step]))
+        earlier[step] = set(before[step]).union(*(earlier[each] for each in before[step]))
         if step in first or not reached.isdisjoint(before[step]):
             reached.add(step)
-    for step, said in file["steps"].items():
+    for step, block in file["steps"].items():
         if step not in reached:
-            wrong = (
-                f"Step '{step}' is unreachable: neither 'start' nor any step that can run "
-                "leads to it."
-            )
-            yield Problem(("steps", step), wrong, "Let a rule lead to it, or remove it.")
-        for position, read in enumerate(said.get("precursors", ())):
-            if read not in earlier[step]:
-                wrong = f"Step '{step}' reads '{read}', which never runs before it."
-                yield Problem(
-                    ("steps", step, "precursors", position), wrong, "Name steps that lead to it."
-                )
+            wrong = f"Step '{step}' is unreachable: neither 'start' nor any step that can run "
+            remedy = "Let a rule lead to it, or remove it."
+            yield Problem(("steps", step), f"{wrong}leads to it.", remedy)
+        for position, precursor in enumerate(block.get("precursors", ())):
+            if precursor not in earlier[step]:
+                place = ("steps", step, "precursors", position)
+                wrong = f"Step '{step}' reads '{precursor}', which never runs before it."
+                yield Problem(place, wrong, "Name steps that lead to it.")
 
 
 def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
-    """Of several agents without successors, those without precursors are unreachable, the others
-    roots.
-    """
-    read = {agent for read in precursors.values() for agent in read}
+    """Require one root. Agents that have neither precursors nor successors are unreachable."""
+    read = {agent for several in precursors.values() for agent in several}
     ends = [agent for agent in precursors if agent not in read]
     roots = [agent for agent in ends if precursors[agent]] or ends
     for agent in ends:
         if agent not in roots:
-            unreachable = (
-                f"Agent '{agent}' is unreachable: it has neither precursors nor successors."
-            )
-            yield Problem(
-                ("agents", agent), unreachable, "Name it among another's precursors, or remove it."
-            )
-    if len(roots) > 1:
-        if len(roots) == 2:
-            counts = "two roots"
-        else:
-            counts = f"{len(roots)} roots"
-        named = " and ".join(f"'{agent}'" for agent in roots)
-        remedy = (
-            "Exactly one agent may have no successor; name the others among some agent's "
-            "precursors."
-        )
-        yield Problem(
-            ("agents", roots[1]), f"The graph has {counts}: {named} have no successor.", remedy
-        )
+            wrong = f"Agent '{agent}' is unreachable: it has neither precursors nor successors."
+            remedy = "Name it among another's precursors, or remove it."
+            yield Problem(("agents", agent), wrong, remedy)
+    if len(roots) == 1:
+        yield from _lost_root_problems(file, roots[0])
         return
-    (root,) = roots
-    for cluster, said in file.get("clusters", {}).items():
-        if root in said["agents"]:
-            at: Path = ("clusters", cluster, "agents", said["agents"].index(root))
+    count = "two" if len(roots) == 2 else len(roots)
+    names = " and ".join(f"'{agent}'" for agent in roots)
+    wrong = f"The graph has {count} roots: {names} have no successor."
+    remedy = (
+        "Exactly one agent may have no successor; name the others among some agent's precursors."
+    )
+    yield Problem(("agents", roots[1]), wrong, remedy)
+
+
+def _lost_root_problems(file: Values, root: str) -> Iterator[Problem]:
+    """Require that the root is neither cut off nor dropped."""
+    for cluster, block in file.get("clusters", {}).items():
+        if root in block["agents"]:
+            at: Path = ("clusters", cluster, "agents", block["agents"].index(root))
             wrong = f"Cluster '{cluster}' holds the root '{root}', whose output is the answer."
             yield Problem(at, wrong, "Remove it from the cluster.")
     for form in GRAPH_FORMS:
         if file.get(form, {}).get(root, {}).get("on_failure") == "drop":
-            at = (form, root, "on_failure")
-            yield Problem(
-                at,
-                "The root cannot be dropped: its output is the answer.",
-                "Write 'fail', or remove it.",
-            )
+            wrong = "The root cannot be dropped: its output is the answer."
+            yield Problem((form, root, "on_failure"), wrong, "Write 'fail', or remove it.")

@@ -10,16 +10,12 @@ _ABOVE = "↑ above"
 
 
 def draw(graph: Graph) -> str:
-    """A topology of either kind: its size and description, and then the graph."""
-    if isinstance(graph, Conditional):
-        lines = _steps(graph)
-    else:
-        lines = _agents(graph)
+    """Draw a topology: its size and description, and then the graph."""
+    lines = [f"{graph.name}: {_size(graph)}"]
     if graph.description:
-        description = [graph.description]
-    else:
-        description = []
-    return "\n".join([f"{graph.name}: {_size(graph)}", *description, "", *lines, ""])
+        lines.append(graph.description)
+    drawn = _draw_steps(graph) if isinstance(graph, Conditional) else _draw_agents(graph)
+    return "\n".join([*lines, "", *drawn, ""])
 
 
 def _size(graph: Graph) -> str:
@@ -29,31 +25,26 @@ def _size(graph: Graph) -> str:
     return f"{agents} in {count(len(graph.layers), 'layer')}"
 
 
-def _agents(topology: Topology) -> Iterator[str]:
-    """The graph as a tree from the root down, each agent with its model and cluster, then clusters
-    and prefill.
+def _draw_agents(topology: Topology) -> Iterator[str]:
+    """Draw the graph as a tree from the root down, then clusters and prefill.
 
-    An agent that several successors read is drawn out once and elsewhere marked as standing above.
-    So is a whole set of precursors that an agent shares with one drawn before.
+    An agent that several successors read is drawn once, and elsewhere marked as standing above. The
+    same holds for all precursors of an agent, if another has the same.
     """
-    yield from _tree(topology)
+    yield from _draw_tree(topology)
     yield ""
     width = max((len(cluster.id) for cluster in topology.clusters), default=0)
     yield "Clusters:" if topology.clusters else "Clusters: none"
     for cluster in topology.clusters:
-        first, *others = cluster.agents
-        if len(others) > 3:
-            several = f"{first} ... {others[-1]}, {len(cluster.agents)} agents"
-        else:
-            several = ""
-        yield (
-            f"  {cluster.id:<{width}}  {_exit_text(cluster.early_exit)}; "
-            f"{several or ', '.join(cluster.agents)}"
-        )
+        agents = cluster.agents
+        names = ", ".join(agents)
+        if len(agents) > 4:
+            names = f"{agents[0]} ... {agents[-1]}, {len(agents)} agents"
+        yield f"  {cluster.id:<{width}}  {_exit_text(cluster.early_exit)}; {names}"
     yield _prefill_line(topology)
 
 
-def _tree(topology: Topology) -> Iterator[str]:
+def _draw_tree(topology: Topology) -> Iterator[str]:
     drawn: set[str] = set()
     first_reader: dict[tuple[str, ...], str] = {}
     stack: list[tuple[str, str, str]] = [("", "", topology.root.id)]
@@ -75,7 +66,7 @@ def _tree(topology: Topology) -> Iterator[str]:
         first_reader[precursors] = agent_id
         last = len(precursors) - 1
         stack += reversed(
-            [(inner, "└─ " if n == last else "├─ ", one) for n, one in enumerate(precursors)]
+            [(inner, "└─ " if n == last else "├─ ", agent) for n, agent in enumerate(precursors)]
         )
 
 
@@ -111,49 +102,38 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
 
 def _prefill_line(topology: Topology) -> str:
     prefill = topology.prefill
-    chunk = topology.prefill.chunk_tokens
     if not prefill.incremental:
         return "Prefill: when all precursors have ended"
-    if chunk == "adaptive":
-        size = "adaptive chunks"
-    else:
-        size = f"chunks of {count(chunk, 'token')}"
-    if prefill.slot_order == "declared":
-        order = "as declared"
-    else:
-        order = "by expected finish"
+    size = "adaptive chunks"
+    if prefill.chunk_tokens != "adaptive":
+        size = f"chunks of {count(prefill.chunk_tokens, 'token')}"
+    order = "as declared" if prefill.slot_order == "declared" else "by expected finish"
     return f"Prefill: incremental, {size}, slots {order}"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 agent`, `2 agents`."""
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number} {noun}s"
+    """Write `1 agent`, `2 agents`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _steps(topology: Conditional) -> Iterator[str]:
-    """The steps in order, each with what it asks and its rules; then the classifiers."""
+def _draw_steps(topology: Conditional) -> Iterator[str]:
+    """Draw the steps in order, each with its model or topology and its rules; then classifiers."""
     yield START
     yield from _rule_branches(topology.start)
     for step in topology.steps.values():
-        if step.reads:
-            reads = f", reads {', '.join(step.reads)}"
-        else:
-            reads = ""
+        reads = f", reads {', '.join(step.reads)}" if step.reads else ""
         agents = step.topology.agents
-        is_agent = len(agents) == 1 and step.root == step.id
-        if is_agent:
-            asked = agents[step.id].model_name
-        else:
-            asked = f"{step.topology.name}: {count(len(agents), 'agent')}"
-        yield f"{step.id} [{asked}]{reads}"
+        target = f"{step.topology.name}: {count(len(agents), 'agent')}"
+        if len(agents) == 1 and step.root == step.id:
+            target = agents[step.id].model_name
+        yield f"{step.id} [{target}]{reads}"
         yield from _rule_branches(step.then)
-    for one in topology.classifiers.values():
+    for classifier in topology.classifiers.values():
         examples = ", ".join(
-            f"{label} ({count(len(texts), 'example')})" for label, texts in one.examples.items()
+            f"{label} ({count(len(texts), 'example')})"
+            for label, texts in classifier.examples.items()
         )
-        yield f"Classifier {one.id}: {examples}"
+        yield f"Classifier {classifier.id}: {examples}"
 
 
 def _rule_branches(rules: Sequence[Rule]) -> Iterator[str]:

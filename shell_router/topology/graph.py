@@ -1,6 +1,4 @@
-"""Agent graphs as values: a topology of agents, and a conditional topology of steps chosen by
-rules.
-"""
+"""Graphs as values: a topology of agents, and a conditional topology of steps."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -120,10 +118,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Topology:
-    """A checked graph: acyclic, one root, every agent reaches it, every agent in at most one
-    cluster.
+    """A checked graph without cycles, with one root that every agent reaches.
 
-    `agents` is in topological order, precursors first; the root is last.
+    `agents` is in topological order, precursors first; the root is last. An agent is in at most one
+    cluster.
     """
 
     name: str
@@ -139,49 +137,49 @@ class Topology:
 
     @cached_property
     def answering(self) -> frozenset[str]:
-        """The agent whose tokens are the answer, as they come."""
+        """The agents whose streams are the answer: the root."""
         return frozenset({self.root.id})
 
     @cached_property
     def models(self) -> frozenset[str]:
         """The models that its agents name; AUTO may be among them."""
-        asked = [agent for agent in self.agents.values() if not agent.votes]
-        return frozenset(model for agent in asked for model in (agent.model, *agent.fallbacks))
+        callers = [agent for agent in self.agents.values() if not agent.votes]
+        return frozenset(model for agent in callers for model in (agent.model, *agent.fallbacks))
 
     @cached_property
     def voters(self) -> Mapping[str, bool]:
-        """The agents that some vote reads, and whether their outputs may be the answer as they
-        are."""
-        found: dict[str, bool] = {}
+        """The agents that votes read, and whether their outputs may become the answer."""
+        voters: dict[str, bool] = {}
         for agent in reversed(tuple(self.agents.values())):
             if agent.votes:
-                answers = agent.id == self.root.id or found.get(agent.id, False)
-                found |= {one: answers or found.get(one, False) for one in agent.precursors}
-        return found
+                answers = agent.id == self.root.id or voters.get(agent.id, False)
+                for precursor in agent.precursors:
+                    voters[precursor] = answers or voters.get(precursor, False)
+        return voters
 
     @cached_property
     def waits_for(self) -> Mapping[str, tuple[str, ...]]:
-        """Per agent those that end before its prompt is complete."""
+        """The agents that must end before an agent's prompt is complete, by agent."""
         return {agent.id: agent.precursors for agent in self.agents.values()}
 
     @property
     def parts(self) -> "tuple[Topology, ...]":
-        """The graphs that are run as a whole: itself."""
+        """The graphs that run as a whole: the topology itself."""
         return (self,)
 
     @cached_property
     def most_agents(self) -> int:
-        """How many agents run at a time."""
+        """The number of agents that may run at a time."""
         return len(self.agents)
 
     @cached_property
     def successors(self) -> Mapping[str, tuple[str, ...]]:
-        """Per agent, the agents whose prompts hold its output."""
-        found: dict[str, list[str]] = {agent: [] for agent in self.agents}
+        """The agents whose prompts hold an agent's output, by agent."""
+        readers: dict[str, list[str]] = {agent: [] for agent in self.agents}
         for agent in self.agents.values():
             for precursor in agent.precursors:
-                found[precursor].append(agent.id)
-        return {agent: tuple(after) for agent, after in found.items()}
+                readers[precursor].append(agent.id)
+        return {agent: tuple(several) for agent, several in readers.items()}
 
     @cached_property
     def cluster_of(self) -> Mapping[str, Cluster]:
@@ -189,12 +187,12 @@ class Topology:
         return {agent: cluster for cluster in self.clusters for agent in cluster.agents}
 
     def readers_of(self, cluster: Cluster) -> tuple[str, ...]:
-        """The agents that read all of the cluster and nothing else."""
+        """Return the agents that read all of the cluster and nothing else."""
         members = set(cluster.agents)
         return tuple(
-            one.id
-            for one in self.agents.values()
-            if set(one.precursors) == members and not one.given
+            agent.id
+            for agent in self.agents.values()
+            if set(agent.precursors) == members and not agent.given
         )
 
     @cached_property
@@ -207,7 +205,7 @@ class Topology:
 
     @cached_property
     def layers(self) -> tuple[tuple[str, ...], ...]:
-        """Agents by longest distance from a leaf, leaves first."""
+        """The agents by longest distance from a leaf, leaves first."""
         depth: dict[str, int] = {}
         for agent in self.agents.values():
             depth[agent.id] = 1 + max((depth[p] for p in agent.precursors), default=-1)
@@ -217,7 +215,7 @@ class Topology:
         return tuple(tuple(layer) for layer in layers)
 
     def with_models(self, chosen: Mapping[str, str]) -> "Topology":
-        """The same graph, the agents of `chosen` with these models."""
+        """Return the graph with the models that were chosen for agents."""
         if not chosen:
             return self
         decided = {
@@ -227,44 +225,39 @@ class Topology:
         return replace(self, agents={**self.agents, **decided})
 
     def inside(self, step: str) -> "Topology":
-        """The same graph, its agents and clusters named `step/...`, so that several may take part
-        in one request.
-        """
+        """Return the graph with agents and clusters named `step/...`, unique in a request."""
 
-        def named(ids: Iterable[str]) -> tuple[str, ...]:
-            return tuple(f"{step}/{one}" for one in ids)
+        def rename(ids: Iterable[str]) -> tuple[str, ...]:
+            return tuple(f"{step}/{each}" for each in ids)
 
         moved = [
-            replace(agent, id=f"{step}/{agent.id}", precursors=named(agent.precursors))
+            replace(agent, id=f"{step}/{agent.id}", precursors=rename(agent.precursors))
             for agent in self.agents.values()
         ]
         clusters = tuple(
-            replace(one, id=f"{step}/{one.id}", agents=named(one.agents)) for one in self.clusters
+            replace(cluster, id=f"{step}/{cluster.id}", agents=rename(cluster.agents))
+            for cluster in self.clusters
         )
         return replace(self, agents={agent.id: agent for agent in moved}, clusters=clusters)
 
     def needed(self, gone: Collection[str]) -> frozenset[str]:
-        """Agents whose output can still reach the root when those in `gone` have ended or been cut
-        off.
-        """
-        found: set[str] = set()
+        """Return the agents whose output can still reach the root once `gone` have ended."""
+        needed: set[str] = set()
         frontier = [self.root.id]
         while frontier:
             agent = frontier.pop()
-            if agent in found or agent in gone:
-                continue
-            found.add(agent)
-            frontier.extend(self.agents[agent].precursors)
-        return frozenset(found)
+            if agent not in needed and agent not in gone:
+                needed.add(agent)
+                frontier.extend(self.agents[agent].precursors)
+        return frozenset(needed)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One expert: an agent, which is a topology of one, or a whole topology, with agents named
-    `step/...`.
+    """An agent, as a topology of one, or a whole topology, with agents named `step/...`.
 
-    `reads` are earlier steps whose outputs stand in the agent's prompt, as far as they ran. `then`
-    says what follows; its last rule always holds.
+    `reads` are earlier steps whose outputs stand in the agent's prompt, if they ran. `then` says
+    which step follows; its last rule always holds.
     """
 
     id: str
@@ -279,7 +272,7 @@ class Step:
 
     @property
     def leads_to(self) -> tuple[str, ...]:
-        """What may follow, END included, each once."""
+        """The steps that may follow, END included, each once."""
         return tuple(dict.fromkeys(rule.go for rule in self.then))
 
     @property
@@ -302,8 +295,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Conditional:
-    """Steps without circles, all of which some request may reach, in an order in which each stands
-    after those that lead to it. `start` chooses the first; its last rule always holds.
+    """Steps that rules choose, one after the other, without cycles.
+
+    `steps` are in topological order, and some request may reach each. `start` chooses the first
+    step; its last rule always holds.
     """
 
     name: str
@@ -314,12 +309,12 @@ class Conditional:
 
     @property
     def parts(self) -> tuple[Topology, ...]:
-        """The graphs that are run as a whole: one per step."""
+        """The graphs that run as a whole, one per step."""
         return tuple(step.topology for step in self.steps.values())
 
     @cached_property
     def most_agents(self) -> int:
-        """How many agents run at a time: those of the largest step."""
+        """The number of agents that may run at a time: those of the largest step."""
         return max(len(part.agents) for part in self.parts)
 
     @cached_property
@@ -329,25 +324,24 @@ class Conditional:
 
     @cached_property
     def answering(self) -> frozenset[str]:
-        """Agents whose tokens are the answer as they come: the roots of steps that nothing can
-        follow.
-        """
+        """The agents whose streams are the answer: the roots of steps that nothing can follow."""
         return frozenset(step.root for step in self.steps.values() if step.is_last)
 
     @cached_property
     def preceded_by(self) -> Mapping[str, tuple[str, ...]]:
-        """Per step those that may lead to it directly."""
-        found: dict[str, list[str]] = {step: [] for step in self.steps}
+        """The steps that may lead to a step directly, by step."""
+        before: dict[str, list[str]] = {step: [] for step in self.steps}
         for step in self.steps.values():
             for target in step.leads_to:
                 if target != END:
-                    found[target].append(step.id)
-        return {step: tuple(before) for step, before in found.items()}
+                    before[target].append(step.id)
+        return {step: tuple(several) for step, several in before.items()}
 
     @cached_property
     def waits_for(self) -> Mapping[str, tuple[str, ...]]:
-        """Per agent those that end before its prompt is complete: precursors, or roots of steps
-        that lead to its.
+        """The agents that must end before an agent's prompt is complete, by agent.
+
+        They are its precursors, or the roots of the steps that lead to its step.
         """
         return {
             agent.id: agent.precursors
@@ -358,7 +352,7 @@ class Conditional:
 
     @cached_property
     def scored_models(self) -> tuple[str, ...]:
-        """Models whose chances of being right some rule asks for."""
+        """The models whose predicted scores some rule reads."""
         rules = [*self.start, *(rule for step in self.steps.values() for rule in step.then)]
         return tuple(
             dict.fromkeys(model for rule in rules if rule.when for model in rule.when.scores_below)
@@ -371,4 +365,4 @@ class Conditional:
 
 
 Graph = Topology | Conditional
-"""What requests may name."""
+"""A graph that requests may name."""

@@ -1,5 +1,4 @@
-"""Prompt templates: the placeholders they may hold, the defaults, and how they are filled
-(Faster-MoA, 2.1).
+"""Prompt templates: their placeholders, the defaults, and filling them (Faster-MoA, 2.1).
 
 Templates use the braces of `str.format` and nothing else of it: a placeholder is a bare name; `{{`
 and `}}` are braces meant as text. What is put in is never scanned again, so a question may hold any
@@ -60,8 +59,7 @@ _SLOT = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """How the prompt is put together: prefix, a slot per precursor, suffix. Parts left out keep
-    their defaults.
+    """The prompt: prefix, a slot per precursor, suffix. Parts left out keep their defaults.
 
     In the paper's terms a prompt is S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1). `index`
     counts from 1 in prompt order. The slot of a precursor that was cut off or dropped is left out.
@@ -100,8 +98,10 @@ early.
 
 
 def fill_text(template: str, question: str) -> str:
-    """Fill a system text, prefix or suffix. Raises ValueError for a placeholder other than
-    `{question}`.
+    """Fill a system text, prefix or suffix.
+
+    Raises:
+        ValueError: The template has another placeholder than `{question}`.
     """
     return _fill(template_pieces(template), {"question": question})
 

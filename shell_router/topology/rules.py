@@ -9,27 +9,22 @@ import re2
 
 
 def pattern_error(pattern: str) -> str:
-    """Why `pattern` is not a regular expression of RE2's, empty if it is one."""
+    """Say why RE2 does not take `pattern`; empty if it does."""
     try:
-        _compiled(pattern)
+        _compile(pattern)
     except re2.error as error:
-        if error.args:
-            said = error.args[0]
-        else:
-            said = "cannot be read"
-        if isinstance(said, bytes):
-            return said.decode()
-        return str(said)
+        reason = error.args[0] if error.args else "cannot be read"
+        return reason.decode() if isinstance(reason, bytes) else str(reason)
     return ""
 
 
-def found_in(pattern: str, text: str) -> bool:
-    """Whether `text` holds the pattern somewhere."""
-    return _compiled(pattern).search(text) is not None
+def has_match(pattern: str, text: str) -> bool:
+    """Return whether `text` holds the pattern somewhere."""
+    return _compile(pattern).search(text) is not None
 
 
 @lru_cache(maxsize=256)  # clients' topologies have patterns, too
-def _compiled(pattern: str) -> Any:
+def _compile(pattern: str) -> Any:
     options = re2.Options()
     options.log_errors = False  # the check of the file reports them
     options.max_mem = 2**20  # bytes, of which `[\pL\pN]{50}` fits in and takes 50 ms to compile
@@ -38,7 +33,7 @@ def _compiled(pattern: str) -> Any:
 
 START = "start"
 END = "end"
-"""Where a request begins, and where it has its answer: no step may have these names."""
+"""The beginning and the end of a request; no step may have these names."""
 
 Subject = Literal["request", "output"]
 SUBJECTS: tuple[Subject, ...] = get_args(Subject)
@@ -58,9 +53,7 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class Classed:
-    """What a classifier says: the class, empty where no example is like enough, and the nearest
-    one's similarity.
-    """
+    """A classifier's result; `name` is empty if no example is similar enough."""
 
     name: str
     similarity: float
@@ -68,12 +61,14 @@ class Classed:
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """What has to hold, all of it.
+    """A condition; all of its parts must hold.
 
-    `labels` are the values that the request's labels may have. `matches` is a pattern that the text
-    named by `of` holds somewhere. `classifier` must put that text into one of `classes`.
-    `confidence_below` is compared with the geometric mean token probability of the output,
-    `scores_below` per model with the predicted chance that it would answer the request rightly.
+    Attributes:
+        labels: The values that labels of the request may have.
+        matches: A pattern that the text named by `of` holds somewhere.
+        classifier: It must put that text into one of `classes`.
+        confidence_below: The output's geometric mean token probability is lower.
+        scores_below: A model's predicted chance of answering the request correctly is lower.
     """
 
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -85,18 +80,15 @@ class When:
     of: Subject = "request"
 
     def __str__(self) -> str:
-        said = [f"label {key} is {_either(values)}" for key, values in self.labels.items()]
-        said += [f"{self.of} matches '{self.matches}'"] if self.matches else []
-        said += (
-            [f"{self.classifier} of the {self.of} is {_either(self.classes)}"]
-            if self.classifier
-            else []
-        )
-        said += (
-            [] if self.confidence_below is None else [f"confidence below {self.confidence_below:g}"]
-        )
-        said += [f"score of {model} below {limit:g}" for model, limit in self.scores_below.items()]
-        return " and ".join(said)
+        parts = [f"label {key} is {_join(values)}" for key, values in self.labels.items()]
+        if self.matches:
+            parts.append(f"{self.of} matches '{self.matches}'")
+        if self.classifier:
+            parts.append(f"{self.classifier} of the {self.of} is {_join(self.classes)}")
+        if self.confidence_below is not None:
+            parts.append(f"confidence below {self.confidence_below:g}")
+        parts += [f"score of {model} below {limit:g}" for model, limit in self.scores_below.items()]
+        return " and ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +101,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What rules read: the request, and the output of the step that has just ended.
+    """The input of rules: the request, and the output of the step that has just ended.
 
-    `confidence` is None where nothing was decoded. `classes` holds what classifiers said of which
-    text, None where one could not be asked. `scores` are predicted chances by model, None before
-    they are predicted; models may be missing.
+    Attributes:
+        confidence: The output's geometric mean token probability; None without tokens.
+        classes: The results of classifiers by classifier and text; None if it could not be asked.
+        scores: Predicted chances by model, of which models may be missing; None if not predicted.
     """
 
     labels: Mapping[str, str]
@@ -124,7 +117,7 @@ class Facts:
     scores: Mapping[str, float] | None = None
 
     def text(self, of: Subject) -> str:
-        """The text that a rule speaks of."""
+        """Return the text that a condition reads."""
         if of == "request":
             return self.request
         return self.output
@@ -132,9 +125,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The target that was chosen, the number of the rule among those asked, from 1, and what made
-    it hold.
-    """
+    """A chosen target, the number of its rule, from 1, and the reason why the rule holds."""
 
     go: str
     rule: int
@@ -143,7 +134,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Unclassified:
-    """Nothing can be chosen before this classifier has been asked about this text."""
+    """No rule can be chosen before this classifier has classified this text."""
 
     classifier: str
     of: Subject
@@ -151,38 +142,39 @@ class Unclassified:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """Nothing can be chosen before scores are predicted."""
+    """No rule can be chosen before scores are predicted."""
 
 
 Missing = Unclassified | Unscored
 
 
 def choose(rules: Sequence[Rule], facts: Facts) -> Transition | Unclassified | Unscored:
-    """The first of `rules` that holds. The last has no condition, so that one always does."""
+    """Choose the first rule that holds. The last one has no condition."""
     for number, rule in enumerate(rules, start=1):
         if rule.when is None:
             return Transition(rule.go, number, "otherwise" if len(rules) > 1 else "always")
-        why = _why(rule.when, facts)
-        if isinstance(why, Missing):
-            return why
-        if why is not None:
-            return Transition(rule.go, number, why)
+        reason = _evaluate(rule.when, facts)
+        if isinstance(reason, Missing):
+            return reason
+        if reason is not None:
+            return Transition(rule.go, number, reason)
     raise ValueError("no rule holds: the last one has a condition")
 
 
-def _why(when: When, facts: Facts) -> str | Missing | None:
-    """What makes `when` hold; None where it does not."""
-    said: list[str] = []
-    for part in _parts(when, facts):
-        if not isinstance(part, str):
-            return part
-        said.append(part)
-    return " and ".join(said)
+def _evaluate(when: When, facts: Facts) -> str | Missing | None:
+    """Return the reason why `when` holds; None if it does not."""
+    reasons: list[str] = []
+    for reason in _evaluate_parts(when, facts):
+        if not isinstance(reason, str):
+            return reason
+        reasons.append(reason)
+    return " and ".join(reasons)
 
 
-def _parts(when: When, facts: Facts) -> Iterator[str | Missing | None]:
-    """What makes each part of `when` hold, None for one that does not. Predictors and classifiers
-    are asked last.
+def _evaluate_parts(when: When, facts: Facts) -> Iterator[str | Missing | None]:
+    """Yield the reason why each part of `when` holds, None for a part that does not.
+
+    Parts that need a predictor or a classifier come last.
     """
     for key, values in when.labels.items():
         label = facts.labels.get(key)
@@ -190,7 +182,7 @@ def _parts(when: When, facts: Facts) -> Iterator[str | Missing | None]:
     if when.matches:
         yield (
             f"{when.of} matches '{when.matches}'"
-            if found_in(when.matches, facts.text(when.of))
+            if has_match(when.matches, facts.text(when.of))
             else None
         )
     if (limit := when.confidence_below) is not None:
@@ -211,5 +203,5 @@ def _parts(when: When, facts: Facts) -> Iterator[str | Missing | None]:
             yield f"{name} of the {when.of} is {classed.name!r} ({classed.similarity:.2f})"
 
 
-def _either(values: Sequence[str]) -> str:
+def _join(values: Sequence[str]) -> str:
     return " or ".join(map(repr, values))

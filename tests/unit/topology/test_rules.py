@@ -17,7 +17,7 @@ from shell_router.topology.rules import (
     Unscored,
     When,
     choose,
-    found_in,
+    has_match,
     pattern_error,
 )
 
@@ -168,13 +168,13 @@ def test_patterns_find_what_pythons_do(pattern: str, text: str) -> None:
             expected = re.search(pattern, text) is not None
         except re.error:  # repeats of repeats are RE2's alone
             return
-        assert found_in(pattern, text) is expected
+        assert has_match(pattern, text) is expected
 
 
 def test_a_pattern_that_takes_others_forever_ends_soon() -> None:
     # 2 ** 50000 ways for an engine that goes back; this one reads each character once, or the test
     # never ends
-    assert not found_in(r"^(a+)+$", "a" * 50_000 + "!")
+    assert not has_match(r"^(a+)+$", "a" * 50_000 + "!")
 
 
 def test_a_pattern_that_would_take_much_memory_is_refused() -> None:
