@@ -193,7 +193,7 @@ async def row(
 ) -> "Row":
     """One number of clients."""
     from benchmarks.overlap.measure import interval, run
-    from shell_router.lab.simulation.summary import figures_of
+    from shell_router.lab.simulation.summary import compute_figures
 
     found: dict[str, list[Trace]] = {name: [] for name in compared}
     for begin in range(-clients, len(questions), clients):  # the first ones warm up
@@ -207,7 +207,7 @@ async def row(
             found[name] += traces if begin >= 0 else []
     tree = compared["plain"]
     figures = {
-        name: [figures_of(tree, trace) for trace in traces] for name, traces in found.items()
+        name: [compute_figures(tree, trace) for trace in traces] for name, traces in found.items()
     }
     pairs = list(zip(figures["drafts"], figures["plain"], strict=True))
     ratios = [one.end_to_end_s / other.end_to_end_s for one, other in pairs]

@@ -38,7 +38,7 @@ from report import Row, report
 from shell_router.files.read import read_file
 from shell_router.lab.simulation.run import Simulated, simulate
 from shell_router.lab.simulation.settings import Drafted, Length, Loaded, Workload, load
-from shell_router.lab.simulation.summary import Summary, summary_of
+from shell_router.lab.simulation.summary import Summary, summarize
 from shell_router.topology import Prefill, Topology
 
 ROOT = Path(__file__).parents[1]
@@ -202,7 +202,7 @@ def settings(bench: Bench) -> list[Row]:
         done = {name: bench.run(topology, data) for name, topology in tried.items()}
         for name, found in saved.items():
             found[data_set] = saving(done[name], done[BASELINE])
-        found = {name: summary_of(done[name]) for name in (BASELINE, "tree", "+ incremental")}
+        found = {name: summarize(done[name]) for name in (BASELINE, "tree", "+ incremental")}
         rows.append(
             {"data set": data_set, "all-to-all s": found[BASELINE].mean_s}
             | {name: f"{saved[name][data_set]:.0%}" for name in saved}
@@ -244,7 +244,7 @@ def exits(bench: Bench) -> list[Row]:
                 "tree s": statistics.mean(latencies(plain)),
             }
             | {"less than the tree": f"{saved[-1]:.0%}", "judging costs": f"{costs[-1]:.1%}"}
-            | _completed(summary_of(done))
+            | _completed(summarize(done))
         )
     blank = dict.fromkeys(rows[0], "")
     reached = {"less than the tree": _reached(saved), "judging costs": _reached(costs)}
@@ -295,7 +295,7 @@ def second(bench: Bench) -> list[Row]:
     for written in (16, 64, 256, 1024):
         seconds = {}
         for name, (topology, engines) in ways.items():
-            found = summary_of(
+            found = summarize(
                 bench.run(_writing(topology, written), random_input, engines=engines)
             ).second_layer_s
             assert found is not None
@@ -363,7 +363,7 @@ def sensitivity(bench: Bench) -> list[Row]:
                 f"of means: {setting}": f"{1 - mean_s[setting] / mean_s[BASELINE]:.0%}"
                 for setting in ours
             }
-            | {"large ran": _completed(summary_of(done[FULL]))["large ran"]}
+            | {"large ran": _completed(summarize(done[FULL]))["large ran"]}
         )
     return rows
 
@@ -444,7 +444,7 @@ def _at_load(
         bench.run(one, data, seed=seed, arrivals="poisson", per_s=share * saturated_per_s)
         for one in both
     ]
-    tree, incremental = (summary_of(one) for one in done)
+    tree, incremental = (summarize(one) for one in done)
     counted = slice(len(done[0].runs) // 2, None)
     busy = [
         max(use.prefill_busy for use in one.engines if use.model == "large")
@@ -474,7 +474,7 @@ def beyond(bench: Bench) -> list[Row]:
     rows = []
     for data_set in ("GSM8K", "MATH-500"):
         for name, topology in tried.items():
-            done = summary_of(bench.run(topology, bench.data_sets[data_set]))
+            done = summarize(bench.run(topology, bench.data_sets[data_set]))
             rows.append(
                 {"data set": data_set, "online path": name, "mean s": done.mean_s} | _exposed(done)
             )
@@ -499,7 +499,7 @@ def busy(bench: Bench) -> list[Row]:
     tried["adaptive chunks"] = replace(tree, prefill=Prefill())
     rows = []
     for name, topology in tried.items():
-        one = summary_of(
+        one = summarize(
             bench.run(topology, bench.data_sets["GSM8K"], arrivals="poisson", per_s=1.0)
         )
         prefill_busy = max(use.prefill_busy for use in one.engines if use.model == "large")
@@ -565,12 +565,12 @@ def drafts(bench: Bench) -> list[Row]:
                 name: bench.run(drafting(topology), data, drafts=gained)
                 for name, topology in plain.items()
             }
-            base, tree = before["all-to-all"], summary_of(done["tree"])
+            base, tree = before["all-to-all"], summarize(done["tree"])
             rows.append(
                 {
                     "data set": data_set,
                     "tokens a pass": words,
-                    "all-to-all s": summary_of(base).mean_s,
+                    "all-to-all s": summarize(base).mean_s,
                 }
                 | {"all-to-all + drafts": f"{saving(done['all-to-all'], base):.0%}"}
                 | {
@@ -580,7 +580,7 @@ def drafts(bench: Bench) -> list[Row]:
                     for name in ("tree", "full")
                 }
                 | {
-                    "tree's bound s: a pass per token": summary_of(before["tree"]).bound_s,
+                    "tree's bound s: a pass per token": summarize(before["tree"]).bound_s,
                     "in passes": tree.bound_s,
                 }
                 | {"tree + drafts s": tree.mean_s}

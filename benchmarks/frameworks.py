@@ -136,7 +136,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
                                 for mode, reply in again.items()
                             }
                         )
-                    rows += rows_of(words, runs[1:], equal[1:])
+                    rows += build_rows(words, runs[1:], equal[1:])
         return engine, rows
 
 
@@ -243,7 +243,7 @@ def context(words: int, seed: str, mode: str) -> str:
     return " ".join([f"{first:06}.", *said, ""])
 
 
-def rows_of(
+def build_rows(
     words: int, runs: "Sequence[Mapping[str, Asked]]", equal: Sequence[Mapping[str, bool]]
 ) -> "list[Row]":
     """One per mode."""

@@ -30,7 +30,7 @@ from benchmarks.faults.servers import (
     Engines,
     Legs,
     Setting,
-    running_router,
+    connect_router,
 )
 
 LATER_S = 2.0
@@ -248,7 +248,7 @@ async def _cases(
         prefill_url = refusing.url if fault.refusing else engines.prefill.url
         legs = Legs(prefill_url, engines.decode.url, engines.bootstrap_port)
         url = await stack.enter_async_context(
-            running_router(router, Setting(legs, fault.stall_s, folder))
+            connect_router(router, Setting(legs, fault.stall_s, folder))
         )
         client = await stack.enter_async_context(connected_client(url))
         scene = Scene(engines, refusing, client)

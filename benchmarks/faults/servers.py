@@ -243,7 +243,7 @@ ROUTERS: dict[str, Callable[[Setting, int], list[str]]] = {
 
 
 @asynccontextmanager
-async def running_router(name: str, setting: Setting) -> AsyncIterator[str]:
+async def connect_router(name: str, setting: Setting) -> AsyncIterator[str]:
     """The URL of the router of that name, which has answered a request, while the context is
     open."""
     port = free_ports(1)[0]

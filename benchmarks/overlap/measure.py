@@ -16,7 +16,7 @@ from shell_router.api import Services
 from shell_router.config import Config
 from shell_router.core.engine import Generation, Tokenizer
 from shell_router.early_exit.settings import EarlyExit
-from shell_router.lab.simulation.summary import Figures, figures_of
+from shell_router.lab.simulation.summary import Figures, compute_figures
 from shell_router.moa.requests import MoaRequest
 from shell_router.telemetry import Trace
 from shell_router.topology import Agent, Prefill, Topology, parse_topology
@@ -181,7 +181,7 @@ async def measured_rows(
                     for client in range(amount.clients)
                 )
             )
-            figures = mean_of([figures_of(topology, trace) for trace in traces])
+            figures = mean_of([compute_figures(topology, trace) for trace in traces])
             log.info(
                 "round %d, %s: %.1f s, exposed %.2f s, late %.2f, updates: %s",
                 *(

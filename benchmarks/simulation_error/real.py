@@ -19,7 +19,7 @@ from shell_router.config import Config
 from shell_router.core.engine import Tokenizer
 from shell_router.core.predictors import Embedder
 from shell_router.core.statistics import Timing, fitted_costs
-from shell_router.lab.simulation.profiling import Amount, ProfiledModel, Timings, profiled_models
+from shell_router.lab.simulation.profiling import Amount, ProfiledModel, Timings, start_models
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
 from shell_router.standins.simulated.costs import PairCosts
@@ -161,7 +161,7 @@ async def running_deployment(config: Config) -> AsyncIterator["Deployment"]:
     async with (
         running_embedder(config.embedder) as (embedder, _),
         MemoryAgentPromptCache(clock=time.monotonic) as cache,
-        profiled_models(config, (), "benchmark", None, lambda _: None) as models,
+        start_models(config, (), "benchmark", None, lambda _: None) as models,
     ):
         assert embedder is not None
         served = {alias: model.served for alias, model in models.items()}
@@ -230,7 +230,7 @@ class Measured:
     def costs(self) -> Mapping[str, PairCosts]:
         """Of every model's pair, from the rounds so far."""
         host_s_per_token = statistics.mean(self.host_s_per_token)
-        found = {alias: timings.fitted().costs for alias, timings in self.timings.items()}
+        found = {alias: timings.fit().costs for alias, timings in self.timings.items()}
         return {
             alias: replace(one, decode=replace(one.decode, host_s_per_token=host_s_per_token))
             for alias, one in found.items()

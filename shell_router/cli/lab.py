@@ -229,7 +229,7 @@ def simulate(
 
 def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:
     from shell_router.lab.simulation.run import simulate
-    from shell_router.lab.simulation.summary import as_json, bound, summary_of, tables
+    from shell_router.lab.simulation.summary import as_json, bound, summarize, tables
 
     done = {
         " ".join(filter(None, (of, name))): simulate(one.simulation, topology, one.costs, seed)
@@ -237,7 +237,7 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
         for name, topology in one.topologies.items()
     }
     answered = {name: one for name, one in done.items() if one.answered} or done
-    summaries = {name: summary_of(one) for name, one in answered.items()}
+    summaries = {name: summarize(one) for name, one in answered.items()}
     for title, rows in tables(summaries):
         print_table(title, rows)
     for name, summary in summaries.items():

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from shell_router import SHIPPED
 from shell_router.errors import ConfigError
-from shell_router.lab.evaluation.client import Client, running_router
+from shell_router.lab.evaluation.client import Client, connect_router
 from shell_router.lab.evaluation.grading import grade
 from shell_router.lab.evaluation.records import EvaluationOptions, Item, Reply, Setting, read_items
 from shell_router.lab.evaluation.report import CUT_OFF
@@ -76,7 +76,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
         item = hard[0]
     medians_s = dict[str, float | None]()
     replies = list[Reply]()
-    async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
+    async with connect_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
         client,
         order,
     ):

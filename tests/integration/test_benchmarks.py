@@ -118,13 +118,13 @@ async def test_a_benchmark_ends_with_its_rows_as_json(name: str) -> None:
         pytest.importorskip("playwright")
         if shutil.which("chromium") is None:
             pytest.skip("needs Chromium: apt-get install --no-install-recommends chromium")
-    rows_of(await printed_by(name, *SHORT[name]))
+    build_rows(await printed_by(name, *SHORT[name]))
 
 
 @pytest.mark.slow
 async def test_batches_on_engines_that_are_kept_and_that_are_restarted_share_one_table() -> None:
     amount = ("--questions", "6", "--sizes", "1,2", "--rounds", "2", "--restarts", "1")
-    rows = rows_of(await printed_by("batch", "--live", "models/small", *amount))
+    rows = build_rows(await printed_by("batch", "--live", "models/small", *amount))
     assert [(row["path"], row["rounds"], row["plan"]) for row in rows] == [
         ("engines kept", 2, "ilp"),
         ("engines kept", 2, "round-robin"),
@@ -136,7 +136,7 @@ async def test_batches_on_engines_that_are_kept_and_that_are_restarted_share_one
 
 @pytest.mark.slow
 async def test_a_process_with_a_real_expert_pool_grows_by_no_more_than_the_pools_budget() -> None:
-    rows = rows_of(
+    rows = build_rows(
         await printed_by("coserve", "--table", "real", "--images", "200", "--seeds", "1")
     )
     most = 1.05  # threads and images take memory, too
@@ -166,7 +166,7 @@ async def printed_by(name: str, *options: str) -> bytes:
     return printed
 
 
-def rows_of(printed: bytes) -> list[dict[str, Any]]:
+def build_rows(printed: bytes) -> list[dict[str, Any]]:
     """The rows of the JSON object that ends it."""
     found = json.loads(printed.splitlines()[-1])
     assert found.keys() == {"title", "engine", "simulated", "rows"}

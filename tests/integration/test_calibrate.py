@@ -16,7 +16,7 @@ from shell_router.core.engine import Generation
 from shell_router.errors import ShellRouterError
 from shell_router.lab.evaluation.calibration import (
     Tried,
-    calibrated,
+    choose_exit,
     run_calibration,
     write_variants,
 )
@@ -113,12 +113,12 @@ async def test_a_threshold_that_loses_answers_is_distinguished_from_one_that_doe
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
         data = write_sums(tmp_path, 4, 5, 6, 7)
         options = EvaluationOptions(data, url=served.url, json=report)
-        choice = await calibrated(variants, 0.5, options)
+        choice = await choose_exit(variants, 0.5, options)
         rash = {name: of for name, of in variants.items() if not name.endswith("0.9")}
         with pytest.raises(
             ShellRouterError, match=r"No early exit keeps the loss within 0\.5 points on these 4"
         ):
-            await calibrated(rash, 0.5, EvaluationOptions(data, url=served.url))
+            await choose_exit(rash, 0.5, EvaluationOptions(data, url=served.url))
     rows = {row["setting"]: row for row in orjson.loads(report.read_bytes())["rows"]}
     assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {
         "rash-without-exit": 1.0,
@@ -138,6 +138,6 @@ async def test_clusters_that_disagree_to_the_end_count_among_those_judged(tmp_pa
     served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in variants)
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
         options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, json=report)
-        await calibrated(variants, 0.5, options)
+        await choose_exit(variants, 0.5, options)
     exits = orjson.loads(report.read_bytes())["rows"][1]["exits"]
     assert (exits["clusters_judged"], exits["clusters_exited"]) == (2, 0.0)

@@ -51,7 +51,7 @@ async def test_another_server_is_distinguished_from_a_router_at_once() -> None:
 async def test_models_without_a_kind_are_those_of_another_server() -> None:
     async with _client_of({"/v1/models": web.json_response({"data": [{"id": "gpt"}]})}) as client:
         with pytest.raises(ShellRouterError, match="is no shell-router: its models have no kind"):
-            await client.served()
+            await client.list_settings()
 
 
 async def test_a_router_that_never_gets_ready_is_given_up() -> None:
@@ -65,7 +65,7 @@ async def test_an_answer_that_is_no_json_is_shown() -> None:
         {"/v1/models": web.Response(status=502, body=b"<html>Bad Gateway")}
     ) as client:
         with pytest.raises(ShellRouterError, match=r"answered 502: b'<html>Bad Gateway'"):
-            await client.served()
+            await client.list_settings()
 
 
 async def test_a_missing_router_is_reported_with_the_url() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.pairs_under_test import PairUnderTest
-from tests.integration.test_benchmarks import printed_by, rows_of
+from tests.integration.test_benchmarks import build_rows, printed_by
 
 pytestmark = pytest.mark.sglang
 
@@ -37,7 +37,7 @@ async def test_all_settings_are_measured_on_a_running_pair(
         )
     )
     printed = await printed_by("overlap", "--engine", "sglang", "--config", str(deployment), *SHORT)
-    rows = {row["setting"]: row for row in rows_of(printed)}
+    rows = {row["setting"]: row for row in build_rows(printed)}
     ahead = ("tree + incremental prefill", "full", FIXED)
     assert rows.keys() == {"all-to-all", "tree", *ahead}
     assert b"SGLang 0.5." in printed

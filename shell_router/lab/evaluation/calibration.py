@@ -89,7 +89,7 @@ def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit
     ended = list[Settings]()
     for settings, row in sorted(rows, key=lambda one: -one[0]["threshold"]):
         others = {key: value for key, value in settings.items() if key != "threshold"}
-        loss = loss_of(row)
+        loss = compute_loss(row)
         if others in ended or loss.value > bound:
             ended.append(others)
             continue
@@ -101,7 +101,7 @@ def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit
     return min(within, key=lambda one: one.latency, default=None)
 
 
-def loss_of(row: Row) -> Interval:
+def compute_loss(row: Row) -> Interval:
     """Return a setting's loss against the baseline, in points of accuracy; below 0 for a gain."""
     assert row.difference is not None
     lost = (
@@ -110,7 +110,9 @@ def loss_of(row: Row) -> Interval:
     return Interval(*lost)
 
 
-def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None) -> dict[str, Any]:
+def replace_exit(
+    document: Mapping[str, Any], name: str, settings: Settings | None
+) -> dict[str, Any]:
     """Return a topology with another early exit wherever it has one, or for all clusters.
 
     Other keys of its blocks stay if they go together with `settings`. None turns early exit off.
@@ -135,15 +137,15 @@ async def run_calibration(
 ) -> CalibratedExit:
     """Evaluate the topology with each early exit of `tried` and without; print the choice.
 
-    `bound` is in points of accuracy. Raises the errors of `calibrated` and `write_variants`, the
+    `bound` is in points of accuracy. Raises the errors of `choose_exit` and `write_variants`, the
     latter's before anything starts.
     """
     with TemporaryDirectory(prefix="shell-router-calibrate-") as folder:
         variants = write_variants(topology, tried, Path(folder))
-        return await calibrated(variants, bound, replace(options, topologies=(Path(folder),)))
+        return await choose_exit(variants, bound, replace(options, topologies=(Path(folder),)))
 
 
-async def calibrated(
+async def choose_exit(
     variants: Variants, bound: float, options: EvaluationOptions
 ) -> CalibratedExit:
     """Evaluate topologies that `options` serve, print the tables and the choice.
@@ -164,7 +166,7 @@ async def calibrated(
             f"No early exit keeps the loss within {bound:g} points on these {questions} questions.",
             remedy="Keep early_exit off, or try --thresholds nearer to 1.",
         )
-    print("\n".join(outcome_lines(choice, bound, questions)))
+    print("\n".join(describe_outcome(choice, bound, questions)))
     return choice
 
 
@@ -178,13 +180,13 @@ def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
     }
     for variant, settings in variants.items():
         text = yaml.safe_dump(
-            with_exit(document, variant, settings), sort_keys=False, allow_unicode=True
+            replace_exit(document, variant, settings), sort_keys=False, allow_unicode=True
         )
         (folder / f"{variant}.yaml").write_text(text, encoding="utf-8")
     return variants
 
 
-def outcome_lines(choice: CalibratedExit, bound: float, questions: int) -> list[str]:
+def describe_outcome(choice: CalibratedExit, bound: float, questions: int) -> list[str]:
     """Return the outcome in words, with the line for the topology file."""
     loss = choice.loss
     keys = ", ".join(f"{key}: {value}" for key, value in choice.settings.items())

@@ -73,7 +73,7 @@ class Client:
             raise _no_router(self.url, f"its /ready answered {status}")
         return status == OK
 
-    async def served(self) -> list[Setting]:
+    async def list_settings(self) -> list[Setting]:
         """Return what the router serves, in its order. Raises ShellRouterError."""
         listed, _ = await self._fetched("GET", "/v1/models")
         if not all("kind" in one for one in listed["data"]):
@@ -150,7 +150,7 @@ def _no_router(url: str, why: str) -> ShellRouterError:
 
 
 @asynccontextmanager
-async def running_router(
+async def connect_router(
     options: EvaluationOptions, on_progress: Callable[[str], None]
 ) -> AsyncIterator[tuple[Client, Sequence[str]]]:
     """Yield a client of a running or started router, with its models in the order of the file.

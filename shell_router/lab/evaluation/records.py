@@ -213,7 +213,7 @@ def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_
     """Read a chat completion and its trace, both in the form of docs/reference/api.md."""
     usage = completion["usage"]
     found = trace["agents"]
-    layers = layers_of({agent: one.get("precursors", ()) for agent, one in found.items()})
+    layers = compute_layers({agent: one.get("precursors", ()) for agent, one in found.items()})
     agents = (
         AgentRecord(
             agent,
@@ -241,7 +241,7 @@ def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_
     return Reply(text, latency_s, *counts, tuple(agents), tuple(exits), trace)
 
 
-def layers_of(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
+def compute_layers(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Return each agent's longest distance from a leaf, by the agents that each one reads."""
 
     @cache

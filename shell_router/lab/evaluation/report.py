@@ -134,7 +134,7 @@ class Row:
     exits: Exits | None
 
 
-def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -> list[Row]:
+def build_rows(records: Sequence[Record], settings: Sequence[str], baseline: str) -> list[Row]:
     """Return a row for each of `settings` that has a record."""
     grouped = {name: [one for one in records if one.setting == name] for name in settings}
     return [
@@ -224,7 +224,7 @@ class Report:
         return {"title": self.title, "partial": self.partial, **asdict(self), "methods": methods}
 
 
-def engines_of(settings: Sequence[Setting], served: Sequence[Setting]) -> str:
+def describe_engines(settings: Sequence[Setting], served: Sequence[Setting]) -> str:
     """Return in words what serves the models; topologies may use any of them."""
     every = any(one.kind in ("topology", "auto") for one in settings)
     models = [one for one in (served if every else settings) if one.kind == "model"]

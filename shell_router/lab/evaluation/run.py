@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
-from shell_router.lab.evaluation.client import Client, running_router
+from shell_router.lab.evaluation.client import Client, connect_router
 from shell_router.lab.evaluation.grading import grade, require_graders
 from shell_router.lab.evaluation.records import (
     EvaluationOptions,
@@ -23,13 +23,13 @@ from shell_router.lab.evaluation.records import (
     Setting,
     read_items,
 )
-from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
+from shell_router.lab.evaluation.report import Report, build_rows, describe_engines, tables
 
 TABLE_COLUMNS = 170
 WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
 
 
-def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
+def choose_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
     """Return the settings `named`, each once, or all models and then all topologies.
 
     Raises UnknownModel.
@@ -48,7 +48,7 @@ def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Set
     return [known[name] for name in dict.fromkeys(named)] or every
 
 
-def baseline_of(settings: Sequence[Setting], named: str | None) -> Setting:
+def choose_baseline(settings: Sequence[Setting], named: str | None) -> Setting:
     """Return the baseline: the setting that is named, the first topology, or the first."""
     if named is None:
         return next((one for one in settings if one.kind == "topology"), settings[0])
@@ -65,7 +65,7 @@ Asked = tuple[tuple[Item, int], ...]
 """Questions that are asked at the same time, each with its seed."""
 
 
-def rounds_of(
+def plan_rounds(
     items: Sequence[Item],
     seeds: Sequence[int],
     settings: Sequence[Setting],
@@ -94,7 +94,7 @@ def request_seed(seed: int, question: int) -> int:
     return zlib.crc32(f"{seed}/{question}/0".encode()) >> 1
 
 
-async def asked(
+async def ask_item(
     client: Client, setting: Setting, item: Item, seed: int, options: EvaluationOptions
 ) -> Reply | ShellRouterError:
     """Return the reply, or the error's text."""
@@ -104,7 +104,9 @@ async def asked(
         return error
 
 
-def record_of(setting: Setting, item: Item, seed: int, reply: Reply | ShellRouterError) -> Record:
+def build_record(
+    setting: Setting, item: Item, seed: int, reply: Reply | ShellRouterError
+) -> Record:
     """Return the record of `item` in `setting`, also of a failed or ungradable answer."""
     if isinstance(reply, ShellRouterError):
         return Record(
@@ -171,7 +173,7 @@ async def run_evaluation(options: EvaluationOptions) -> Report:
     )
     require_graders(items)
     console = report_console()
-    async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
+    async with connect_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
         client,
         order,
     ):
@@ -195,11 +197,11 @@ async def evaluate(
 ) -> Report:
     """Evaluate `items` on a running router; models are listed in this `order`, others last."""
     served = sorted(
-        await client.served(),
+        await client.list_settings(),
         key=lambda one: order.index(one.name) if one.name in order else len(order),
     )
-    settings = chosen_settings(options.settings, served)
-    baseline = baseline_of(settings, options.baseline).name
+    settings = choose_settings(options.settings, served)
+    baseline = choose_baseline(settings, options.baseline).name
     wanted = len(items) * len(options.seeds) * len(settings)
     records: list[Record] = []
     try:
@@ -209,7 +211,7 @@ async def evaluate(
             names = tuple(one.name for one in settings)
             report = Report(
                 data=f"{options.data.name}, {len(items)} questions",
-                engine=engines_of(settings, served),
+                engine=describe_engines(settings, served),
                 settings=names,
                 baseline=baseline,
                 seeds=options.seeds,
@@ -217,7 +219,7 @@ async def evaluate(
                 sampling={"temperature": options.temperature, "max_tokens": options.max_tokens},
                 asked=len(records),
                 wanted=wanted,
-                rows=rows_of(records, names, baseline),
+                rows=build_rows(records, names, baseline),
             )
             for table in tables(report):
                 console.print(table)
@@ -254,7 +256,7 @@ async def _ask_all(
     if options.records is not None:
         _write("--records", options.records, "wb", b"")
     for setting in settings:  # an engine's first batches pay for what is done only once
-        await asked(client, setting, WARM_UP, 0, options)
+        await ask_item(client, setting, WARM_UP, 0, options)
     answers = len(items) * len(options.seeds) * len(settings)
     console.print(f"Asking {len(items)} questions in {len(settings)} settings: {answers} answers.")
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -263,11 +265,11 @@ async def _ask_all(
 
         async def ask(setting: Setting, item: Item, seed: int) -> None:
             answered.append(
-                (setting, item, seed, await asked(client, setting, item, seed, options))
+                (setting, item, seed, await ask_item(client, setting, item, seed, options))
             )
             progress.advance(task)
 
-        for questions, order in rounds_of(
+        for questions, order in plan_rounds(
             items, options.seeds, settings, concurrency=options.concurrency
         ):
             written = len(records)
@@ -278,7 +280,7 @@ async def _ask_all(
                         for item, seed in questions:
                             tasks.create_task(ask(setting, item, seed))
                 finally:  # graded while nothing is asked, as that holds up the event loop
-                    records += [record_of(*one) for one in answered]
+                    records += [build_record(*one) for one in answered]
             if options.records is not None:
                 lines = b"".join(orjson.dumps(record) + b"\n" for record in records[written:])
                 _write("--records", options.records, "ab", lines)

@@ -111,7 +111,7 @@ def decode_timing(sequences: int, context: int, steps: int, seconds: float) -> T
     return Timing(sequences, (steps, steps * sequences, steps * context + grown), seconds)
 
 
-def fitted(what: str, timings: Sequence[Timing], least: int, option: str) -> list[float]:
+def fit_terms(what: str, timings: Sequence[Timing], least: int, option: str) -> list[float]:
     """Fit the costs of the timings' terms.
 
     Raises ConfigError for fewer than `least` different timings.
@@ -132,16 +132,16 @@ class ProfiledCosts:
     errors: Mapping[str, float]
 
 
-def fitted_pair(
+def fit_pair(
     prefills: Sequence[Timing],
     firsts: Sequence[Timing],
     decodes: Sequence[Timing],
     limits: PairCosts,
 ) -> ProfiledCosts:
     """Fit a pair's costs to timings, with `limits`. Raises ConfigError for too few."""
-    forward_s, token_s, attention_s = fitted("Prefill", prefills, 3, "--lengths")
-    transfer = TransferCosts(*fitted("The transfer", firsts, 2, "--lengths"))
-    step_s, sequence_s, context_s = fitted("Decoding", decodes, 3, "--batches and --lengths")
+    forward_s, token_s, attention_s = fit_terms("Prefill", prefills, 3, "--lengths")
+    transfer = TransferCosts(*fit_terms("The transfer", firsts, 2, "--lengths"))
+    step_s, sequence_s, context_s = fit_terms("Decoding", decodes, 3, "--batches and --lengths")
     found = {
         "prefill": held_out_error(prefills, least=3),
         "first token": held_out_error(firsts),
@@ -157,7 +157,7 @@ def fitted_pair(
     )
 
 
-async def profiled(
+async def profile_engine(
     engine: Engine,
     amount: Amount,
     limits: PairCosts,
@@ -174,7 +174,7 @@ async def profiled(
     timings = Timings(engine, amount, limits, vocabulary, draws, clock)
     for _ in range(1 + amount.rounds):
         await timings.round()
-    return timings.fitted()
+    return timings.fit()
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class Timings:
     _decodes: dict[tuple[int, int], list[Timing]] = field(default_factory=lambda: defaultdict(list))
     _kept: dict[Hashable, list[list[int]]] = field(default_factory=dict)
 
-    def fitted(self) -> ProfiledCosts:
+    def fit(self) -> ProfiledCosts:
         """Fit the costs as far as they are known. Raises ConfigError for too few timings."""
         prefills = {place: _middle(timed) for place, timed in self._prefills.items()}
         firsts = [
@@ -205,7 +205,7 @@ class Timings:
             )
             for length, timed in self._firsts.items()
         ]
-        return fitted_pair(
+        return fit_pair(
             [*prefills.values()], firsts, [*map(_middle, self._decodes.values())], self.limits
         )
 
@@ -332,7 +332,7 @@ class ProfiledModel:
 
 
 @asynccontextmanager
-async def profiled_models(
+async def start_models(
     config: Config,
     aliases: Collection[str],
     name: str,
@@ -345,7 +345,7 @@ async def profiled_models(
     `machine`, as `shell-router launch` does under `name`; others must run. Raises ConfigError and
     EngineError.
     """
-    wanted = with_one_pair_each(config, aliases)
+    wanted = keep_one_pair_each(config, aliases)
     async with AsyncExitStack() as stack:
         if any(pair.launch for model in wanted.models.values() for pair in model.pairs):
             planned = plan_launch(wanted, name, machine, os.environ)
@@ -357,13 +357,13 @@ async def profiled_models(
         running = await stack.enter_async_context(running_models(wanted, on_progress))
         yield {
             alias: ProfiledModel(
-                model.served, model.engine.name, model.vocabulary, limits_of(wanted.models[alias])
+                model.served, model.engine.name, model.vocabulary, read_limits(wanted.models[alias])
             )
             for alias, model in running.items()
         }
 
 
-def with_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
+def keep_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
     """Return the deployment with these models, or all if `aliases` is empty, each on one pair.
 
     An engine that ends stays down: a restarted one was not measured. Raises ConfigError.
@@ -381,7 +381,7 @@ def with_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
     return replace(config, models=models, launch=replace(config.launch, restart_limit=0))
 
 
-def limits_of(model: ModelSettings) -> PairCosts:
+def read_limits(model: ModelSettings) -> PairCosts:
     """Return an embedded pair's limits in the deployment, or SGLang's defaults."""
     if model.pairs:
         return PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.0))
@@ -426,7 +426,7 @@ def write_profile(file: Path, model: str, found: ProfiledCosts, amount: Amount, 
     write_measured(file, "models", {model: {**said, **asdict(found.costs)}}, HEAD)
 
 
-def limited(known: PairCosts, given: Mapping[str, int | None]) -> PairCosts:
+def replace_limits(known: PairCosts, given: Mapping[str, int | None]) -> PairCosts:
     """Return `known` with the limits that replace its own. Raises ConfigError for one below 1."""
     prefill, decode = (
         {
@@ -459,15 +459,15 @@ async def run_profile(
     """
     require_extensible(out)
     config = load_config(file, os.environ, with_keys=False)
-    async with profiled_models(config, models, file.stem, machine, on_progress) as running:
+    async with start_models(config, models, file.stem, machine, on_progress) as running:
         for alias, model in running.items():
-            known = limited(model.limits, limits)
+            known = replace_limits(model.limits, limits)
             timed = amount.within(model.served.context_length, known)
             on_progress(f"measuring {alias}: 1 round to warm up, {timed.rounds} that count")
             vocabulary = model.vocabulary
             draws = random.Random()
             clock = time.perf_counter
-            found = await profiled(
+            found = await profile_engine(
                 model.served.engine, timed, known, vocabulary=vocabulary, draws=draws, clock=clock
             )
             write_profile(out, alias, found, timed, f"{date} on {model.engine}")

@@ -57,7 +57,7 @@ class Fleet:
         self.dispatcher = Dispatcher(named, scheduling, asyncio.get_running_loop().time)
 
     @asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
+    async def poll_pairs(self) -> AsyncIterator[None]:
         """Have the dispatcher poll the pairs while the context is open, if there are several."""
         if len(self.pairs) == 1:
             yield
@@ -252,7 +252,7 @@ async def _simulated(
             MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf)
         )
         for fleet in fleets.values():
-            await stack.enter_async_context(fleet.followed())
+            await stack.enter_async_context(fleet.poll_pairs())
         executor = Executor(models, cache, embedder, clock=loop.time)
         runs = await _ask_all(simulation, topology, outputs, executor, seed)
     elapsed_s = loop.time()

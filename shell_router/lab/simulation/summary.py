@@ -34,7 +34,7 @@ class Figures:
     cut_off: int
 
 
-def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
+def compute_figures(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     """Return a finished run's figures, from its trace as JSON."""
     agents: Agents = trace["agents"]
     finished = {name: agent for name, agent in agents.items() if agent["state"] == "finished"}
@@ -155,7 +155,7 @@ class Summary:
         return 0.0
 
 
-def summary_of(simulated: Simulated) -> Summary:
+def summarize(simulated: Simulated) -> Summary:
     """Summarize the runs. Raises DataError if no request was answered."""
     topology = simulated.topology
     traces = [run.trace for run in simulated.runs if not run.error]
@@ -167,7 +167,7 @@ def summary_of(simulated: Simulated) -> Summary:
     latencies = [trace["duration_s"] for trace in traces]
     p50_s, p95_s, p99_s = (float(one) for one in np.percentile(latencies, (50, 95, 99)))
     if len(topology.agents) > 1:
-        figures = [figures_of(topology, trace) for trace in traces]
+        figures = [compute_figures(topology, trace) for trace in traces]
     else:
         figures = []
     paths = [path_s(trace) for trace in traces]

@@ -11,16 +11,16 @@ from shell_router.lab.evaluation.calibration import (
     CalibratedExit,
     Tried,
     choose,
-    loss_of,
-    outcome_lines,
-    with_exit,
+    compute_loss,
+    describe_outcome,
+    replace_exit,
     write_variants,
 )
 from shell_router.lab.evaluation.records import Record
-from shell_router.lab.evaluation.report import Row, rows_of
+from shell_router.lab.evaluation.report import Row, build_rows
 from shell_router.topology import load_topology
 
-ROWS = rows_of(
+ROWS = build_rows(
     [Record(0, 0, name, right=True, stated="1", latency_s=1.0) for name in ("base", "other")],
     ["base", "other"],
     "base",
@@ -74,7 +74,7 @@ def test_a_gain_is_no_loss() -> None:
 
 def test_the_loss_turns_the_difference_and_its_ends_around() -> None:
     row = replace(ROWS[1], difference=Interval(-0.01, -0.03, 0.005))
-    loss = loss_of(row)
+    loss = compute_loss(row)
     assert (loss.value, loss.low, loss.high) == pytest.approx((1.0, -0.5, 3.0))
 
 
@@ -126,12 +126,12 @@ DOCUMENT = {
 
 def test_another_early_exit_keeps_the_keys_that_go_with_it() -> None:
     in_flight = {"policy": "in_flight", "scope": "cluster", "threshold": 0.5}
-    assert with_exit(DOCUMENT, "x", EXIT)["early_exit"] == {**EXIT, "min_completed": 1}
-    assert with_exit(DOCUMENT, "x", in_flight)["early_exit"] == {
+    assert replace_exit(DOCUMENT, "x", EXIT)["early_exit"] == {**EXIT, "min_completed": 1}
+    assert replace_exit(DOCUMENT, "x", in_flight)["early_exit"] == {
         **DOCUMENT["early_exit"],
         **in_flight,
     }  # type: ignore[dict-item]
-    assert with_exit(DOCUMENT, "x", None) == {**DOCUMENT, "name": "x", "early_exit": False}
+    assert replace_exit(DOCUMENT, "x", None) == {**DOCUMENT, "name": "x", "early_exit": False}
     assert DOCUMENT["name"] == "mine"
 
 
@@ -141,12 +141,12 @@ def test_early_exit_is_changed_where_there_is_one_and_else_for_all() -> None:
         "agents": {},
         "clusters": {"one": cluster, "two": {"agents": ["c"], "early_exit": "off"}},
     }
-    made = with_exit(document, "mine", EXIT)
+    made = replace_exit(document, "mine", EXIT)
     assert made["clusters"]["one"]["early_exit"] == EXIT
     assert made["clusters"]["two"]["early_exit"] == "off"
     assert "early_exit" not in made
-    assert with_exit(document, "mine", None)["clusters"]["one"]["early_exit"] is False
-    assert with_exit({"tree": {}}, "mine", EXIT)["early_exit"] == EXIT
+    assert replace_exit(document, "mine", None)["clusters"]["one"]["early_exit"] is False
+    assert replace_exit({"tree": {}}, "mine", EXIT)["early_exit"] == EXIT
 
 
 def test_the_files_written_are_topologies_that_differ_in_their_early_exit_alone(
@@ -168,7 +168,7 @@ def test_the_files_written_are_topologies_that_differ_in_their_early_exit_alone(
 def test_the_outcome_is_a_line_for_the_file_with_what_it_costs_and_saves() -> None:
     settings = {"policy": "in_flight", "threshold": 0.6}
     sure = " ".join(
-        outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 0.4), 0.7), 0.5, 1000)
+        describe_outcome(CalibratedExit(settings, Interval(0.1, -0.3, 0.4), 0.7), 0.5, 1000)
     )
     assert "early_exit: {policy: in_flight, threshold: 0.6}" in sure
     assert (
@@ -177,7 +177,7 @@ def test_the_outcome_is_a_line_for_the_file_with_what_it_costs_and_saves() -> No
     )
     assert "whole interval is within the bound" in sure
     unsure = " ".join(
-        outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 1.4), 1.02), 0.5, 200)
+        describe_outcome(CalibratedExit(settings, Interval(0.1, -0.3, 1.4), 1.02), 0.5, 200)
     )
     assert "cannot rule out a loss of 1.40 points" in unsure
     assert "saves no time" in unsure

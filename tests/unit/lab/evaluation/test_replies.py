@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shell_router.lab.evaluation.records import AgentRecord, ExitRecord, layers_of, read_reply
+from shell_router.lab.evaluation.records import AgentRecord, ExitRecord, compute_layers, read_reply
 
 COMPLETION = {
     "choices": [{"message": {"content": "Answer: 5"}}],
@@ -48,4 +48,4 @@ def test_a_reply_has_the_text_the_usage_and_what_each_agent_did() -> None:
 
 def test_a_layer_is_the_longest_way_from_a_leaf_in_whatever_order_agents_are_listed() -> None:
     precursors = {"root": ("mid", "leaf"), "mid": ("leaf", "gone"), "leaf": ()}
-    assert layers_of(precursors) == {"root": 2, "mid": 1, "leaf": 0}
+    assert compute_layers(precursors) == {"root": 2, "mid": 1, "leaf": 0}

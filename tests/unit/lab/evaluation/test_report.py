@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from shell_router.lab.evaluation.records import Setting
-from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
+from shell_router.lab.evaluation.report import Report, build_rows, describe_engines, tables
 from tests.fakes.evaluations import agent, failed, judged, record
 
 RECORDS = [
@@ -35,7 +35,7 @@ def _report(**changes: Any) -> Report:
         sampling={},
         asked=3,
         wanted=3,
-        rows=rows_of(RECORDS, NAMES, "tree"),
+        rows=build_rows(RECORDS, NAMES, "tree"),
     )
     return replace(report, **changes)
 
@@ -93,7 +93,7 @@ def test_the_json_says_how_its_intervals_were_made_and_holds_the_rows() -> None:
 
 
 def test_names_in_the_tables_are_no_markup() -> None:
-    rows = rows_of([record("[/x]", 0)], ["[/x]"], "[/x]")
+    rows = build_rows([record("[/x]", 0)], ["[/x]"], "[/x]")
     printed = _printed(_report(rows=rows, data="[red]"))
     assert all(words in printed for words in ("[/x]", "Evaluation of [red]"))
 
@@ -105,6 +105,6 @@ def test_engines_are_those_of_the_models_that_may_be_asked() -> None:
         Setting("t", "topology"),
     ]
     alone, tree = served[0], served[2]
-    assert engines_of([alone], served) == "SGLang 0.5.16"
-    assert engines_of([alone, tree], served) == "SGLang 0.5.16; scripted engine"
-    assert "unknown" in engines_of([tree], [Setting("a", "model"), served[2]])
+    assert describe_engines([alone], served) == "SGLang 0.5.16"
+    assert describe_engines([alone, tree], served) == "SGLang 0.5.16; scripted engine"
+    assert "unknown" in describe_engines([tree], [Setting("a", "model"), served[2]])

@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 import pytest
 
 from shell_router.lab.evaluation.records import Item, Setting
-from shell_router.lab.evaluation.run import Asked, request_seed, rounds_of
+from shell_router.lab.evaluation.run import Asked, plan_rounds, request_seed
 
 ITEMS = [Item(index, f"{index}?", "1", "numeric", {}) for index in range(3)]
 SETTINGS = [Setting(name, "model") for name in ("a", "b")]
@@ -19,7 +19,7 @@ def indices(asked: Asked) -> list[tuple[int, int]]:
 def test_every_question_goes_through_all_settings_before_the_next_and_another_begins_each_time() -> (
     None
 ):
-    rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS))
+    rounds = list(plan_rounds(ITEMS, [0, 1], SETTINGS))
     assert [indices(asked) for asked, _ in rounds] == [
         [(0, 0)],
         [(1, 0)],
@@ -41,14 +41,14 @@ def test_every_question_goes_through_all_settings_before_the_next_and_another_be
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd", "abcde"])
 def test_each_setting_comes_right_after_each_other_one_equally_often(names: str) -> None:
     settings = [Setting(name, "model") for name in names]
-    orders = [order for _, order in rounds_of(ITEMS[:1], range(2 * len(names)), settings)]
+    orders = [order for _, order in plan_rounds(ITEMS[:1], range(2 * len(names)), settings)]
     followed = Counter((one.name, other.name) for order in orders for one, other in pairwise(order))
     assert followed == dict.fromkeys(permutations(names, 2), 2)
     assert Counter(order[0].name for order in orders) == dict.fromkeys(names, 2)
 
 
 def test_questions_that_are_asked_at_once_go_through_the_settings_together() -> None:
-    rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS, concurrency=2))
+    rounds = list(plan_rounds(ITEMS, [0, 1], SETTINGS, concurrency=2))
     assert [indices(asked) for asked, _ in rounds] == [
         [(0, 0), (1, 0)],
         [(2, 0)],

@@ -9,7 +9,7 @@ from shell_router.lab.simulation.profiling import (
     ProfiledCosts,
     decode_timing,
     first_token_timing,
-    fitted_pair,
+    fit_pair,
     prefill_timing,
 )
 from shell_router.standins.simulated.costs import (
@@ -70,7 +70,7 @@ def fitted(
 ) -> ProfiledCosts:
     """Fitted to exact timings where none are given."""
     limits = PairCosts(PREFILL, DECODE)
-    return fitted_pair(prefill or prefills(), first or firsts(), decode or decodes(), limits)
+    return fit_pair(prefill or prefills(), first or firsts(), decode or decodes(), limits)
 
 
 def test_costs_are_found_again_from_exact_timings() -> None:

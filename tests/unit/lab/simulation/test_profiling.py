@@ -13,7 +13,7 @@ from shell_router.lab.simulation.profiling import (
     Amount,
     ProfiledCosts,
     decode_timing,
-    profiled,
+    profile_engine,
     together,
 )
 from shell_router.lab.simulation.virtual_time import run_virtual
@@ -65,7 +65,7 @@ def profile(amount: Amount) -> tuple[ProfiledCosts, Overheard]:
         engine = Overheard(SimulatedPair(TRUE, endless))
         clock = asyncio.get_running_loop().time
         draws = random.Random(1)
-        return await profiled(
+        return await profile_engine(
             engine, amount, LIMITS, vocabulary=VOCABULARY, draws=draws, clock=clock
         ), engine
 
@@ -111,7 +111,7 @@ def test_an_engine_that_keeps_nothing_of_a_prefill_is_profiled_by_what_it_says()
         engine = SimulatedPair(forgetful, endless)
         clock = asyncio.get_running_loop().time
         limits = PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.0))
-        return await profiled(
+        return await profile_engine(
             engine, SHORT, limits, vocabulary=VOCABULARY, draws=random.Random(1), clock=clock
         )
 

@@ -25,7 +25,7 @@ from shell_router.lab.simulation.settings import (
     Workload,
     load,
 )
-from shell_router.lab.simulation.summary import summary_of
+from shell_router.lab.simulation.summary import summarize
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.queue import ORDERS, QueueSettings
@@ -101,7 +101,7 @@ def test_incremental_prefill_hides_dear_prefill_and_changes_no_output() -> None:
         one.trace["agents"]["root"]["prompt_tokens"] for one in incremental.runs
     ]
     assert sum(latencies(incremental)) < sum(latencies(tree))
-    hidden, exposed = (summary_of(one) for one in (incremental, tree))
+    hidden, exposed = (summarize(one) for one in (incremental, tree))
     assert hidden.late is not None and exposed.late is not None
     assert hidden.late < 0.5 * exposed.late
 
@@ -122,7 +122,7 @@ def test_prefill_whose_time_has_a_term_of_zero_is_simulated(prefill: PrefillCost
 
 def test_drafts_save_what_the_workload_says_where_the_topology_asks_for_them() -> None:
     drafts = {"aggregator": Drafted(3.0, cv=0.5), "root": Drafted(6.0)}
-    plain, drafted = (summary_of(run(name, drafts=drafts)) for name in ("tree", "tree-drafts"))
+    plain, drafted = (summarize(run(name, drafts=drafts)) for name in ("tree", "tree-drafts"))
     assert latencies(run("tree", drafts=drafts)) == latencies(run("tree"))
     assert drafted.mean_s < 0.8 * plain.mean_s
     assert plain.token_bound_s == plain.bound_s
@@ -139,7 +139,7 @@ def test_wide_passes_that_cost_much_make_drafts_a_loss() -> None:
     }
     drafts = {"root": Drafted(1.5), "aggregator": Drafted(1.5)}
     plain, drafted = (
-        summary_of(run(name, costs=dear, drafts=drafts)) for name in ("tree", "tree-drafts")
+        summarize(run(name, costs=dear, drafts=drafts)) for name in ("tree", "tree-drafts")
     )
     assert drafted.mean_s > plain.mean_s
 
@@ -164,7 +164,7 @@ def test_equal_agents_write_the_same_in_every_setting() -> None:
 
 
 def test_early_exit_cuts_agents_off_where_outputs_agree() -> None:
-    agreeing, differing = (summary_of(run("full-in-flight", right=right)) for right in (1.0, 0.0))
+    agreeing, differing = (summarize(run("full-in-flight", right=right)) for right in (1.0, 0.0))
     assert agreeing.completed["large"] < differing.completed["large"] == 5
 
 
@@ -179,17 +179,17 @@ def test_an_agreed_answer_is_forwarded_without_aggregation() -> None:
     ]
     assert min(skipped[0]) >= 3  # two aggregators and the root
     assert max(skipped[1]) == 0
-    assert summary_of(agreeing).mean_s < summary_of(run("full-in-flight", right=1.0)).mean_s
-    assert summary_of(agreeing).over_bound == pytest.approx(0, abs=1e-3)
+    assert summarize(agreeing).mean_s < summarize(run("full-in-flight", right=1.0)).mean_s
+    assert summarize(agreeing).over_bound == pytest.approx(0, abs=1e-3)
 
 
 def test_no_answer_is_faster_than_its_bound() -> None:
     for name in ("all-to-all", "tree", "tree-incremental", "full"):
-        assert summary_of(run(name)).over_bound > 0
+        assert summarize(run(name)).over_bound > 0
 
 
 def test_with_one_request_at_a_time_nothing_but_decoding_and_prefill_takes_time() -> None:
-    found = summary_of(run("tree"))
+    found = summarize(run("tree"))
     assert sum(found.path.values()) == pytest.approx(found.mean_s)
     assert found.path["waiting"] == pytest.approx(0, abs=1e-5)
     assert found.path["decoding on large"] > found.path["exposed prefill"] > 0
@@ -206,7 +206,7 @@ def test_a_second_layer_that_is_cut_off_entirely_is_not_reported() -> None:
     clusters:
       first: {agents: [a, b], early_exit: {policy: threshold, threshold: 0.0, min_completed: 1}}
     """
-    found = summary_of(
+    found = summarize(
         simulate(simulation(), parse_topology(dedent(document), source="cut.yaml"), COSTS)
     )
     assert found.second_layer_s is None
@@ -258,7 +258,7 @@ def test_a_second_pair_shortens_the_queue() -> None:
     }
     two = replace(busy, models={model: SimulatedModel(model, pairs=2) for model in MODELS})
     one_pair, two_pairs = (
-        summary_of(simulate(one, topology("tree"), loaded)) for one in (busy, two)
+        summarize(simulate(one, topology("tree"), loaded)) for one in (busy, two)
     )
     assert two_pairs.p95_s < 0.7 * one_pair.p95_s
     assert len(two_pairs.engines) == 6
@@ -268,10 +268,10 @@ def test_data_parallel_engines_take_the_same_gpus_and_need_no_transfer() -> None
     slow_link = {
         model: replace(costs, transfer=TransferCosts(0.0, 0.01)) for model, costs in COSTS.items()
     }
-    apart = summary_of(simulate(simulation(), topology("tree"), slow_link))
+    apart = summarize(simulate(simulation(), topology("tree"), slow_link))
     for engines in ("data_parallel", "data_parallel_chunked"):
         models = {model: SimulatedModel(model, engines=engines) for model in MODELS}  # type: ignore[arg-type]
-        found = summary_of(
+        found = summarize(
             simulate(replace(simulation(), models=models), topology("tree"), slow_link)
         )
         assert len(found.engines) == 2 * len(apart.engines)
@@ -280,7 +280,7 @@ def test_data_parallel_engines_take_the_same_gpus_and_need_no_transfer() -> None
 
 def test_engines_that_share_a_cpu_slow_each_other_down() -> None:
     alone, shared = (
-        summary_of(simulate(replace(simulation(), cores=cores), topology("tree"), COSTS))
+        summarize(simulate(replace(simulation(), cores=cores), topology("tree"), COSTS))
         for cores in (None, 1.0)
     )
     assert shared.mean_s > 1.3 * alone.mean_s
@@ -293,9 +293,9 @@ def test_a_request_that_fails_is_reported_and_the_others_go_on() -> None:
     failed = [one.error for one in done.runs if one.error]
     assert 0 < len(failed) < 4
     assert all(f"{LIMIT_S} s" in error for error in failed)
-    assert summary_of(done).failed == len(failed)
+    assert summarize(done).failed == len(failed)
     with pytest.raises(DataError, match="answered no request"):
-        summary_of(simulate(replace(asked, timeout_s=0.1), topology("tree"), slow))
+        summarize(simulate(replace(asked, timeout_s=0.1), topology("tree"), slow))
 
 
 def test_equal_seeds_repeat_and_others_do_not() -> None:
