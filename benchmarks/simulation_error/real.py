@@ -18,7 +18,7 @@ from shell_router.app.services import running_embedder
 from shell_router.config import Config
 from shell_router.core.engine import Tokenizer
 from shell_router.core.predictors import Embedder
-from shell_router.core.statistics import Timing, fitted_costs
+from shell_router.core.statistics import Timing, fit_costs
 from shell_router.lab.simulation.profiling import Amount, ProfiledModel, Timings, start_models
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
@@ -243,7 +243,7 @@ class Measured:
             Timing(tokens, (1, tokens), statistics.median(took_s))
             for tokens, took_s in self.embedded_s.items()
         ]
-        text_s, token_s = fitted_costs(timed)
+        text_s, token_s = fit_costs(timed)
         return text_s, token_s
 
     async def _wave(self, name: str, topology: Topology, at_once: int) -> None:

@@ -6,7 +6,7 @@ from typing import NotRequired, TypedDict
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from shell_router.early_exit.answers import stated_answer
+from shell_router.early_exit.answers import find_answer
 from training.lessons import Lessons
 from training.problems import Problem
 from training.sampling import write
@@ -31,7 +31,7 @@ def measured(
     lessons = Lessons(tokenizer)
     written = write(network, [lessons.question(one.question) for one in tested], temperature=0)
     right = [
-        stated_answer(tokenizer.decode(one.ids)) == problem.answer
+        find_answer(tokenizer.decode(one.ids)) == problem.answer
         for one, problem in zip(written, tested, strict=True)
     ]
 

@@ -16,7 +16,7 @@ from shell_router.api.keys import LOCAL, Keys, require_route
 from shell_router.api.replies import INTERNAL, problem_of, problem_reply
 from shell_router.api.services import AGENTS, KEY, REQUEST_ID, TENANT, ApiSettings, Services
 from shell_router.config import ApiKey
-from shell_router.core.spans import CURRENT, span_of_client
+from shell_router.core.spans import CURRENT, read_client_span
 from shell_router.errors import InvalidRequest, Overloaded
 from shell_router.http.app import (
     ClientGone,
@@ -57,7 +57,7 @@ class Admission:
         """Answer `request` by its handler, or with the error that it raised."""
         started_s = self._services.clock()
         headers = request.headers
-        CURRENT.set(span_of_client(headers) if "traceparent" in headers else None)
+        CURRENT.set(read_client_span(headers) if "traceparent" in headers else None)
         sent_id = headers.get("x-request-id", "")
         if ACCEPTED_REQUEST_ID.fullmatch(sent_id):  # fit to be written to the log
             request[REQUEST_ID] = sent_id

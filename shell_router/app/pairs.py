@@ -54,11 +54,11 @@ class SglangPairs:
             engines = {}
             for alias, pool in pools.items():
                 name = await _name(pool.fleet)
-                engines[alias] = started(pool, name, SGLANG_BATCH_SIZE, config.models[alias])
+                engines[alias] = build_engine(pool, name, SGLANG_BATCH_SIZE, config.models[alias])
             yield engines
 
 
-def started(
+def build_engine(
     pool: SglangPair,
     name: str,
     batch_size: int,

@@ -15,7 +15,7 @@ Contents = Mapping[Path, bytes | None] | str
 """
 
 
-def contents_of(files: Callable[[], Iterable[Path]]) -> Contents:
+def read_contents(files: Callable[[], Iterable[Path]]) -> Contents:
     """Read the files that `files` gives now."""
     try:
         return {file: _content(file) for file in files()}
@@ -52,11 +52,11 @@ class Reread:
         self._what = what
         self._files = files
         self._take = take
-        self._seen = contents_of(files) if seen is None else seen
+        self._seen = read_contents(files) if seen is None else seen
 
     async def look(self) -> None:
         """Read the files, and take their contents if they changed; failures are logged."""
-        contents = await asyncio.to_thread(contents_of, self._files)
+        contents = await asyncio.to_thread(read_contents, self._files)
         if contents == self._seen:
             return
         self._seen = contents

@@ -173,7 +173,7 @@ async def running_services(
         served, relays = _served_and_relays(models)
         engines = {alias: model.engine for alias, model in models.items()}
         batch_sizes = {alias: engine.batch_size for alias, engine in engines.items()}
-        chooser = chooser_of(config, costs, served, batch_sizes, predicting.predictor, clock)
+        chooser = build_chooser(config, costs, served, batch_sizes, predicting.predictor, clock)
         executor = Executor(
             served, cache.logs, embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
@@ -309,7 +309,7 @@ def _span_export(config: Config, metrics: Metrics, stack: AsyncExitStack) -> "Sp
     return export
 
 
-def chooser_of(
+def build_chooser(
     config: Config,
     costs: Costs,
     served: Mapping[str, ServedModel],

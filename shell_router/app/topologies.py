@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from shell_router.api.live import LiveTopologies
-from shell_router.app.rereads import Contents, Reread, contents_of
+from shell_router.app.rereads import Contents, Reread, read_contents
 from shell_router.config import Config
 from shell_router.errors import ConfigError, TopologyError
 from shell_router.files.document import Problem
@@ -32,7 +32,7 @@ def live_topologies(config: Config) -> tuple[LiveTopologies, Contents]:
 
     Raises ConfigError.
     """
-    seen = contents_of(partial(_present, config))
+    seen = read_contents(partial(_present, config))
     return LiveTopologies(_catalog(config)), seen
 
 

@@ -126,7 +126,7 @@ def kind_settings() -> Kinds:
     """Return per engine kind a function that imports the dataclass of its settings."""
 
     def settings(entry: str) -> type:
-        kind: type[EngineKind] = loaded(entry)
+        kind: type[EngineKind] = import_entry(entry)
         return kind.settings
 
     return {
@@ -141,16 +141,16 @@ def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
 
 def engine_kind(name: str) -> EngineKind:
     """Make an engine kind of the table."""
-    kind: EngineKind = loaded({**WINGS, **ENGINE_KINDS}[name])()
+    kind: EngineKind = import_entry({**WINGS, **ENGINE_KINDS}[name])()
     return kind
 
 
 def wing(name: str) -> Any:
     """Import the function that attaches a wing of the table."""
-    return loaded(WINGS[name])
+    return import_entry(WINGS[name])
 
 
-def loaded(entry: str) -> Any:
+def import_entry(entry: str) -> Any:
     """Import the object that an entry of these tables names."""
     module, _, name = entry.partition(":")
     return getattr(import_module(module), name)

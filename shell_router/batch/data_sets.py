@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from shell_router.early_exit.answers import number_of
+from shell_router.early_exit.answers import parse_number
 from shell_router.errors import DataError
 
 Row = dict[str, Any]
@@ -101,7 +101,7 @@ def _as_question(row: Row, first_option: Callable[[], int]) -> Row:
     if "problem" in row:
         answer = str(row["answer"])
         fields = {"question": f"{row['problem']}\n\n{_BOXED}", "answer": answer}
-        grader = "math" if number_of(answer) is None else "numeric"
+        grader = "math" if parse_number(answer) is None else "numeric"
         skills = _name_skill(row.get("subject"))
         return {"grader": grader, **row, **fields, **skills, **_copy_id(row, "unique_id")}
     if "cop" in row:

@@ -15,7 +15,7 @@ from pydantic import Field
 from shell_router.batch.questions import read_answer
 from shell_router.config import EmbedderSettings, LaunchSettings, Limits, PairLaunch, PairSettings
 from shell_router.core.sampling import RANGES
-from shell_router.early_exit.answers import number_of, stated_answer
+from shell_router.early_exit.answers import find_answer, parse_number
 from shell_router.errors import ConfigError, require
 from shell_router.files.read import read_file
 from shell_router.files.types import Amount, Count, FilePath
@@ -90,10 +90,10 @@ class Answers:
         if self.kind != "auto":
             value = read_answer(text, self.kind)
             return None if value is None else str(value)
-        stated = stated_answer(text)
+        stated = find_answer(text)
         if stated is None:
             return None
-        number = number_of(stated)
+        number = parse_number(stated)
         if number is not None:
             return str(number)
         return " ".join(stated.casefold().split())

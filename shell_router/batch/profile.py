@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from shell_router.batch.planner import ModelWork
-from shell_router.core.statistics import Timing, fitted_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, held_out_error
 from shell_router.errors import ConfigError
 from shell_router.files.types import Amount
 
@@ -93,7 +93,7 @@ def fit_profile(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
     """Fit a profile to timed sessions of two sizes or more. Raises ConfigError for bad times."""
     timings = [run.timing for run in runs]
     prompts = sum(run.prompts for run in runs)
-    start_s, step_s, token_s = fitted_costs(timings)
+    start_s, step_s, token_s = fit_costs(timings)
     return ModelProfile(
         load_s,
         sum(run.prompts * run.mean_tokens for run in runs) / prompts,

@@ -20,11 +20,11 @@ from typing import Literal, TypeVar
 
 from shell_router.batch.data_sets import Row, read_rows
 from shell_router.early_exit.answers import (
-    number_of,
+    find_answer,
+    find_answer_line,
+    parse_number,
     single_at_start,
-    stated_answer,
-    stated_line,
-    without_marks,
+    strip_marks,
 )
 from shell_router.errors import DataError
 
@@ -43,8 +43,8 @@ _UNIT = re.compile(r"[^\s\d]+(?:\s?[^\s\d]+)?")
 
 def choose_grader(answer: str) -> Grader:
     """Return the grader that fits the form of the right answer."""
-    line = stated_line(answer) or without_marks(answer)
-    if number_of(stated_answer(answer) or line) is not None:
+    line = find_answer_line(answer) or strip_marks(answer)
+    if parse_number(find_answer(answer) or line) is not None:
         return "numeric"
     if _KEY_LETTER.fullmatch(line):
         return "choice"
@@ -64,16 +64,16 @@ def is_right(text: str, answer: str, grader: Grader) -> bool:
 
 def read_exact(text: str) -> str | None:
     """Return the answer in lower case, with single blanks and no full stop."""
-    return " ".join((stated_line(text) or without_marks(text)).casefold().split()) or None
+    return " ".join((find_answer_line(text) or strip_marks(text)).casefold().split()) or None
 
 
 def read_numeric(text: str) -> Fraction | None:
     """Return the stated number, or the whole text as a number with a word or two of unit."""
-    stated = stated_answer(text)
+    stated = find_answer(text)
     if stated is not None:
-        return number_of(stated)
-    whole = without_marks(text)
-    number = number_of(whole)
+        return parse_number(stated)
+    whole = strip_marks(text)
+    number = parse_number(whole)
     if number is not None:
         return number
     return _read_with_unit(whole)
@@ -85,15 +85,15 @@ def _read_with_unit(text: str) -> Fraction | None:
     if single:
         unit = text.rpartition(single)[2].strip()
         if _UNIT.fullmatch(unit):
-            return number_of(single)
+            return parse_number(single)
     return None
 
 
 def read_choice(text: str) -> str | None:
     """Return the stated letter, or the letter that the text is or begins with, as in `B) 24`."""
-    stated = stated_answer(text)
+    stated = find_answer(text)
     if stated is None:
-        match = _LONE_LETTER.fullmatch(without_marks(text))
+        match = _LONE_LETTER.fullmatch(strip_marks(text))
     else:
         match = _MARKED_LETTER.fullmatch(stated)
     return match[1].upper() if match else None

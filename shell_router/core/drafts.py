@@ -67,7 +67,7 @@ class Drafter:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append the tokens that came next, and compare them with the last proposal."""
         if self._proposed:
-            right = matching(self._proposed, tokens)
+            right = count_matching(self._proposed, tokens)
             self._accepted = _FADE * self._accepted + right
             self._rejected = _FADE * self._rejected + (
                 right < min(len(self._proposed), len(tokens))
@@ -120,7 +120,7 @@ class Drafter:
             latest[pair] = place
 
 
-def matching(proposed: Sequence[int], tokens: Sequence[int]) -> int:
+def count_matching(proposed: Sequence[int], tokens: Sequence[int]) -> int:
     """Count the leading tokens that are equal."""
     count = 0
     for one, other in zip(proposed, tokens, strict=False):

@@ -116,7 +116,7 @@ class Generation:
     cache_key: str | None = None
 
 
-def asking_for_drafts(
+def ask_for_drafts(
     sampling: Mapping[str, Any], sources: Sequence[Sequence[int]] = ()
 ) -> dict[str, Any]:
     """Add the field for drafts to `sampling_params`: further texts to draft from.

@@ -46,7 +46,7 @@ CURRENT: ContextVar[SpanContext | None] = ContextVar("span", default=None)
 """The span of this task's engine requests; None if neither client nor router traces."""
 
 
-def span_of_client(headers: Mapping[str, str]) -> SpanContext | None:
+def read_client_span(headers: Mapping[str, str]) -> SpanContext | None:
     """Return the client's span; None without a valid header, which the standard has ignored."""
     given = headers.get("traceparent")
     if given is None:
@@ -61,7 +61,7 @@ def span_of_client(headers: Mapping[str, str]) -> SpanContext | None:
     )
 
 
-def span_of_run(run: str, client: SpanContext | None) -> SpanContext:
+def make_run_span(run: str, client: SpanContext | None) -> SpanContext:
     """Return a run's span: in the client's trace, else in a trace whose id is the run's."""
     if client is not None:
         return SpanContext(client.trace_id, _digest(8, run), client.flags, client.state, run)

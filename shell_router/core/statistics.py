@@ -109,14 +109,14 @@ class Timing:
         )
 
 
-def fitted_costs(timings: Sequence[Timing]) -> list[float]:
+def fit_costs(timings: Sequence[Timing]) -> list[float]:
     """Fit the cost of each term, none negative, by least squares of relative errors."""
     seconds = np.array([one.seconds for one in timings])
     rows: Floats = np.array([one.terms for one in timings], dtype=float) / seconds[:, None]
     # terms differ by many powers of ten: attended pairs are millions where passes are few
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
     wanted = 1 - np.array([one.known_s for one in timings]) / seconds
-    return [float(one) for one in non_negative(rows / scale, wanted) / scale]
+    return [float(one) for one in fit_non_negative(rows / scale, wanted) / scale]
 
 
 def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
@@ -127,13 +127,13 @@ def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
     kinds = {one.kind for one in timings}
     errors = []
     for left_out in kinds if len(kinds) > least else ():
-        costs = fitted_costs([one for one in timings if one.kind != left_out])
+        costs = fit_costs([one for one in timings if one.kind != left_out])
         tried = (one for one in timings if one.kind == left_out)
         errors += [abs((one.known_s + np.dot(one.terms, costs)) / one.seconds - 1) for one in tried]
     return float(np.mean(errors)) if errors else None
 
 
-def non_negative(terms: Floats, wanted: Floats) -> Floats:
+def fit_non_negative(terms: Floats, wanted: Floats) -> Floats:
     """Find the factors >= 0 of `terms` whose sums come closest to `wanted` in squares.
 
     If two sets of terms explain the rows equally well, the set with fewer terms is taken; the rest

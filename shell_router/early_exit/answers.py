@@ -92,7 +92,7 @@ def _read_line(line: str, *, names: bool = False, words: bool = True) -> Stated 
         return Stated(single, line)
     if names and (name := _NAME.match(head)):
         return Stated(name["name"], name["name"])
-    plain = without_marks(line) if words else ""
+    plain = strip_marks(line) if words else ""
     if plain:
         return Stated(_equal_number(plain) or plain, line)
     return None
@@ -107,12 +107,12 @@ def _equal_number(words: str) -> str | None:
     right = f"{last}\n"[:LIMIT]
     if _NUMBER.match(right) and (found := single_at_start(right)):
         return found
-    if number_of(first) is not None:
-        return without_marks(first)
+    if parse_number(first) is not None:
+        return strip_marks(first)
     return None
 
 
-def without_marks(text: str) -> str:
+def strip_marks(text: str) -> str:
     """Strip emphasis, LaTeX wrappers, a full stop, and brackets around one letter or number."""
     plain = text.strip(_MARKS).rstrip(_MARKS + ".,;")
     if wrapped := _WRAPPED.fullmatch(plain):
@@ -120,12 +120,12 @@ def without_marks(text: str) -> str:
     return plain
 
 
-def number_of(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     r"""Return the number that the whole `text` is: `1,200`, `$1200.0`, `3/4`, `50%` or `−6e3`.
 
     LaTeX's `\frac{3}{4}` is a number, too.
     """
-    plain = without_marks(text).replace("\\$", "$")
+    plain = strip_marks(text).replace("\\$", "$")
     if len(plain) < LIMIT:
         found = _WHOLE_NUMBER.fullmatch(plain)
     else:
@@ -215,7 +215,7 @@ class AnswerReader:
                 stated = self._read_box(rest, begins=begins)
             else:
                 stated = _read_line(rest, names=kind == "said", words=kind == "line")
-                if begins and not without_marks(rest):
+                if begins and not strip_marks(rest):
                     self._waiting[kind] = None
             if stated:
                 self.stated = stated
@@ -239,21 +239,21 @@ class AnswerReader:
         return None
 
 
-def stated_answer(text: str) -> str | None:
+def find_answer(text: str) -> str | None:
     """Return the last answer that `text` states, without the words and marks around it."""
     stated = _read(text)
     return None if stated is None else stated.value
 
 
-def stated_line(text: str) -> str | None:
+def find_answer_line(text: str) -> str | None:
     """Return the last answer to the end of its line, for answers in words: `5 pens`, not `5`."""
     stated = _read(text)
     if stated is None:
         return None
-    return without_marks(stated.words) or None
+    return strip_marks(stated.words) or None
 
 
-def forms_in(text: str) -> frozenset[str]:
+def find_forms(text: str) -> frozenset[str]:
     r"""Return the forms of answers that `text` has or asks for: `Answer:`, `####` and `\boxed{}`.
 
     A mark at the end of the text asks for no form: the answer follows it, whatever its form.
@@ -267,16 +267,16 @@ def forms_in(text: str) -> frozenset[str]:
     return frozenset("answer" if mark[0][0] in "aA" else mark[0] for mark in marks)
 
 
-def comparable(answer: str) -> str:
+def normalize_answer(answer: str) -> str:
     """Normalize an answer: equal answers become equal, as `1,200` and `$1200.0`, or `(C)` and `c`.
 
     Numbers are equal by value. In other answers case, white space, and blanks around commas do not
     matter.
     """
-    number = number_of(answer)
+    number = parse_number(answer)
     if number is not None:
         return str(number)
-    words = _COMMA.sub(",", " ".join(without_marks(answer).casefold().split()))
+    words = _COMMA.sub(",", " ".join(strip_marks(answer).casefold().split()))
     letter = _LONE_LETTER.fullmatch(words)
     return letter[1] if letter else words
 
@@ -296,16 +296,16 @@ class Ballot:
     confidence: float
 
 
-def ballot(agent: str, text: str, confidence: float, *, is_cut: bool) -> Ballot:
+def cast_ballot(agent: str, text: str, confidence: float, *, is_cut: bool) -> Ballot:
     """Make an output vote for the answer it states, or else for its whole text.
 
     An output that is empty or was cut at its length limit has no vote.
     """
-    answer = comparable(stated_answer(text) or text)
+    answer = normalize_answer(find_answer(text) or text)
     return Ballot(agent, None if is_cut else answer or None, confidence)
 
 
-def elected(ballots: Sequence[Ballot], waiting: int) -> Ballot | None:
+def elect(ballots: Sequence[Ballot], waiting: int) -> Ballot | None:
     """Return the winning ballot; None while the `waiting` outputs could still change the answer.
 
     Most votes win; in a tie, the answer with the larger sum of confidences. Among the outputs that

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from shell_router.early_exit.algorithm1 import Features, Score, rms_confidence
-from shell_router.early_exit.answers import AnswerReader, Stated, comparable
+from shell_router.early_exit.answers import AnswerReader, Stated, normalize_answer
 from shell_router.early_exit.gate import Judgement
 
 _BLANKS = re.compile(r"\s+")
@@ -87,7 +87,7 @@ class _Member:
             if stated is None:
                 self.answer = None
             else:
-                self.answer = comparable(stated.value)
+                self.answer = normalize_answer(stated.value)
 
     def _take(self, words: list[str]) -> None:
         self.words += words

@@ -9,7 +9,12 @@ from typing import NoReturn
 
 from shell_router.core.engine import Finish, Tokens, error_message
 from shell_router.engines.server_client import HTTP_OK, ServerClient, ServerFailure
-from shell_router.engines.wire import OutputReader, read_prefilled, rejected, require_not_aborted
+from shell_router.engines.wire import (
+    OutputReader,
+    read_prefilled,
+    refusal_error,
+    require_not_aborted,
+)
 from shell_router.errors import (
     EngineError,
     EngineRejected,
@@ -128,7 +133,7 @@ class Legs:
     async def raise_refusal(self) -> NoReturn:
         """Read decode's error answer, and raise EngineRejected or PromptTooLong with its words."""
         message = error_message(await self.decode.read_all())
-        error = rejected(self.decode_server.name, self.decode.status, message)
+        error = refusal_error(self.decode_server.name, self.decode.status, message)
         self.fail(error)
         raise error
 

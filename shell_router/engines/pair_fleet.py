@@ -9,7 +9,7 @@ from shell_router.engines.address import PairAddress
 from shell_router.engines.pairing import Pairing
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.server_client import ServerClient, Transport
-from shell_router.engines.wire import broken_wire
+from shell_router.engines.wire import wire_error
 from shell_router.errors import EngineError, EngineRejected
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.failures import RetrySettings
@@ -102,7 +102,7 @@ class PairFleet(Pairing):
         server = self.decodes.engines[0]
         info = await server.info()
         if "version" not in info:
-            raise broken_wire(server.name, "server_info without a version")
+            raise wire_error(server.name, "server_info without a version")
         return str(info["version"])
 
 

@@ -21,7 +21,7 @@ from shell_router.engines.native_body import (
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.pairing import Attempts, Pair
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import MAX_EVENT_BYTES, EventSplitter, broken_wire, index_of
+from shell_router.engines.wire import MAX_EVENT_BYTES, EventSplitter, index_of, wire_error
 from shell_router.errors import EngineError
 from shell_router.http.client import Exchange
 from shell_router.routing.dispatcher import EngineSlot
@@ -64,7 +64,7 @@ class InputLogprobs:
                 for index, output in outputs
             }
         except _NO_OUTPUT as error:
-            raise broken_wire(prefill, f"{answer[:200]!r}") from error
+            raise wire_error(prefill, f"{answer[:200]!r}") from error
 
     def in_whole(self, where: str, answer: bytes) -> bytes:
         """Add these fields to decode's whole answer; all others keep their values."""
@@ -72,11 +72,11 @@ class InputLogprobs:
             content = orjson.loads(answer)
             outputs = as_list(content)
             if len(outputs) != len(self._fields):
-                raise broken_wire(where, f"{len(outputs)} outputs of {len(self._fields)} prefilled")
+                raise wire_error(where, f"{len(outputs)} outputs of {len(self._fields)} prefilled")
             for index, output in enumerate(outputs):
                 output["meta_info"].update(self._fields[index])
         except _NO_OUTPUT as error:
-            raise broken_wire(where, f"{answer[:200]!r}") from error
+            raise wire_error(where, f"{answer[:200]!r}") from error
         return orjson.dumps(content)
 
     def in_event(self, where: str, payload: bytes) -> bytes:
@@ -89,7 +89,7 @@ class InputLogprobs:
                 return payload
             event["meta_info"].update(self._fields[event.get("index", 0)])
         except _NO_OUTPUT as error:
-            raise broken_wire(where, f"{payload[:200]!r}") from error
+            raise wire_error(where, f"{payload[:200]!r}") from error
         return orjson.dumps(event)
 
     def in_chunk(self, where: str, chunk: bytes) -> bytes:
@@ -297,7 +297,7 @@ class _DecodeBody(AsyncIterator[bytes]):
         self._uncounted.append(chunk)
         self._uncounted_bytes += len(chunk)
         if self._streamed and self._uncounted_bytes > MAX_EVENT_BYTES:
-            raise broken_wire(
+            raise wire_error(
                 self._legs.decode_server.name, f"an event of more than {MAX_EVENT_BYTES} bytes"
             )
 

@@ -13,7 +13,7 @@ import orjson
 from shell_router.core.engine import error_message
 from shell_router.core.spans import CURRENT
 from shell_router.engines.address import PairLimits, Server
-from shell_router.engines.wire import broken_wire, rejected
+from shell_router.engines.wire import refusal_error, wire_error
 from shell_router.errors import (
     EngineError,
     EngineRejected,
@@ -141,7 +141,7 @@ class ServerClient:
         if exchange.failure is not None:
             raise exchange.failure
         if exchange.status != HTTP_OK:
-            raise rejected(self.name, exchange.status, error_message(body))
+            raise refusal_error(self.name, exchange.status, error_message(body))
         return body
 
     async def get(self, route: str, *, limit_s: float) -> bytes:
@@ -223,14 +223,14 @@ class ServerClient:
                 max(rates, default=None),
             )
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise broken_wire(self.name, f"{body[:200]!r}") from error
+            raise wire_error(self.name, f"{body[:200]!r}") from error
 
     def _object(self, answer: bytes) -> dict[str, Any]:
         with suppress(orjson.JSONDecodeError):
             content = orjson.loads(answer)
             if isinstance(content, dict):
                 return content
-        raise broken_wire(self.name, f"{answer[:200]!r}")
+        raise wire_error(self.name, f"{answer[:200]!r}")
 
     def failure(self, error: Exception) -> EngineError:
         """Make the router's error of the HTTP client's OSError or TimeoutError.

@@ -19,7 +19,7 @@ from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.pairing import Attempts, Pair
 from shell_router.engines.relay import PairRelay
 from shell_router.engines.server_client import Transport
-from shell_router.engines.wire import broken_wire, leg_bodies
+from shell_router.engines.wire import leg_bodies, wire_error
 from shell_router.errors import EngineError
 from shell_router.http.client import HttpClient
 from shell_router.http.tasks import TaskOwner
@@ -194,7 +194,7 @@ class SglangPair:
             ]
             return str(parsed["normal_text"]), calls
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise broken_wire(server.name, f"{answer[:200]!r}") from error
+            raise wire_error(server.name, f"{answer[:200]!r}") from error
 
     async def aclose(self) -> None:
         """End the remaining aborts and legs within the abort limit, and close connections."""

@@ -111,7 +111,7 @@ class EventSplitter:
         end = chunk.find(b"\n")
         self._line_bytes += len(chunk) if end < 0 else end
         if self._line_bytes > MAX_EVENT_BYTES:
-            raise broken_wire(self._where, f"an event of more than {MAX_EVENT_BYTES} bytes")
+            raise wire_error(self._where, f"an event of more than {MAX_EVENT_BYTES} bytes")
         self._pieces.append(chunk)
         if end < 0:
             return []
@@ -184,7 +184,7 @@ class OutputReader:
                 error = event["error"]
                 code = error.get("code") if isinstance(error, dict) else None
                 status = code if isinstance(code, int) else 500
-                raise rejected(self._where, status, error_message(payload))
+                raise refusal_error(self._where, status, error_message(payload))
             return self._new_tokens(event, event["meta_info"])
         except (
             orjson.JSONDecodeError,
@@ -194,12 +194,12 @@ class OutputReader:
             AttributeError,
             ValueError,
         ) as error:
-            raise broken_wire(self._where, f"{payload[:200]!r}") from error
+            raise wire_error(self._where, f"{payload[:200]!r}") from error
 
     def _new_tokens(self, event: dict[str, Any], meta: dict[str, Any]) -> Tokens | None:
         reason = meta["finish_reason"]
         if reason is not None and reason["type"] == "abort":
-            raise aborted(self._where, reason)
+            raise abort_error(self._where, reason)
         ids, text = self._advance(event, meta["completion_tokens"])
         # a stop string has no id; a stop token is the last of `ids`
         stopped = (
@@ -258,7 +258,7 @@ def read_prefilled(where: str, payload: bytes) -> Prefilled:
             prompt_tokens=int(meta["prompt_tokens"]), cached_tokens=int(meta["cached_tokens"])
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise broken_wire(where, f"{payload[:200]!r}") from error
+        raise wire_error(where, f"{payload[:200]!r}") from error
 
 
 def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
@@ -278,12 +278,12 @@ def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
         reasons = [output["meta_info"]["finish_reason"] for output in outputs]
         aborts = [reason for reason in reasons if reason and reason["type"] == "abort"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise broken_wire(where, f"{answer[:200]!r}") from error
+        raise wire_error(where, f"{answer[:200]!r}") from error
     if aborts:
-        raise aborted(where, aborts[0])
+        raise abort_error(where, aborts[0])
 
 
-def rejected(where: str, status: int, message: str) -> Refusal:
+def refusal_error(where: str, status: int, message: str) -> Refusal:
     """Make the error for an engine's error status.
 
     A 400 about the context length becomes the client's PromptTooLong.
@@ -301,7 +301,7 @@ def rejected(where: str, status: int, message: str) -> Refusal:
     return EngineRejected(f"The {where} answered {status}: {message}", status=status)
 
 
-def aborted(where: str, reason: dict[str, Any]) -> Refusal:
+def abort_error(where: str, reason: dict[str, Any]) -> Refusal:
     """Make the error for an output that was aborted, though not by this router.
 
     With a status the engine itself gave up; without, another client aborted it.
@@ -310,7 +310,7 @@ def aborted(where: str, reason: dict[str, Any]) -> Refusal:
     status = reason.get("status_code")
     if status is None:
         return _ended(where, message)
-    return rejected(where, status, message)
+    return refusal_error(where, status, message)
 
 
 def _ended(where: str, message: str) -> EngineAborted:
@@ -320,7 +320,7 @@ def _ended(where: str, message: str) -> EngineAborted:
     )
 
 
-def broken_wire(where: str, content: str) -> EngineRejected:
+def wire_error(where: str, content: str) -> EngineRejected:
     """Make the error for an answer that is not SGLang's wire format."""
     return EngineRejected(
         f"The {where} sent what is not SGLang's native format: {content}.",

@@ -6,7 +6,7 @@ import aiohttp
 import orjson
 
 from shell_router.core.engine import error_message
-from shell_router.engines.wire import rejected
+from shell_router.engines.wire import refusal_error
 from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
 
 OK = 200
@@ -79,5 +79,5 @@ class ExpertRecorder:
 
     def _require_ok(self, status: int, body: bytes) -> bytes:
         if status != OK:
-            raise rejected(f"engine {self.url}", status, error_message(body))
+            raise refusal_error(f"engine {self.url}", status, error_message(body))
         return body

@@ -15,7 +15,7 @@ from shell_router.core.engine import (
     Placement,
     ServedModel,
     Tokens,
-    asking_for_drafts,
+    ask_for_drafts,
     value,
 )
 from shell_router.core.events import (
@@ -30,7 +30,7 @@ from shell_router.core.marks import ReasoningMarks
 from shell_router.core.sampling import OUTPUT_FORMS, check_sampling, require_possible
 from shell_router.core.spans import CURRENT, enter_span
 from shell_router.early_exit.algorithm1 import Confidence
-from shell_router.early_exit.answers import forms_in
+from shell_router.early_exit.answers import find_forms
 from shell_router.errors import EngineError, EngineStalled, PromptTooLong
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.deadline import Deadline
@@ -296,9 +296,9 @@ class AgentRun:
         # engines use no more of a prediction than this
         prediction = task.prediction[: MOST_SOURCE_TOKENS * CHARACTERS_PER_TOKEN]
         if not prediction:
-            return asking_for_drafts(sampling)
+            return ask_for_drafts(sampling)
         ids = await encode_text(task.model.tokenizer, prediction)
-        return asking_for_drafts(sampling, [ids[:MOST_SOURCE_TOKENS]])
+        return ask_for_drafts(sampling, [ids[:MOST_SOURCE_TOKENS]])
 
     async def _consume(self, request: Generation) -> Finish:
         """Send the request and consume its stream up to its Finish."""
@@ -408,7 +408,7 @@ def could_have_written(output: AgentOutput, sampling: Mapping[str, Any], prompt:
     finish = output.finish
     if finish.reason == "length" or finish.completion_tokens > int(sampling["max_new_tokens"]):
         return False
-    return forms_in(prompt.system + prompt.prefix + prompt.suffix) <= forms_in(output.text)
+    return find_forms(prompt.system + prompt.prefix + prompt.suffix) <= find_forms(output.text)
 
 
 async def check_task(task: AgentTask) -> None:

@@ -22,7 +22,7 @@ from shell_router.core.events import (
     ModelChosen,
 )
 from shell_router.core.predictors import Embedder
-from shell_router.early_exit.answers import Ballot, ballot, elected
+from shell_router.early_exit.answers import Ballot, cast_ballot, elect
 from shell_router.errors import (
     AgentFailed,
     ConfigError,
@@ -462,7 +462,7 @@ class GraphRun:
             # one that ended while another ballot was read is still waited for
             waiting = [name for name in voters if name not in ballots and voters[name].gone is None]
             cast = [ballots[name] for name in voters if name in ballots]
-            if winner := elected(cast, len(waiting)):
+            if winner := elect(cast, len(waiting)):
                 return winner.agent
             if not waiting:
                 raise AgentFailed(
@@ -578,5 +578,5 @@ async def _read_ballot(voter: str, output: AgentOutput) -> Ballot:
     is_cut = output.finish.reason == "length"
     confidence = output.confidence or 0.0
     if len(output.text) < LONG_TEXT:
-        return ballot(voter, output.text, confidence, is_cut=is_cut)
-    return await asyncio.to_thread(ballot, voter, output.text, confidence, is_cut=is_cut)
+        return cast_ballot(voter, output.text, confidence, is_cut=is_cut)
+    return await asyncio.to_thread(cast_ballot, voter, output.text, confidence, is_cut=is_cut)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import orjson
 
 from shell_router.engines.server_client import ServerClient
-from shell_router.engines.wire import broken_wire
+from shell_router.engines.wire import wire_error
 from shell_router.errors import EngineRejected
 from shell_router.routing.failures import INTERNAL_ERROR
 from shell_router.swapping.weights import flush_cache, read_weights, run_all
@@ -121,7 +121,7 @@ async def _read_mark(server: ServerClient) -> tuple[str, str]:
     """
     version = (await server.info("model_info")).get("weight_version")
     if not isinstance(version, str):
-        raise broken_wire(server.name, "model_info without a weight_version")
+        raise wire_error(server.name, "model_info without a weight_version")
     mark = AWAKE
     for ending in (ASLEEP, EMPTY, UNSETTLED):
         if version.endswith(ending):

@@ -8,7 +8,7 @@ from typing import Any
 
 from shell_router.core import events
 from shell_router.core.engine import Placement
-from shell_router.core.spans import SpanContext, span_of_run
+from shell_router.core.spans import SpanContext, make_run_span
 from shell_router.errors import UnknownTrace
 
 
@@ -226,7 +226,7 @@ class Trace:
     @property
     def span(self) -> SpanContext:
         """The run's span."""
-        return span_of_run(self.id, self.parent)
+        return make_run_span(self.id, self.parent)
 
     @property
     def first_token_s(self) -> float | None:

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.scripted.server import Fault, ScriptedPair, ScriptedSettings
-from shell_router.core.engine import Finish, Generation, Tokens, asking_for_drafts
+from shell_router.core.engine import Finish, Generation, Tokens, ask_for_drafts
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import (
@@ -155,7 +155,7 @@ def request(new_tokens: int, prompt_tokens: int = PROMPT) -> Generation:
     salt = next(_unique)
     ids = [20 + salt, *(20 + (at * 7 + salt) % 200 for at in range(prompt_tokens - 1))]
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    return Generation(f"fault-{salt:04}", ids, asking_for_drafts(sampling))
+    return Generation(f"fault-{salt:04}", ids, ask_for_drafts(sampling))
 
 
 async def finish_of(client: SglangPair, asked: Generation) -> Finish:

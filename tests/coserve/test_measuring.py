@@ -17,7 +17,7 @@ from benchmarks.coserve.pool.measuring import (
     measured,
 )
 from benchmarks.coserve.pool.simulated import SimulatedComponents
-from shell_router.core.statistics import Timing, fitted_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, held_out_error
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.virtual_time import run_virtual
 from tests.coserve.fakes import COSTS, component
@@ -53,13 +53,13 @@ def test_timings_on_a_line_give_its_k_and_b(
 ) -> None:
     timed = [batch_timing(size, sample_s * size + batch_s) for size in sizes]
     assert held_out_error(timed) == pytest.approx(0, abs=1e-4)
-    each_s, start_s = fitted_costs(timed)
+    each_s, start_s = fit_costs(timed)
     for size in sizes:
         assert each_s * size + start_s == pytest.approx(sample_s * size + batch_s, rel=1e-3)
 
 
 def test_neither_k_nor_b_is_below_zero_whatever_was_timed() -> None:
-    sample_s, batch_s = fitted_costs(timings(n1=1.0, n2=2.0, n4=4.0))
+    sample_s, batch_s = fit_costs(timings(n1=1.0, n2=2.0, n4=4.0))
     assert sample_s > 0 and batch_s == 0
 
 

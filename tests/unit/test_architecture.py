@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shell_router.app.wings import ENGINE_KINDS, WINGS, loaded
+from shell_router.app.wings import ENGINE_KINDS, WINGS, import_entry
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_every_package_is_a_layer_and_forbidden_to_the_plugin() -> None:
 
 @pytest.mark.parametrize("entry", [*ENGINE_KINDS.values(), *WINGS.values()])
 def test_every_entry_of_the_wing_table_can_be_loaded(entry: str) -> None:
-    assert callable(loaded(entry))
+    assert callable(import_entry(entry))
 
 
 EXTRAS = (

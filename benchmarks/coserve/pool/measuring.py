@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.coserve.pool.errors import ComponentTooLarge
 from benchmarks.coserve.pool.values import Component, Components, Costs, Tier
-from shell_router.core.statistics import Timing, fitted_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, held_out_error
 from shell_router.errors import require
 
 GAIN = 0.05
@@ -119,7 +119,7 @@ async def measured(bench: Bench, amount: Amount) -> Measured:
     # fitted to batches that will run, and to the smallest at least: of fewer, noise would decide
     fitted = timings[: max(sum(samples <= largest for samples in batches), FITTED)]
     disk_load_s = host_load_s + median(read_s)
-    sample_s, batch_s = fitted_costs(fitted)
+    sample_s, batch_s = fit_costs(fitted)
     costs = Costs(sample_s, batch_s, largest, activation_bytes, host_load_s, disk_load_s)
     return Measured(costs, timings, held_out_error(fitted))
 

@@ -29,7 +29,7 @@ from shell_router.app.models import running_models
 from shell_router.app.wings import load_config
 from shell_router.config import Config, ModelSettings
 from shell_router.core.engine import Engine, Generation, ServedModel, Tokens
-from shell_router.core.statistics import Timing, fitted_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, held_out_error
 from shell_router.errors import ConfigError
 from shell_router.files.write import write_measured
 from shell_router.lab.simulation.settings import load_profiles
@@ -121,7 +121,7 @@ def fit_terms(what: str, timings: Sequence[Timing], least: int, option: str) -> 
             f"{what} cannot be fitted to {found} different timings; it takes {least}.",
             remedy=f"Name more with {option}.",
         )
-    return fitted_costs(timings)
+    return fit_costs(timings)
 
 
 @dataclass(frozen=True, slots=True)

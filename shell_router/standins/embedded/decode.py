@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shell_router.core.drafts import MOST_DRAFTED, Drafter, DraftGate, matching
+from shell_router.core.drafts import MOST_DRAFTED, Drafter, DraftGate, count_matching
 from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.kv_transfer import KvClient, KvTransferError, Prefilled
 from shell_router.standins.embedded.model import CausalLm, SlotKv
@@ -187,7 +187,7 @@ class DecodeWorker:
         verified = []
         for draft in drafts:
             row = [next(drawn) for _ in range(len(draft) + 1)]
-            verified.append(row[: matching(draft, [token for token, _ in row]) + 1])
+            verified.append(row[: count_matching(draft, [token for token, _ in row]) + 1])
         return verified
 
     def _write(self, job: DecodeJob, draft: Sequence[int], written: Sequence[Drawn]) -> bool:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 from shell_router.app.model_files import ModelFiles
-from shell_router.app.pairs import running_pairs, started
+from shell_router.app.pairs import build_engine, running_pairs
 from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config
 from shell_router.errors import ConfigError
@@ -53,7 +53,7 @@ class Embedded:
             addresses = {alias: [fleet[alias].address] for alias in files}
             async with running_pairs(addresses, files, config, on_progress) as pools:
                 yield {
-                    alias: started(
+                    alias: build_engine(
                         pool,
                         f"embedded pair, {settings[alias].device}",
                         settings[alias].max_running_requests,

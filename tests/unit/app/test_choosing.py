@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from shell_router.app.services import chooser_of, read_named
+from shell_router.app.services import build_chooser, read_named
 from shell_router.config import AutoSettings, Config, ModelSettings, PairSettings
 from shell_router.core.events import ModelChosen
 from shell_router.core.predictors import Forecast
@@ -33,7 +33,7 @@ def waits(auto: AutoSettings) -> ModelChosen:
     served = {name: moa.models[name] for name in MODELS}
     config = Config(models=MODELS, auto=auto)
     _, _, costs = read_named(config)
-    chooser = chooser_of(config, costs, served, {"small": 8, "large": 32}, None, monotonic)
+    chooser = build_chooser(config, costs, served, {"small": 8, "large": 32}, None, monotonic)
     with chooser.activity.program({name: (name, 80.0) for name in MODELS}):
         chooser.choose(("a",), ("small", "large"), Forecast(), 0.0, chosen.emit)
     return chosen.of(ModelChosen)[0]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.core.drafts import WIDTHS, Drafter, DraftGate, matching
-from shell_router.core.engine import asking_for_drafts
+from shell_router.core.drafts import WIDTHS, Drafter, DraftGate, count_matching
+from shell_router.core.engine import ask_for_drafts
 
 
 def test_what_followed_the_same_tokens_is_proposed() -> None:
@@ -96,13 +96,13 @@ def test_a_proposal_continues_an_earlier_place_of_the_last_two_tokens(
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
 def test_matching_counts_the_equal_beginning(one: list[int], other: list[int]) -> None:
-    count = matching(one, other)
+    count = count_matching(one, other)
     assert one[:count] == other[:count]
     assert count == min(len(one), len(other)) or one[count] != other[count]
 
 
 def test_the_request_keeps_its_own_custom_parameters() -> None:
-    asked = asking_for_drafts({"temperature": 0, "custom_params": {"mine": 1}}, [(1, 2)])
+    asked = ask_for_drafts({"temperature": 0, "custom_params": {"mine": 1}}, [(1, 2)])
     assert asked == {"temperature": 0, "custom_params": {"drafts": [[1, 2]], "mine": 1}}
 
 

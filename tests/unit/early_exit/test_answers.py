@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.early_exit.answers import AnswerReader, comparable, stated_answer, stated_line
+from shell_router.early_exit.answers import (
+    AnswerReader,
+    find_answer,
+    find_answer_line,
+    normalize_answer,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ from shell_router.early_exit.answers import AnswerReader, comparable, stated_ans
     ],
 )
 def test_an_answer_is_found_behind_its_mark(text: str, answer: str) -> None:
-    assert stated_answer(text) == answer
+    assert find_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_an_answer_is_found_behind_its_mark(text: str, answer: str) -> None:
     ],
 )
 def test_a_number_ends_where_its_digits_do(said: str, number: str) -> None:
-    assert stated_answer(f"Answer: {said}") == number
+    assert find_answer(f"Answer: {said}") == number
 
 
 @pytest.mark.parametrize(
@@ -83,14 +88,14 @@ def test_a_number_ends_where_its_digits_do(said: str, number: str) -> None:
     ],
 )
 def test_what_begins_with_a_number_and_is_none_is_not_cut_short(said: str) -> None:
-    assert stated_answer(f"Answer: {said}") == said
+    assert find_answer(f"Answer: {said}") == said
 
 
 @pytest.mark.parametrize(
     "said", ["3 + 4 = 7", "3 + 4 = 7 pens", r"$3 \times 12 - 29 = 7$", "x = 7", "7 = 3 + 4"]
 )
 def test_an_equations_result_is_its_answer(said: str) -> None:
-    assert stated_answer(f"Answer: {said}") == "7"
+    assert find_answer(f"Answer: {said}") == "7"
 
 
 @pytest.mark.parametrize(
@@ -98,25 +103,25 @@ def test_an_equations_result_is_its_answer(said: str) -> None:
     ["A", "A.", "A) 24", "A: 24", "A, because", "**A** because", "(A) because", "$A$", "A \n."],
 )
 def test_a_letter_that_something_ends_is_an_answer(said: str) -> None:
-    assert stated_answer(f"Answer: {said}") == "A"
+    assert find_answer(f"Answer: {said}") == "A"
 
 
 @pytest.mark.parametrize(
     "said", ["A dog", "A cat sat", "I am not sure", "I'm not sure", "J. K. Rowling", "A, B", "C++"]
 )
 def test_a_letter_that_begins_something_longer_is_none(said: str) -> None:
-    assert stated_answer(f"Answer: {said}") == said
+    assert find_answer(f"Answer: {said}") == said
 
 
 @pytest.mark.parametrize("said", ["O(n)", "(1, 2)", "f(2)", "(a, b]", "Paris (France)"])
 def test_brackets_stay_unless_they_are_around_one_letter_or_number(said: str) -> None:
-    assert stated_answer(f"Answer: {said}") == said
-    assert stated_answer(rf"\boxed{{{said}}}") == said
+    assert find_answer(f"Answer: {said}") == said
+    assert find_answer(rf"\boxed{{{said}}}") == said
 
 
 def test_a_name_that_ends_its_sentence_is_an_answer() -> None:
-    assert stated_answer("So the answer is New York. It is large.") == "New York"
-    assert stated_line("So the answer is New York. It is large.") == "New York"
+    assert find_answer("So the answer is New York. It is large.") == "New York"
+    assert find_answer_line("So the answer is New York. It is large.") == "New York"
 
 
 @pytest.mark.parametrize(
@@ -129,12 +134,12 @@ def test_a_name_that_ends_its_sentence_is_an_answer() -> None:
     ],
 )
 def test_what_the_answer_is_said_to_be_in_other_words_is_not_read(text: str) -> None:
-    assert stated_answer(text) is None
+    assert find_answer(text) is None
 
 
 def test_the_last_answer_counts() -> None:
-    assert stated_answer("Answer: 3. No, wait.\nAnswer: 4") == "4"
-    assert stated_answer("Answer: 3. No, the answer is 4.") == "4"
+    assert find_answer("Answer: 3. No, wait.\nAnswer: 4") == "4"
+    assert find_answer("Answer: 3. No, the answer is 4.") == "4"
 
 
 @pytest.mark.parametrize(
@@ -147,25 +152,25 @@ def test_the_last_answer_counts() -> None:
     ],
 )
 def test_an_empty_statement_hides_nothing(text: str) -> None:
-    assert stated_answer(text) == "42"
+    assert find_answer(text) == "42"
 
 
 def test_an_answer_may_stand_on_the_line_below_its_mark() -> None:
-    assert stated_answer("**Answer:**\n42") == "42"
-    assert stated_line("**Answer:**\nA red hat.\nSo it is.") == "A red hat"
-    assert stated_answer("Answer:\n\n42") is None
+    assert find_answer("**Answer:**\n42") == "42"
+    assert find_answer_line("**Answer:**\nA red hat.\nSo it is.") == "A red hat"
+    assert find_answer("Answer:\n\n42") is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "42", "There is no answer yet.", "the answer is not easy", "Answer:", "Answer: **"]
 )
 def test_a_text_without_a_mark_states_nothing(text: str) -> None:
-    assert stated_answer(text) is None
+    assert find_answer(text) is None
 
 
 def test_words_are_stated_to_the_end_of_their_line() -> None:
     text = "Answer: 12 Monkeys.\nIt is by Gilliam."
-    assert (stated_answer(text), stated_line(text)) == ("12", "12 Monkeys")
+    assert (find_answer(text), find_answer_line(text)) == ("12", "12 Monkeys")
 
 
 @pytest.mark.parametrize(
@@ -277,9 +282,9 @@ def test_reading_takes_time_linear_in_the_text_on_one_line_too(piece: str) -> No
     ],
 )
 def test_equal_answers_have_one_comparable_form(same: tuple[str, ...]) -> None:
-    assert len({comparable(one) for one in same}) == 1
+    assert len({normalize_answer(one) for one in same}) == 1
 
 
 def test_different_answers_have_different_comparable_forms() -> None:
     different = ("1", "1.5", "12", "(1, 2)", "a", "b", "paris", "1/0", "", "o(n)", "42 pens")
-    assert len({comparable(one) for one in different}) == len(different)
+    assert len({normalize_answer(one) for one in different}) == len(different)

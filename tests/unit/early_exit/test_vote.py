@@ -1,6 +1,6 @@
 import pytest
 
-from shell_router.early_exit.answers import Ballot, ballot, elected
+from shell_router.early_exit.answers import Ballot, cast_ballot, elect
 
 
 def votes(*answers: str | None, confidence: float = 0.5) -> list[Ballot]:
@@ -8,7 +8,7 @@ def votes(*answers: str | None, confidence: float = 0.5) -> list[Ballot]:
 
 
 def source(ballots: list[Ballot], waiting: int = 0) -> str | None:
-    found = elected(ballots, waiting)
+    found = elect(ballots, waiting)
     return None if found is None else found.agent
 
 
@@ -27,7 +27,7 @@ def source(ballots: list[Ballot], waiting: int = 0) -> str | None:
 def test_a_vote_is_decided_once_no_other_answer_can_come_as_far(
     answers: tuple[str | None, ...], waiting: int, decided: bool
 ) -> None:
-    assert (elected(votes(*answers), waiting) is not None) is decided
+    assert (elect(votes(*answers), waiting) is not None) is decided
 
 
 def test_the_most_confident_output_with_the_winning_answer_is_forwarded() -> None:
@@ -50,12 +50,12 @@ def test_of_what_is_equal_in_all_the_first_is_forwarded() -> None:
 
 def test_without_any_vote_the_most_confident_output_is_forwarded() -> None:
     assert source([Ballot("a", None, 0.5), Ballot("b", None, 0.7)]) == "b"
-    assert elected([], 0) is None
+    assert elect([], 0) is None
 
 
 def test_an_output_votes_for_its_stated_answer_or_else_for_its_whole_text() -> None:
     said = ["So it is 1,200. Answer: 1200", "**Answer:** $1,200.0", "Positive.", "positive"]
-    read = [ballot("a", text, 0.5, is_cut=False).answer for text in said]
+    read = [cast_ballot("a", text, 0.5, is_cut=False).answer for text in said]
     assert read[0] == read[1] != read[2] == read[3]
 
 
@@ -63,4 +63,4 @@ def test_an_output_votes_for_its_stated_answer_or_else_for_its_whole_text() -> N
 def test_an_output_that_is_empty_or_was_cut_at_its_limit_has_no_vote(
     text: str, is_cut: bool
 ) -> None:
-    assert ballot("a", text, 0.5, is_cut=is_cut).answer is None
+    assert cast_ballot("a", text, 0.5, is_cut=is_cut).answer is None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.core.engine import Finish, Tokens, error_message
-from shell_router.engines.wire import EventSplitter, OutputReader, rejected
+from shell_router.engines.wire import EventSplitter, OutputReader, refusal_error
 from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong
 
 META_PATHS = [
@@ -243,7 +243,7 @@ def test_an_abort_before_the_first_token_is_no_failure_of_the_engine() -> None:
     )
     with pytest.raises(EngineAborted, match=r"Aborted by AbortReq\. Ask again"):
         read([output([], "", 0, {"type": "abort", "message": seen, "status_code": 500})])
-    assert isinstance(rejected("prefill engine", 500, seen), EngineAborted)
+    assert isinstance(refusal_error("prefill engine", 500, seen), EngineAborted)
 
 
 def test_an_abort_that_was_not_asked_for_is_an_error() -> None:
@@ -261,8 +261,8 @@ def test_an_abort_that_was_not_asked_for_is_an_error() -> None:
     ],
 )
 def test_a_400_about_the_context_length_is_prompt_too_long(message: str) -> None:
-    assert isinstance(rejected("decode engine", 400, message), PromptTooLong)
-    assert isinstance(rejected("decode engine", 500, message), EngineRejected)
+    assert isinstance(refusal_error("decode engine", 400, message), PromptTooLong)
+    assert isinstance(refusal_error("decode engine", 500, message), EngineRejected)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_400_about_the_context_length_is_prompt_too_long(message: str) -> None
     ],
 )
 def test_an_adapter_that_an_engine_does_not_know_is_the_operators_to_mend(message: str) -> None:
-    error = rejected("decode engine", 400, message)
+    error = refusal_error("decode engine", 400, message)
     assert isinstance(error, AdapterMissing)
     assert "algebra" in str(error) and "--lora-paths" in str(error)
 

@@ -9,7 +9,7 @@ import pytest
 from training.problems import LARGEST, TOPICS, Topic, drill, make_problem, problems
 from training.questions import as_line, read_problems
 
-from shell_router.early_exit.answers import stated_answer
+from shell_router.early_exit.answers import find_answer
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 MANY = list(islice(problems(random.Random(1)), 3000))
@@ -46,7 +46,7 @@ def test_a_solution_has_one_equation_per_step_and_each_uses_what_was_given_or_wo
 
 
 def test_the_answer_is_what_the_solution_ends_with() -> None:
-    assert all(stated_answer(problem.solution) == problem.answer for problem in MANY)
+    assert all(find_answer(problem.solution) == problem.answer for problem in MANY)
 
 
 def test_a_number_is_the_last_equations_result_and_a_letter_stands_for_the_one_range_that_holds_it() -> (

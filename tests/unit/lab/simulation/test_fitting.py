@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from shell_router.core.statistics import Timing, non_negative
+from shell_router.core.statistics import Timing, fit_non_negative
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.profiling import (
     ProfiledCosts,
@@ -141,8 +141,10 @@ def test_a_time_that_cannot_be_is_refused(seconds: float) -> None:
 
 def test_the_fewest_terms_are_taken_that_explain_as_much() -> None:
     twice_the_same = np.array([[1.0, 1.0], [2.0, 2.0]])
-    assert non_negative(twice_the_same, np.array([3.0, 6.0])).tolist() == pytest.approx([3.0, 0.0])
+    assert fit_non_negative(twice_the_same, np.array([3.0, 6.0])).tolist() == pytest.approx(
+        [3.0, 0.0]
+    )
 
 
 def test_terms_that_only_make_it_worse_are_left_out() -> None:
-    assert non_negative(np.array([[1.0], [1.0]]), np.array([-1.0, -2.0])).tolist() == [0.0]
+    assert fit_non_negative(np.array([[1.0], [1.0]]), np.array([-1.0, -2.0])).tolist() == [0.0]
