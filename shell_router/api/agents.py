@@ -178,34 +178,34 @@ async def run_agent(request: Request) -> Reply:
     """Run one agent to its end."""
     sent = parse_object(await read_body(request))
     body = AGENT.read(sent)
-    asked = read_agent(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
+    agent_request = read_agent(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
     ignored = AGENT.find_unknown(sent)
-    permit(request, asked.candidates or (asked.model,))
-    graph = request.app[SERVICES].topologies.get(asked.model)
+    permit(request, agent_request.candidates or (agent_request.model,))
+    graph = request.app[SERVICES].topologies.get(agent_request.model)
     if graph is not None:
-        _require_chat(body, asked)
+        _require_chat(body, agent_request)
         refuse_key(request, "a topology as an agent")
     services = request.app[SERVICES]
     kept = request.app[KEPT_RUNS]
-    run = Run(services, request.app[DRAIN], services.new_id(), asked, graph, AGENT_REQUEST)
+    run = Run(services, request.app[DRAIN], services.new_id(), agent_request, graph, AGENT_REQUEST)
     request.app[ADMISSION].count(request, run.agents - 1)
     if KEY_HEADER in request.headers:
         run = kept.join(run, key_of(request), sent)
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored)
-    frames = AgentFrames(run, asked)
+    frames = AgentFrames(run, agent_request)
     is_streamed = body.get("stream", False)
     return await respond(request, run.answer, frames, stream=is_streamed, warnings=warnings)
 
 
-def _require_chat(body: AgentBody, asked: AgentRequest) -> None:
+def _require_chat(body: AgentBody, agent_request: AgentRequest) -> None:
     """Raise InvalidField for a request that a topology cannot answer."""
-    kind = f"{asked.model!r} is a topology:"
+    kind = f"{agent_request.model!r} is a topology:"
     for name in ("prompt", "prefill"):
         if name in body:
             remedy = f"{kind} send messages, without {name}."
             raise field_error(name, "is for models", remedy)
-    if asked.messages[-1][0] != "user":
+    if agent_request.messages[-1][0] != "user":
         raise field_error("messages", "must end with a user's", f"{kind} put the question last.")
 
 
@@ -237,12 +237,12 @@ async def write_output(request: Request) -> Response:
     agent = request.match["agent"]
     check_identifier(program, "program")
     check_identifier(agent, "agent")
-    asked = AgentRequest(request[TENANT], program, agent, "")
+    agent_request = AgentRequest(request[TENANT], program, agent, "")
     settings = request.app[SETTINGS]
     programs = request.app[SERVICES].programs
-    wrote = partial(programs.count_written, asked.tenant, program)
+    wrote = partial(programs.count_written, agent_request.tenant, program)
     with request.app[DRAIN].deadline():
-        answer = await programs.write(asked, _decode(request, settings, wrote))
+        answer = await programs.write(agent_request, _decode(request, settings, wrote))
     body = {
         "object": "agent.output",
         "program": program,

@@ -154,8 +154,8 @@ class BackgroundResponse:
 
     def _make_translation(self) -> ResponseTranslation:
         id = self.key.removeprefix(PREFIX)
-        asked = orjson.loads(self.head)
-        translation = ResponseTranslation(id, self.created, asked, self.warnings)
+        sent = orjson.loads(self.head)
+        translation = ResponseTranslation(id, self.created, sent, self.warnings)
         translation.place = StreamPosition(self.request.headers.get(LAST_EVENT), self.after)
         return translation
 

@@ -114,12 +114,12 @@ class Chats:
         run = self.run(chat, target)
         return run, ChatFrames(run, target.model, chat.include_usage, chat.include_agents)
 
-    def run(self, asked: MoaRequest | AgentRequest, target: Target) -> Run:
+    def run(self, task: MoaRequest | AgentRequest, target: Target) -> Run:
         """Return the run of the target's graph, or of an agent of a program."""
         services = self.services
-        if isinstance(asked, AgentRequest):
-            return Run(services, self.drain, services.new_id(), asked, None, AGENT_REQUEST)
-        return Run(services, self.drain, asked.id, asked, target.graph, target.name)
+        if isinstance(task, AgentRequest):
+            return Run(services, self.drain, services.new_id(), task, None, AGENT_REQUEST)
+        return Run(services, self.drain, task.id, task, target.graph, target.name)
 
 
 CHATS = Key[Chats]("CHATS")
@@ -146,9 +146,9 @@ class ChatCall:
         """Whether one model answers, chosen or named, and no topology."""
         return self.target.graph.name in (*self.request.app[SERVICES].models, AUTO)
 
-    def run(self, asked: MoaRequest | AgentRequest) -> Run:
+    def run(self, task: MoaRequest | AgentRequest) -> Run:
         """Return the run of the chat, or of an agent in its place, counted as running."""
-        run = self.request.app[CHATS].run(asked, self.target)
+        run = self.request.app[CHATS].run(task, self.target)
         self.request.app[ADMISSION].count(self.request, run.agents - 1)
         return run
 
@@ -214,23 +214,24 @@ async def answer_lazily(call: ChatCall) -> Reply:
     if not call.asks_model:
         what = f"cannot go with {call.target.model!r}, a topology"
         raise field_error("lazy", what, "Name a model.")
-    asked = await read_program(call.request, call.body, call.chat, call.target.models, call.wish)
-    assert isinstance(asked, AgentRequest), "a model answers"
-    run = call.run(asked)
-    return await _respond(call, run, asked.model, partial(begin_lazy, call.request, run))
+    task = await read_program(call.request, call.body, call.chat, call.target.models, call.wish)
+    assert isinstance(task, AgentRequest), "a model answers"
+    run = call.run(task)
+    answer = partial(begin_lazy, call.request, run)
+    return await _respond(call, run, task.model, answer, ignored=())
 
 
 async def read_markers(call: ChatCall) -> Reply:
     """Run the chat with the outputs that its markers stand for."""
     _check_not_in_background(call)
     models = call.target.models if call.asks_model else ()
-    asked = await read_program(call.request, call.body, call.chat, models, call.wish)
-    run = call.run(asked)
-    if isinstance(asked, AgentRequest):
-        return await _respond(call, run, asked.model, run.answer)
+    task = await read_program(call.request, call.body, call.chat, models, call.wish)
+    run = call.run(task)
+    if isinstance(task, AgentRequest):
+        return await _respond(call, run, task.model, run.answer, ignored=())
     if KEY_HEADER in call.request.headers:
         run = call.keep(run)
-    return await _respond(call, run, call.target.model, run.answer, ignored=("prefill",))
+    return await _respond(call, run, call.target.model, run.answer)
 
 
 async def run_in_background(call: ChatCall) -> Reply:
@@ -243,13 +244,13 @@ async def run_in_background(call: ChatCall) -> Reply:
 async def run_kept(call: ChatCall) -> Reply:
     """Run, or go on with the run that has the request's key."""
     run = call.keep(call.run(call.chat))
-    return await _respond(call, run, call.target.model, run.answer, ignored=("prefill",))
+    return await _respond(call, run, call.target.model, run.answer)
 
 
 async def run_once(call: ChatCall) -> Reply:
     """Run for this request alone."""
     run = call.run(call.chat)
-    return await _respond(call, run, call.target.model, run.answer, ignored=("prefill",))
+    return await _respond(call, run, call.target.model, run.answer)
 
 
 PRODUCTS: Sequence[tuple[Callable[[ChatCall], bool], Callable[[ChatCall], Awaitable[Reply]]]] = (
@@ -262,8 +263,9 @@ PRODUCTS: Sequence[tuple[Callable[[ChatCall], bool], Callable[[ChatCall], Awaita
 
 
 async def _respond(
-    call: ChatCall, run: Run, model: str, answer: Any, ignored: Sequence[str] = ()
+    call: ChatCall, run: Run, model: str, answer: Any, ignored: Sequence[str] = ("prefill",)
 ) -> Reply:
+    """Answer with the run; of the body's fields those that are `ignored` have no effect."""
     request = call.request
     chat = call.chat
     request[TRACE] = run.trace

@@ -193,15 +193,15 @@ def _agent_of(
 
 async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
     """Return the marker in place of the answer, once the agent has begun; it runs on by itself."""
-    asked = run.asked
-    assert isinstance(asked, AgentRequest), "only agents are lazy"
+    agent = run.asked
+    assert isinstance(agent, AgentRequest), "only agents are lazy"
     begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     def mark(_: Event) -> None:
         if not begun.done():
             begun.set_result(None)
 
-    task = request.app[ADMISSION].detach(request, run.run(asked, mark))
+    task = request.app[ADMISSION].detach(request, run.run(agent, mark))
     try:
         await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:  # no client will know of it
@@ -209,10 +209,10 @@ async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
         raise
     if task.done():
         task.result()
-    text = marker_of(asked.agent)
+    text = marker_of(agent.agent)
     if emit is not None:
-        emit(AgentTokens(0.0, asked.agent, (), text))
-    return Answer(text, "stop", {asked.agent: AgentUsage(asked.model, 0, 0, 0, "finished")})
+        emit(AgentTokens(0.0, agent.agent, (), text))
+    return Answer(text, "stop", {agent.agent: AgentUsage(agent.model, 0, 0, 0, "finished")})
 
 
 async def _outputs(

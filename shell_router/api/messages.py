@@ -312,10 +312,8 @@ def _read_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
 class MessageTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a message. `id` is fresh."""
 
-    def __init__(
-        self, id: str, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]
-    ) -> None:
-        super().__init__(asked)
+    def __init__(self, id: str, sent: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
+        super().__init__(sent)
         self._about = {
             "id": f"msg_{id}",
             "type": "message",

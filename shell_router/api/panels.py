@@ -46,7 +46,10 @@ class PanelFields(TypedDict, total=False):
     criteria: str
 
 
-class _OwnFields(PanelFields, total=False):
+@closed_object
+class FusionFields(PanelFields, total=False):
+    """A panel as an object of its own, in the names of OpenRouter, LiteLLM and Merge, too."""
+
     judge: Judge
     analysis_models: Models
     synthesis_model: Judge
@@ -56,12 +59,7 @@ class _OwnFields(PanelFields, total=False):
 
 
 @closed_object
-class FusionFields(_OwnFields, total=False):
-    """A panel as an object of its own, in the names of OpenRouter, LiteLLM and Merge, too."""
-
-
-@closed_object
-class PluginFields(_OwnFields, total=False):
+class PluginFields(FusionFields, total=False):
     """A panel as OpenRouter's plugin."""
 
     id: Literal["fusion"]

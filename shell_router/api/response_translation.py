@@ -269,9 +269,9 @@ class ResponseTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a response. `id` is fresh."""
 
     def __init__(
-        self, id: str, created: int, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]
+        self, id: str, created: int, sent: Mapping[str, Any], warnings: Mapping[str, list[str]]
     ) -> None:
-        super().__init__(asked)
+        super().__init__(sent)
         self._id = id
         self._sent = 0
         self._at: dict[str, Any] = {}
@@ -280,15 +280,15 @@ class ResponseTranslation(ItemTranslation):
             "object": "response",
             "created_at": created,
             "model": self.model,
-            **{name: asked.get(name) for name in REPEATED},
-            "metadata": asked.get("metadata") or {},
-            "parallel_tool_calls": asked.get("parallel_tool_calls", True) is not False,
-            "background": asked.get("background") is True,
+            **{name: sent.get(name) for name in REPEATED},
+            "metadata": sent.get("metadata") or {},
+            "parallel_tool_calls": sent.get("parallel_tool_calls", True) is not False,
+            "background": sent.get("background") is True,
             "previous_response_id": None,
-            "store": asked.get("background") is True,
-            "text": asked.get("text") or {"format": {"type": "text"}},
-            "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "store": sent.get("background") is True,
+            "text": sent.get("text") or {"format": {"type": "text"}},
+            "tool_choice": sent.get("tool_choice") or "auto",
+            "tools": sent.get("tools") or [],
             "truncation": "disabled",
             **warnings,
         }

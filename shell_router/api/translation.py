@@ -35,8 +35,8 @@ class ItemTranslation(ABC):
     client has is left out.
     """
 
-    def __init__(self, asked: Mapping[str, Any]) -> None:
-        self.model = asked.get("model") or (INLINE if asked.get("topology") else PANEL)
+    def __init__(self, sent: Mapping[str, Any]) -> None:
+        self.model = sent.get("model") or (INLINE if sent.get("topology") else PANEL)
         self.reason = "stop"
         self.usage: Mapping[str, Any] = {}
         self.place: StreamPosition | None = None
@@ -79,10 +79,10 @@ class ItemTranslation(ABC):
         """Return the event with its number, in APIs whose events have one."""
         return event
 
-    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
         """Return an answer that is not streamed; raises EngineAborted."""
-        choice = found["choices"][0]
-        self.usage = found.get("usage") or {}
+        choice = completion["choices"][0]
+        self.usage = completion.get("usage") or {}
         self.reason = choice["finish_reason"]
         if self.reason == "abort":
             raise EngineAborted(ABORTED)
@@ -111,12 +111,12 @@ class ItemTranslation(ABC):
             if self.place is not None:
                 self.place.require_reached()
             return last
-        found = orjson.loads(payload)
-        if "error" in found:
+        chunk = orjson.loads(payload)
+        if "error" in chunk:
             return self.error({"error": {"message": error_message(payload)}})
-        self.usage = found.get("usage") or self.usage
+        self.usage = chunk.get("usage") or self.usage
         events = [*self._begin()]
-        for choice in found.get("choices", ()):
+        for choice in chunk.get("choices", ()):
             events += self._delta(choice["delta"])
             self.reason = choice.get("finish_reason") or self.reason
         return self._written(events)

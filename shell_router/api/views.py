@@ -68,7 +68,7 @@ async def list_models(request: Request) -> Response:
     """List topologies and models."""
     listed = request.app[TARGETS].listed(request.app[STARTED_AT])
     allowed = request[KEY].models
-    data = [one for one in listed if not allowed or one["id"] in allowed]
+    data = [each for each in listed if not allowed or each["id"] in allowed]
     return json_reply(request, {"object": "list", "data": data})
 
 
@@ -86,8 +86,8 @@ async def show_model(request: Request) -> Response:
     if graph is None:
         return json_reply(request, facts)
     agents = {
-        one.id: {"model": one.model_name, "precursors": graph.waits_for[one.id]}
-        for one in graph.agents.values()
+        agent.id: {"model": agent.model_name, "precursors": graph.waits_for[agent.id]}
+        for agent in graph.agents.values()
     }
     return json_reply(request, {**facts, "graph": agents})
 
