@@ -584,7 +584,7 @@ workloads.
 def plan(workload: Workload, limit_s: float = 10.0) -> Plan:
     """Return the shortest plan found within `limit_s`, never longer than the heuristic ones.
 
-    Of equally good plans the result may vary from run to run, as several threads search.
+    Equally good plans may come out from run to run, as several threads search.
 
     Raises:
         ConfigError: The limit is no positive number, or OR-tools is missing.
