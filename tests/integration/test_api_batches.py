@@ -242,7 +242,7 @@ async def test_a_router_without_a_folder_says_how_to_get_one() -> None:
 async def test_the_example_of_the_docs_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "batch-api.md").read_text(
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "batch-a-file.md").read_text(
         encoding="utf-8"
     )
     example = page.partition("```python\n")[2].partition("```")[0]

@@ -148,7 +148,7 @@ def test_the_examples_of_files_are_right_ones(tmp_path: Path) -> None:
     assert load_pool(written("docs/how-to/batch-a-file.md")).aggregate is not None
     assert list(load(written("docs/how-to/evaluate.md")).topologies) == ["tree", "full"]
     for number in (0, 1):
-        profiles = load_profiles(written("docs/reference/simulation-files.md", number))
+        profiles = load_profiles(written("docs/reference/files.md", number))
         costs = profiles.models["qwen3-vl-8b"].costs(profiles.gpus)
         assert costs.decode.step_s == pytest.approx(0.005, rel=0.1)
 
