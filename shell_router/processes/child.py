@@ -5,6 +5,7 @@ within milliseconds. This process cannot fork by itself: it has threads and sock
 """
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 from shell_router.errors import EngineUnreachable
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _CONTEXT = get_context("forkserver")
@@ -111,6 +113,7 @@ class PythonProcess:
         code = self._process.exitcode
         assert code is not None
         if code == _FORK_SERVER_DIED:
+            log.error("The fork server has ended, and %s is ended with it.", self.name)
             self.signal(SIGKILL)
         self.exit_code = code
         self._process.close()

@@ -262,6 +262,8 @@ class _Running:
                     answers = await run_in_thread(partial(self._exchange, bodies))
                 except (EOFError, OSError):
                     return  # `_watch` learns why it ended, and fails the calls
+                except Exception as error:  # what cannot be pickled fails its batch alone
+                    answers = Failure(f"{type(error).__name__}: {error}")
                 self._settle(answers)
             self._silent_since_s = _now_s() if self._waiting else None
 

@@ -152,6 +152,14 @@ async def test_a_failing_text_fails_its_call_only(make_worker: Make) -> None:
     assert worker.restarts == 0
 
 
+async def test_a_body_that_cannot_be_pickled_fails_its_call_only(make_worker: Make) -> None:
+    worker = make_worker()
+    with pytest.raises(EngineError, match="pickle"):
+        await worker.ask(lambda: None)
+    assert await rows(worker, "abc") == 3
+    assert worker.restarts == 0
+
+
 async def test_a_process_that_does_not_answer_is_killed_and_replaced(make_worker: Make) -> None:
     worker = make_worker(WorkerLimits(answer_s=0.2))
     await worker.start()
