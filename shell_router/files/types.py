@@ -18,7 +18,8 @@ Count = Annotated[int, Ge(1)]
 """A whole number from 1."""
 Index = Annotated[int, Ge(0)]
 """A whole number from 0."""
-Seconds = Annotated[float, Gt(0)]
+Positive = Annotated[float, Gt(0)]
+Seconds = Positive
 Amount = Annotated[float, Ge(0)]
 """A number that may be 0: a cost, a weight, a wait."""
 Share = Annotated[float, Interval(ge=0, le=1)]

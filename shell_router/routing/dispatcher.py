@@ -8,7 +8,7 @@ from typing import Annotated, Generic, TypeVar
 from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnavailable, Overloaded, require
-from shell_router.files.types import CODE_ONLY
+from shell_router.files.types import CODE_ONLY, Seconds
 from shell_router.routing.engine_selection import (
     POLICIES,
     Scene,
@@ -43,12 +43,11 @@ class SchedulingSettings:
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
     poll_s: Annotated[
-        float, "Seconds between polls of the engines, below 5; longer costs less and knows less."
+        Seconds, "Seconds between polls of the engines, below 5; longer costs less and knows less."
     ] = 1.0
     stale_s: Annotated[float, CODE_ONLY] = 5.0
 
     def __post_init__(self) -> None:
-        require(self.poll_s > 0, f"poll_s must be above 0, not {self.poll_s:g}")
         require(
             self.stale_s > self.poll_s,
             (

@@ -6,13 +6,15 @@ new scorer a function and an entry in SCORERS.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, inf
+from math import ceil
 from typing import Annotated
+
+from annotated_types import Ge, Interval
 
 from shell_router.core.choices import list_names
 from shell_router.core.engine import value
 from shell_router.errors import require
-from shell_router.files.types import CODE_ONLY
+from shell_router.files.types import CODE_ONLY, Amount, OneOf, Seconds
 from shell_router.routing.placement import Choice, ChoiceMemory, EngineState, RoutingFeatures
 
 
@@ -191,10 +193,13 @@ class GimbalThresholds:
     """
 
     theta_kv: Annotated[
-        float, "KV usage at which an engine counts as full; lower it where outputs are long."
+        float,
+        Interval(gt=0, le=1),
+        "KV usage at which an engine counts as full; lower it where outputs are long.",
     ] = 0.9
     load_factor: Annotated[
         float,
+        Ge(1),
         (
             "Requests that an engine may have, over the mean, before users leave it; more keeps "
             "more "
@@ -203,18 +208,6 @@ class GimbalThresholds:
     ] = 1.5
     theta_diff: Annotated[float, CODE_ONLY] = 0.1
     theta_load: Annotated[int, CODE_ONLY] = 3000
-
-    def __post_init__(self) -> None:
-        for name in ("theta_kv", "theta_diff"):
-            require(
-                0 < getattr(self, name) <= 1,
-                f"{name} must be above 0 and at most 1, not {getattr(self, name):g}",
-            )
-        require(
-            1 <= self.load_factor < inf,
-            f"load_factor must be a number from 1 on, not {self.load_factor:g}",
-        )
-        require(self.theta_load >= 0, f"theta_load must be at least 0, not {self.theta_load}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,27 +221,18 @@ class SelectionSettings:
         affinity_s: Seconds after its last request at which a user's or agent's engine is forgotten.
     """
 
-    policy: Annotated[str, f"Which engine takes a request: {list_names(POLICIES)}."] = (
-        "least_running"
-    )
+    policy: Annotated[
+        str, f"Which engine takes a request: {list_names(POLICIES)}.", OneOf(POLICIES)
+    ] = "least_running"
     gimbal: GimbalThresholds = GimbalThresholds()
     weights: Annotated[
-        Mapping[str, float], "Of `scored`: how much waiting and prefix reuse count."
+        Mapping[Annotated[str, OneOf(SCORERS)], Amount],
+        "Of `scored`: how much waiting and prefix reuse count.",
     ] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2})
     output_weight: Annotated[float, CODE_ONLY] = 8.0
     affinity_s: Annotated[
-        float, "Seconds for which a user's or an agent's last engine is remembered."
+        Seconds, "Seconds for which a user's or an agent's last engine is remembered."
     ] = 300.0
 
     def __post_init__(self) -> None:
-        require(
-            self.policy in POLICIES, f"policy {self.policy!r} is none of: {', '.join(POLICIES)}"
-        )
-        for name, weight in self.weights.items():
-            require(name in SCORERS, f"weights: {name!r} is none of: {', '.join(SCORERS)}")
-            require(weight >= 0, f"weights.{name} must be at least 0, not {weight:g}")
         require(any(self.weights.values()), "weights are all 0: give one scorer a weight")
-        require(
-            self.output_weight >= 0, f"output_weight must be at least 0, not {self.output_weight:g}"
-        )
-        require(self.affinity_s > 0, f"affinity_s must be above 0, not {self.affinity_s:g}")

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from shell_router.errors import SettingError
+from annotated_types import Interval
+
+from shell_router.files.types import Seconds
 
 State = Literal["on", "trial", "off"]
 log = logging.getLogger(__name__)
@@ -36,23 +38,13 @@ class HoldoutSettings:
 
     share: Annotated[
         float,
+        Interval(ge=0, le=0.5),
         (
             "Share of programs that run without incremental prefill or drafts, for comparison; 0 "
             "compares nothing."
         ),
     ] = 0.05
-    retry_s: Annotated[float, "Seconds from switching it off to the next trial."] = 600.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 0.5:
-            raise SettingError(
-                f"holdout.share is {self.share:g}.", remedy="Make it at least 0 and at most 0.5."
-            )
-        if not 0 < self.retry_s < math.inf:
-            raise SettingError(
-                f"holdout.retry_s is {self.retry_s:g}.",
-                remedy="Make it a number of seconds above 0.",
-            )
+    retry_s: Annotated[Seconds, "Seconds from switching it off to the next trial."] = 600.0
 
 
 class Compared(NamedTuple):

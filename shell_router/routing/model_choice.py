@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from shell_router.core.choices import list_names
-from shell_router.errors import require
+from shell_router.files.types import Amount, OneOf, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,28 +162,19 @@ class ModelChoiceSettings:
     As in the paper, the slack is 0 while any model is idle, so an idle model always answers.
     """
 
-    policy: Annotated[str, f"How a model is chosen: {list_names(POLICIES)}."] = "chimera"
+    policy: Annotated[str, f"How a model is chosen: {list_names(POLICIES)}.", OneOf(POLICIES)] = (
+        "chimera"
+    )
     latency_slack: Annotated[
-        float,
+        Amount,
         "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest.",
     ] = 1.0
     score_margin: Annotated[
-        float, "Chimera's Delta s: by how much a slower model's score must be higher."
+        Amount, "Chimera's Delta s: by how much a slower model's score must be higher."
     ] = 0.05
     answer_worth_s: Annotated[
-        float, "Of policy `worth`: seconds of waiting that a right answer makes up for."
+        Seconds, "Of policy `worth`: seconds of waiting that a right answer makes up for."
     ] = 20.0
-
-    def __post_init__(self) -> None:
-        require(
-            self.policy in POLICIES,
-            f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}",
-        )
-        for name in ("latency_slack", "score_margin"):
-            limit = getattr(self, name)
-            require(0 <= limit < math.inf, f"{name} must be at least 0 and finite, not {limit}")
-        worth_s = self.answer_worth_s
-        require(0 < worth_s < math.inf, f"answer_worth_s must be above 0 and finite, not {worth_s}")
 
 
 def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> ModelChoice:

@@ -7,12 +7,12 @@ ORDERS. The function gives a waiting request its key; the request with the lowes
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from shell_router.core.choices import list_names
 from shell_router.core.engine import Hints
 from shell_router.errors import EngineUnavailable, require
-from shell_router.files.types import CODE_ONLY
+from shell_router.files.types import CODE_ONLY, Count, OneOf, Positive, Seconds
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
@@ -134,70 +134,52 @@ class QueueSettings:
     `starvation_misses` and `quantum` are Chimera's S and Q.
     """
 
-    order: Annotated[str, f"Which request is next: {list_names(ORDERS)}."] = "fcfs"
+    order: Annotated[str, f"Which request is next: {list_names(ORDERS)}.", OneOf(ORDERS)] = "fcfs"
     bind: Annotated[
-        str,
+        Literal["arrival", "place"],
         (
             "Choose the engine when one has capacity (`place`), or when the request arrives "
             "(`arrival`)."
         ),
     ] = "place"
     max_running: Annotated[
-        int | None,
+        Count | None,
         (
             "Limit of running requests per engine. Without any of these three limits, requests do "
             "not wait in the router."
         ),
     ] = None
-    max_prefill_tokens: Annotated[int | None, "Limit of prompt tokens to prefill per engine."] = (
+    max_prefill_tokens: Annotated[Count | None, "Limit of prompt tokens to prefill per engine."] = (
         None
     )
     max_tokens: Annotated[
-        int | None, "Limit of KV tokens per engine, expected outputs included."
+        Count | None, "Limit of KV tokens per engine, expected outputs included."
     ] = None
     max_waiting: Annotated[
-        int, "Requests that may wait; more are answered 429, with a time to try again."
+        Count, "Requests that may wait; more are answered 429, with a time to try again."
     ] = 1000
     wait_s: Annotated[
-        float, "Longest wait in the queue, in seconds; then the request is refused."
+        Seconds, "Longest wait in the queue, in seconds; then the request is refused."
     ] = 60.0
     age_s: Annotated[
-        float,
+        Seconds,
         (
             "Seconds after which a waiting request goes first, so that none starves; not of "
             f"{list_names(_UNAGED)}."
         ),
     ] = 5.0
     weights: Annotated[
-        Mapping[str, float],
+        Mapping[str, Positive],
         f"Shares of tenants under {list_names(_WEIGHING)}; 1 where none is named.",
     ] = field(default_factory=dict)
     starvation_misses: Annotated[int, CODE_ONLY] = 100
     quantum: Annotated[int, CODE_ONLY] = 4
 
     def __post_init__(self) -> None:
-        require(self.order in ORDERS, f"order {self.order!r} is none of: {', '.join(ORDERS)}")
-        require(
-            self.bind in ("arrival", "place"), f"bind must be arrival or place, not {self.bind!r}"
-        )
-        for name in (
-            "max_running",
-            "max_prefill_tokens",
-            "max_tokens",
-            "max_waiting",
-            "starvation_misses",
-            "quantum",
-        ):
-            limit = getattr(self, name)
-            require(limit is None or limit >= 1, f"{name} must be at least 1, not {limit}")
-        for name in ("wait_s", "age_s"):
-            require(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name):g}")
         require(
             not self.weights or self.order in _WEIGHING,
             f"weights count under order: {' or '.join(_WEIGHING)}, and order is {self.order}",
         )
-        for tenant, weight in self.weights.items():
-            require(weight > 0, f"weights.{tenant} must be above 0, not {weight:g}")
 
     @property
     def holds(self) -> bool:

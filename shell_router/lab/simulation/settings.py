@@ -13,13 +13,12 @@ from annotated_types import Ge, Interval
 
 from shell_router.errors import ConfigError, require
 from shell_router.files.read import read_file
-from shell_router.files.types import Amount, Count, FilePath, Share
+from shell_router.files.types import Amount, Count, FilePath, Positive, Share
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.standins.simulated.costs import (
     DecodeCosts,
     Gpu,
     PairCosts,
-    Positive,
     PrefillCosts,
     Roofline,
     TransferCosts,
@@ -216,9 +215,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         require(bool(self.topologies), "topologies is empty", remedy="Name at least one file.")
-        apart = all(model.engines == "disaggregated" for model in self.models.values())
+        disaggregated = all(model.engines == "disaggregated" for model in self.models.values())
         require(
-            self.cores is None or apart,
+            self.cores is None or disaggregated,
             "engines that share a CPU are disaggregated here",
             "Leave `cores` out.",
         )
@@ -258,7 +257,7 @@ def load(file: Path) -> Loaded:
         except ConfigError as error:
             where = f"{simulation.profiles}: models.{model.profile}"
             raise ConfigError(f"{where}: {error.args[0]}", remedy=error.remedy) from error
-    topologies = [load_topology(one, models=simulation.models) for one in simulation.topologies]
+    topologies = [load_topology(path, models=simulation.models) for path in simulation.topologies]
     if (most := simulation.max_new_tokens) is not None:
         topologies = [
             replace(

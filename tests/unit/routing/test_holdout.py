@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.errors import ConfigError
+from shell_router.files.read import check
 from shell_router.routing.holdout import Compared, Comparison, Holdouts, HoldoutSettings
 
 KEY = Compared("incremental_prefill", "tree", "large, small")
@@ -118,5 +118,5 @@ def test_optimizations_topologies_models_and_roles_are_compared_apart() -> None:
     [({"share": 0.6}, "share"), ({"share": -0.1}, "share"), ({"retry_s": 0}, "retry_s")],
 )
 def test_settings_out_of_range_are_refused_by_name(fields: dict[str, float], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        HoldoutSettings(**fields)
+    _, (problem,) = check(HoldoutSettings, fields)
+    assert problem.at == (named,)
