@@ -12,10 +12,12 @@ from functools import partial
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import Degraded, Emit, ModelChosen
 from shell_router.core.predictors import NO_FORECAST, Forecast, Predictor, Prospect
+from shell_router.core.sampling import require_possible
 from shell_router.errors import UnknownModel
 from shell_router.moa.expectations import (
     AGENT_REQUEST,
     PLAIN_REQUEST,
+    ForecastQuery,
     KnownPrompt,
     LatencyEstimates,
     name_workflow,
@@ -130,6 +132,11 @@ class ModelChooser:
                 remedy=f"Configure them, or use some of: {', '.join(sorted(self._models))}.",
             )
 
+    def require_possible(self, characters: int) -> None:
+        """Raise PromptTooLong for a text of which no tokenizer makes a prompt of any model."""
+        longest = max([model.context_length for model in self._models.values()])
+        require_possible(characters, longest)
+
     async def choose_for_topology(
         self, topology: Topology, request: MoaRequest, limits: Mapping[str, int], emit: Emit
     ) -> tuple[Topology, Mapping[str, Forecast]]:
@@ -187,18 +194,13 @@ class ModelChooser:
         started_s = self.clock()
         forecast = NO_FORECAST
         if self.predicts:
-            is_scored = is_undecided and candidates not in chosen
-            prompt = read_request_prompt(request)
-            describe = partial(
-                prompt.describe,
-                self._models[candidates[0]].tokenizer,
-                AGENT_REQUEST,
-                PLAIN_REQUEST if request.chat else request.agent,
-                candidates,
-                is_scored and self._scores_decide(candidates),
+            stage = PLAIN_REQUEST if request.chat else request.agent
+            is_scored = (
+                is_undecided and candidates not in chosen and self._scores_decide(candidates)
             )
-            prospect = await run_off_loop(prompt.characters, describe)
-            (forecast,) = await self.forecast([prospect], emit)
+            prompt = read_request_prompt(request)
+            question = ForecastQuery(AGENT_REQUEST, stage, prompt, candidates, is_scored)
+            (forecast,) = await self.forecast([question], emit)
         agents = (request.agent,)
         if not is_undecided:
             model = request.model
@@ -218,13 +220,24 @@ class ModelChooser:
             request.tenant, request.program, None, name, own, total, request.end_user
         )
 
-    async def forecast(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
-        """Return what to expect of each prospect; empty forecasts without a predictor.
+    async def forecast(self, queries: Sequence[ForecastQuery], emit: Emit) -> Sequence[Forecast]:
+        """Return what the predictor expects of each agent.
 
         A kind of prediction that the predictor lacks is logged and emitted.
         """
-        if self._predictor is None:
-            return [NO_FORECAST for _ in prospects]
+        assert self._predictor is not None, "asked only if there is a predictor"
+
+        def describe_agents() -> list[Prospect]:
+            prospects = []
+            for query in queries:
+                models = query.models
+                counts = query.prompt.count_tokens(self._models[models[0]].tokenizer)
+                place = query.workflow, query.stage, query.prompt.user
+                prospects.append(Prospect(*place, *counts, models, query.scored))
+            return prospects
+
+        characters = sum(query.prompt.characters for query in queries)
+        prospects = await run_off_loop(characters, describe_agents)
         forecasts = await self._predictor.forecast(prospects)
         for kind, why in forecasts.trouble.items():
             log.warning("no predicted %s: %s", kind, why)
@@ -244,25 +257,21 @@ class ModelChooser:
         """
         if not self.predicts:
             return {}
-        agents = [agent for agent in topology.agents.values() if not agent.votes]
-        candidates = {agent.id: undecided.get(agent.id, (agent.model,)) for agent in agents}
         to_score = set(filter(self._scores_decide, undecided.values()))
-
-        def describe_agents() -> list[Prospect]:
-            stages = number_stages(topology)
-            workflow = name_workflow(topology)
-            prospects = []
-            for agent, models in candidates.items():
-                is_scored = agent in undecided and models in to_score
-                to_score.discard(models)
-                tokenizer = self._models[models[0]].tokenizer
-                describe = prompts[agent].describe
-                prospects.append(describe(tokenizer, workflow, stages[agent], models, is_scored))
-            return prospects
-
-        characters = sum(prompts[agent].characters for agent in candidates)
-        forecasts = await self.forecast(await run_off_loop(characters, describe_agents), emit)
-        return dict(zip(candidates, forecasts, strict=True))
+        stages = number_stages(topology)
+        workflow = name_workflow(topology)
+        queries = {}
+        for agent in topology.agents.values():
+            if agent.votes:
+                continue
+            models = undecided.get(agent.id, (agent.model,))
+            is_scored = agent.id in undecided and models in to_score
+            to_score.discard(models)
+            queries[agent.id] = ForecastQuery(
+                workflow, stages[agent.id], prompts[agent.id], models, is_scored
+            )
+        forecasts = await self.forecast(list(queries.values()), emit)
+        return dict(zip(queries, forecasts, strict=True))
 
     def _list_candidates(self, names: Candidates) -> Candidates:
         """Return the models to choose from: `names`, or those of `auto` if there are none."""

@@ -96,7 +96,7 @@ class Executor:
         """
         if isinstance(topology, Topology):
             return self._run(topology, request, emit)
-        walk = Walk(self.run, self.chooser, self._models, self._classes, topology, request, emit)
+        walk = Walk(self.run, self.chooser, self._classes, topology, request, emit)
         return walk.answer()
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:

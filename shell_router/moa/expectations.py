@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shell_router.core.engine import Hints, ServedModel, Tokenizer
-from shell_router.core.predictors import NO_FORECAST, Forecast, Prospect
+from shell_router.core.engine import Hints, ServedModel, Tokenizer, value
+from shell_router.core.predictors import NO_FORECAST, Forecast
 from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf, Segment, find_question
 from shell_router.routing.increments import PrefillLoad
 from shell_router.topology import Agent, Topology
@@ -175,11 +175,16 @@ class KnownPrompt:
         system, user, rest = [len(tokenizer.encode(text)) if text else 0 for text in texts]
         return system, user, system + user + rest
 
-    def describe(
-        self, tokenizer: Tokenizer, workflow: str, stage: str, models: tuple[str, ...], scored: bool
-    ) -> Prospect:
-        """Return the description that predictors get of an agent with this prompt."""
-        return Prospect(workflow, stage, self.user, *self.count_tokens(tokenizer), models, scored)
+
+@value
+class ForecastQuery:
+    """An agent that a predictor is asked about: its place in a workflow, prompt and models."""
+
+    workflow: str
+    stage: str
+    prompt: KnownPrompt
+    models: tuple[str, ...]
+    scored: bool
 
 
 def read_agent_prompt(agent: Agent, chat: Sequence[Mapping[str, str]]) -> KnownPrompt:

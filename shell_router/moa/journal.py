@@ -96,6 +96,8 @@ class RunJournal:
 
     Attributes:
         run_id: The attempt.
+        chosen: The model that an earlier attempt chose for each agent.
+        recorded: What engines gave to earlier attempts, by the names of requests.
         repeats: Whether there was an earlier attempt.
     """
 
@@ -112,11 +114,11 @@ class RunJournal:
         self._sending = asyncio.Lock()
         self._away = False
         self._renew_s = store.lease_s / 3
-        self._chosen: dict[str, str] = {}
-        self._recorded: dict[str, RecordedGeneration] = {}
+        self.chosen: dict[str, str] = {}
+        self.recorded: dict[str, RecordedGeneration] = {}
         self._ends_left = self._replay(records)
         self._end_passed = asyncio.Event()
-        self.repeats = bool(self._chosen or self._recorded)
+        self.repeats = bool(self.chosen or self.recorded)
         self._task = asyncio.create_task(self._keep(), name="run-journal")
 
     def _replay(self, records: Sequence[bytes]) -> set[int]:
@@ -126,13 +128,13 @@ class RunJournal:
         """
         ends = 0
         for kind, name, *fields in map(orjson.loads, records):
-            recorded = self._recorded.get(name)
+            recorded = self.recorded.get(name)
             if kind == "begin":
-                self._recorded[name] = RecordedGeneration(fields[0])
+                self.recorded[name] = RecordedGeneration(fields[0])
             elif kind == "models":
-                self._chosen |= fields[0]
+                self.chosen |= fields[0]
             elif kind == "void":
-                for generation in self._recorded.values():
+                for generation in self.recorded.values():
                     if not isinstance(generation.end, Finish):
                         generation.end = None
             elif recorded is None:
@@ -147,7 +149,7 @@ class RunJournal:
                 recorded.end_number = ends
                 ends += 1
         return {
-            recorded.end_number for recorded in self._recorded.values() if recorded.end is not None
+            recorded.end_number for recorded in self.recorded.values() if recorded.end is not None
         }
 
     # --- for the run
@@ -162,13 +164,8 @@ class RunJournal:
     def pin_models(self, topology: Topology) -> Topology:
         """Return the topology with the models that an earlier attempt chose."""
         undecided = {agent.id for agent in topology.agents.values() if agent.model == AUTO}
-        return topology.with_models(
-            {agent: self._chosen[agent] for agent in undecided & self._chosen.keys()}
-        )
-
-    def find_choice(self, agent: str) -> str | None:
-        """Return the model that an earlier attempt chose for the agent."""
-        return self._chosen.get(agent)
+        chosen = {agent: model for agent, model in self.chosen.items() if agent in undecided}
+        return topology.with_models(chosen)
 
     def record_choices(self, choices: Sequence[Event]) -> None:
         """Record the models that were chosen."""
@@ -180,13 +177,9 @@ class RunJournal:
         """Return the name of a request, which is the same in every attempt."""
         return rid.replace(self.run_id, "", 1)
 
-    def find_recorded(self, name: str) -> RecordedGeneration | None:
-        """Return the records of a generation."""
-        return self._recorded.get(name)
-
     def begin(self, name: str, digest: str) -> None:
         """Record that a generation begins, or begins again."""
-        recorded = self._recorded.pop(name, None)
+        recorded = self.recorded.pop(name, None)
         if recorded is not None and recorded.end is not None:
             self.pass_end(recorded.end_number)
         self.add("begin", name, digest)
@@ -326,7 +319,7 @@ class JournaledEngine:
     async def prefill(self, request: Generation) -> Prefilled:
         """Prefill, unless an earlier attempt had the complete prompt."""
         name = _UPDATE.sub("", self._journal.name_request(request.rid))
-        if self._journal.find_recorded(name) is not None:
+        if self._journal.recorded.get(name) is not None:
             return Prefilled(len(request.input_ids), len(request.input_ids))
         return await self._model.engine.prefill(request)
 
@@ -358,7 +351,7 @@ class JournaledEngine:
 
     def _take_recorded(self, name: str, request: Generation) -> RecordedGeneration:
         """Return what can be repeated; if that is nothing, the generation begins."""
-        recorded = self._journal.find_recorded(name)
+        recorded = self._journal.recorded.get(name)
         digest = _compute_digest(self._model.alias, request.input_ids)
         if recorded is not None and recorded.digest == digest:
             if recorded.end is not None:

@@ -9,7 +9,8 @@ from agent_cache import LogKey
 from shell_router.core.engine import NO_OPTIONS, Hints, ServedModel, value
 from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast
-from shell_router.core.sampling import OUTPUT_FORMS, limit_sampling, require_possible
+from shell_router.core.sampling import OUTPUT_FORMS, limit_sampling
+from shell_router.early_exit.settings import Policy
 from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.moa.agent import AgentTask, Source, check_task
 from shell_router.moa.calls import ToolOffer
@@ -96,7 +97,7 @@ async def plan_run(resources: Resources, topology: Topology, request: MoaRequest
     """
     models = resources.models
     characters = sum([len(message["content"]) for message in request.messages])
-    require_possible(characters, max([model.context_length for model in models.values()]))
+    resources.chooser.require_possible(characters)
     choices: list[Event] = []
     outline = await _outline_run(resources, topology, request, characters, choices)
     topology = outline.topology
@@ -252,10 +253,17 @@ def choose_stream_interval(outline: Outline, agent: Agent) -> int:
     topology = outline.topology
     readers = topology.successors[agent.id]
     wanted = [outline.growing[reader] for reader in readers if reader in outline.growing]
-    cluster = topology.cluster_of.get(agent.id)
-    exits = None if cluster is None else cluster.early_exit
-    is_judged = exits is not None and exits.needs.reads_streams
+    needs = find_exit_needs(topology, agent)
+    is_judged = needs is not None and needs.reads_streams
     return tokens_per_event(min(wanted, default=None), judged=is_judged)
+
+
+def find_exit_needs(topology: Topology, agent: Agent) -> Policy | None:
+    """Return the needs of the early-exit policy that judges the agent."""
+    cluster = topology.cluster_of.get(agent.id)
+    if cluster is None or cluster.early_exit is None:
+        return None
+    return cluster.early_exit.needs
 
 
 def may_draft(agent: Agent, models: Mapping[str, ServedModel]) -> bool | Literal["auto"]:
@@ -350,10 +358,8 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
 def needs_confidence(outline: Outline, agent: Agent) -> bool:
     """Tell whether a gate, a vote or the client reads the agent's confidence."""
     topology = outline.topology
-    cluster = topology.cluster_of.get(agent.id)
-    if cluster is not None and cluster.early_exit is not None and cluster.early_exit.needs.judges:
-        return True
-    if agent.id in topology.voters:
+    needs = find_exit_needs(topology, agent)
+    if agent.id in topology.voters or (needs is not None and needs.judges):
         return True
     return outline.request.confidence and agent.id == topology.root.id
 

@@ -14,7 +14,7 @@ from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTime
 from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Emit, Event, answer_in
-from shell_router.core.sampling import limit_sampling, require_possible
+from shell_router.core.sampling import limit_sampling
 from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, count_usage
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import observe_drafts
@@ -98,11 +98,10 @@ class Programs:
         if record := self._registry.find_sent(request, request):
             return await self._await_answer(request, record)
         planned = replace(request, sampling=limit_sampling(request.sampling))
-        chosen = request.journal.find_choice(request.agent) if request.journal else None
+        chosen = request.journal.chosen.get(request.agent) if request.journal else None
         if chosen is not None:
             planned = replace(planned, model=chosen, candidates=())
-        longest = max(model.context_length for model in self._models.values())
-        require_possible(read_request_prompt(request).characters, longest)
+        self._chooser.require_possible(read_request_prompt(request).characters)
         choices: list[Event] = []  # emitted once nothing can be refused any more
         model, hints = await self._choose_model(planned, choices.append)
         tokens = hints.output_tokens

@@ -10,14 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL, ServedModel
+from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL
 from shell_router.core.events import Degraded, Emit, Event, StepChosen
-from shell_router.core.predictors import Embedder, Prospect, TokenStates
-from shell_router.core.sampling import require_possible
+from shell_router.core.predictors import Embedder, TokenStates
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, InvalidField
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.deadline import Deadline
-from shell_router.moa.prompt import encode_text
+from shell_router.moa.expectations import ForecastQuery, KnownPrompt
 from shell_router.moa.requests import AgentUsage, Answer, MoaRequest
 from shell_router.moa.thinking import make_no_answer_error
 from shell_router.topology import Conditional, Step, Topology
@@ -60,7 +59,6 @@ class Walk:
         self,
         run: Callable[[Topology, MoaRequest, Emit], Awaitable[Answer]],
         chooser: ModelChooser,
-        models: Mapping[str, ServedModel],
         classes: "Classes",
         topology: Conditional,
         request: MoaRequest,
@@ -81,7 +79,6 @@ class Walk:
         self._emit = emit
         self._run = run
         self._chooser = chooser
-        self._models = models
         self._classes = classes
         self._clock = chooser.clock
         self._held: list[Event] | None = []  # None once the first step has begun
@@ -245,14 +242,11 @@ class Walk:
                 " and no predictor is configured.",
                 remedy="Set `prediction.scores` in the configuration, or remove `score_below`.",
             )
-        longest = max(model.context_length for model in self._models.values())
-        require_possible(len(question), longest)
-        tokens = 0
-        if question:
-            tokens = len(await encode_text(self._models[models[0]].tokenizer, question))
+        self._chooser.require_possible(len(question))
         reported: list[Event] = []
-        prospect = Prospect(name, "rules", question, 0, tokens, tokens, tuple(models), scored=True)
-        (forecast,) = await self._chooser.forecast([prospect], reported.append)
+        prompt = KnownPrompt("", question, "")
+        query = ForecastQuery(name, "rules", prompt, tuple(models), scored=True)
+        (forecast,) = await self._chooser.forecast([query], reported.append)
         for event in reported:
             self._hold(event)
         unknown = [model for model in models if model not in forecast.scores]
