@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from agent_cache import Chunk, LogKey, LogWriter
+from agent_cache import AgentPromptCache, Chunk, LogKey, LogWriter
 from shell_router.core.drafts import MOST_SOURCE_TOKENS
 from shell_router.core.engine import (
     NO_HINTS,
@@ -118,6 +118,16 @@ class AgentOutput:
         return replace(self, reasoning="", reasoning_tokens=0)
 
 
+@value
+class RunContext:
+    """The objects that all agents of one run share."""
+
+    estimates: LatencyEstimates
+    cache: AgentPromptCache
+    emit: Emit
+    clock: Callable[[], float]
+
+
 OnText = Callable[[str, float], bool]
 """Called with each text an agent writes and its confidence so far; returns whether the agent has
 been cut off.
@@ -133,16 +143,14 @@ class Progress:
         token_s: Seconds per token after the first ones; None until the end, or if no more came.
     """
 
-    def __init__(
-        self, task: AgentTask, estimates: LatencyEstimates, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, task: AgentTask, context: RunContext) -> None:
         self.prompt_tokens = 0
         self.decoded = 0
         self.token_s: float | None = None
         self._task = task
-        self._estimates = estimates
-        self._clock = clock
-        self._load = estimates.prefill(task.model)
+        self._estimates = context.estimates
+        self._clock = context.clock
+        self._load = context.estimates.prefill(task.model)
         self._prefilling: Prefilling | None = None
         self._ready_s = 0.0
         self._first_s: float | None = None
@@ -207,17 +215,15 @@ class AgentRun:
     def __init__(
         self,
         task: AgentTask,
-        estimates: LatencyEstimates,
-        emit: Emit,
+        context: RunContext,
         *,
-        clock: Callable[[], float],
         writer: LogWriter | None = None,
         on_text: OnText | None = None,
     ) -> None:
         self.task = task
-        self.progress = Progress(task, estimates, clock)
-        self._emit = emit
-        self._clock = clock
+        self.progress = Progress(task, context)
+        self._emit = context.emit
+        self._clock = context.clock
         self._writer = writer
         self._on_text = on_text
         self._texts: list[str] = []
@@ -230,7 +236,7 @@ class AgentRun:
             last = task.parts[-1] if task.parts else ""
             prompt_end = last if isinstance(last, str) else ""
             self._thinking = Thinking(
-                task.agent, task.model, task.marks, prompt_end, self.progress.count, emit
+                task.agent, task.model, task.marks, prompt_end, self.progress.count, context.emit
             )
 
     @property

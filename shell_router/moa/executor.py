@@ -36,6 +36,7 @@ from shell_router.moa.agent import (
     AgentRun,
     AgentTask,
     OnText,
+    RunContext,
     could_have_written,
     count_usage,
 )
@@ -115,16 +116,17 @@ class Executor:
         )
         topology = plan.outline.topology
         is_single = len(plan.tasks) == 1 and not topology.clusters and not topology.root.fallbacks
+        context = RunContext(resources.chooser.estimates, self.cache, emit, self.clock)
         with resources.chooser.activity.program(plan.expected) as leave:
             run = None
             if not is_single:
-                run = GraphRun(plan, self.cache, self._embedder, emit, leave, self.clock)
+                run = GraphRun(plan, context, self._embedder, leave)
             for choice in plan.choices:
                 emit(choice)
             try:
                 with Deadline(request.timeout_s, late=late):
                     if run is None:
-                        answer = await self._run_single(plan, emit)
+                        answer = await self._run_single(plan, context)
                     else:
                         answer = await run.answer()
                 if plan.comparison is not None:
@@ -143,16 +145,16 @@ class Executor:
             return Resources(models, self.chooser.copy_unmeasured(), no_holdouts)
         return Resources(models, self.chooser, self.holdouts)
 
-    async def _run_single(self, plan: Plan, emit: Emit) -> Answer:
+    async def _run_single(self, plan: Plan, context: RunContext) -> Answer:
         """Run a single-agent topology; no log is written, because no agent reads it."""
         (task,) = plan.tasks.values()
-        agent = AgentRun(task, plan.outline.estimates, emit, clock=self.clock)
+        agent = AgentRun(task, context)
         agent.start()
         try:
             (text,) = task.parts or ("",)
             output = await agent.decode(await encode_text(task.model.tokenizer, str(text)))
         except ShellRouterError as error:
-            emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
+            context.emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
             raise
         return Answer(
             output.text,
@@ -208,11 +210,9 @@ class GraphRun:
     def __init__(
         self,
         plan: Plan,
-        cache: AgentPromptCache,
+        context: RunContext,
         embedder: Embedder | None,
-        emit: Emit,
         leave: Leave,
-        clock: Callable[[], float],
     ) -> None:
         """Prepare the run; `leave` is called with every agent that has ended.
 
@@ -221,10 +221,10 @@ class GraphRun:
         """
         self._plan = plan
         self._topology = plan.outline.topology
-        self._estimates = plan.outline.estimates
-        self._cache = cache
-        self._clock = clock
-        self._emit = emit
+        self._context = context
+        self._estimates = context.estimates
+        self._clock = context.clock
+        self._emit = context.emit
         self._leave = leave
         self._exits = self._open_exits(embedder)
         self._members: dict[str, _Member] = {}
@@ -275,21 +275,14 @@ class GraphRun:
         request = self._plan.outline.request
         agents = self._topology.agents
         keys = [LogKey(request.tenant, request.id, agent) for agent in agents]
-        writers = await asyncio.gather(*map(self._cache.create, keys))
+        writers = await asyncio.gather(*map(self._context.cache.create, keys))
         for agent, writer in zip(agents.values(), writers, strict=True):
             task = self._plan.tasks.get(agent.id)
             run = None if task is None else self._open_run(task, writer)
             self._members[agent.id] = _Member(agent, writer, run)
 
     def _open_run(self, task: AgentTask, writer: LogWriter) -> AgentRun:
-        return AgentRun(
-            task,
-            self._estimates,
-            self._emit,
-            clock=self._clock,
-            writer=writer,
-            on_text=self._watch(task.agent),
-        )
+        return AgentRun(task, self._context, writer=writer, on_text=self._watch(task.agent))
 
     def _conclude(self) -> Answer:
         """Return the answer, and learn what became of every agent."""
@@ -391,14 +384,8 @@ class GraphRun:
         """Return the filled prompt; None if the agent's aggregation is skipped meanwhile."""
         try:
             with Deadline() as member.filling:
-                return await complete_prompt(
-                    task,
-                    self._cache,
-                    self._estimates.prefill(task.model),
-                    partial(self._expect_remainder, member.agent),
-                    self._emit,
-                    self._clock,
-                )
+                expect_remainder = partial(self._expect_remainder, member.agent)
+                return await complete_prompt(task, self._context, expect_remainder)
         except _AggregationSkipped:
             return None
         finally:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
+from agent_cache import End, LogKey, LogRead, LogTimeout
 from shell_router.core.engine import UNSTREAMED_INTERVAL, Generation
-from shell_router.core.events import Degraded, Emit, PrefillIncrement
+from shell_router.core.events import Degraded, PrefillIncrement
 from shell_router.core.spans import CURRENT, enter_span
 from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, PromptTooLong
-from shell_router.moa.agent import AgentTask, Source
+from shell_router.moa.agent import AgentTask, RunContext, Source
 from shell_router.moa.prompt import (
     CHARACTERS_PER_TOKEN,
     GrowingPrompt,
@@ -30,7 +30,7 @@ from shell_router.moa.prompt import (
     encode_text,
     run_off_loop,
 )
-from shell_router.routing.increments import PrefillLoad, Remainder, tokens_until_due
+from shell_router.routing.increments import Remainder, tokens_until_due
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +61,7 @@ ExpectRemainder = Callable[[Collection[str]], Remainder]
 
 
 async def complete_prompt(
-    task: AgentTask,
-    cache: AgentPromptCache,
-    load: PrefillLoad,
-    expect_remainder: ExpectRemainder,
-    emit: Emit,
-    clock: Callable[[], float],
+    task: AgentTask, context: RunContext, expect_remainder: ExpectRemainder
 ) -> CompletePrompt:
     """Return the task's prompt once its slots are filled; updates never change it.
 
@@ -75,7 +70,7 @@ async def complete_prompt(
         AgentFailed: A precursor that is needed gave nothing.
     """
     if task.sources:
-        return await _SlotFiller(task, cache, load, expect_remainder, emit, clock).fill()
+        return await _SlotFiller(task, context, expect_remainder).fill()
     text = "".join(part for part in task.parts if isinstance(part, str))
     return CompletePrompt(await encode_text(task.model.tokenizer, text))
 
@@ -92,20 +87,14 @@ class _SlotFiller:
     """Fills the slots of one task, and prefills the growing prompt, one update at a time."""
 
     def __init__(
-        self,
-        task: AgentTask,
-        cache: AgentPromptCache,
-        load: PrefillLoad,
-        expect_remainder: ExpectRemainder,
-        emit: Emit,
-        clock: Callable[[], float],
+        self, task: AgentTask, context: RunContext, expect_remainder: ExpectRemainder
     ) -> None:
         self._task = task
-        self._cache = cache
-        self._load = load
+        self._cache = context.cache
+        self._load = context.estimates.prefill(task.model)
         self._expect_remainder = expect_remainder
-        self._emit = emit
-        self._clock = clock
+        self._emit = context.emit
+        self._clock = context.clock
         self._prompt = GrowingPrompt(task.model.tokenizer)
         self._slot: str | None = None
         self._slot_tokens = 0

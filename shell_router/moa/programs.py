@@ -15,7 +15,7 @@ from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Emit, Event, answer_in
 from shell_router.core.sampling import limit_sampling
-from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, count_usage
+from shell_router.moa.agent import AgentRun, AgentTask, RunContext, Source, check_task, count_usage
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import observe_drafts
 from shell_router.moa.deadline import Deadline
@@ -334,13 +334,12 @@ class Programs:
             # nothing is learned from what is repeated
             if request.journal.repeats:
                 chooser = chooser.copy_unmeasured()
-        clock = self._clock
-        run = AgentRun(task, chooser.estimates, emit, clock=clock, writer=writer)
+        context = RunContext(chooser.estimates, self._cache, emit, self._clock)
+        run = AgentRun(task, context, writer=writer)
         record.run = run
         run.start()
-        load = chooser.estimates.prefill(task.model)
         expect_remainder = partial(self._expect_remainder, request)
-        prompt = await complete_prompt(task, self._cache, load, expect_remainder, emit, clock)
+        prompt = await complete_prompt(task, context, expect_remainder)
         if request.chat and request.reads:
             prompt = await self._render_texts(request, task, prompt)
         output = await run.decode(prompt.ids, prompt.sent)
@@ -348,7 +347,7 @@ class Programs:
         if request.reads and task.model.drafts == "auto" and chooser is self._chooser:
             key = _name_drafts(request)
             held_out = not task.drafts
-            observe_drafts(self._holdouts, key, [usage], held_out=held_out, now_s=clock())
+            observe_drafts(self._holdouts, key, [usage], held_out=held_out, now_s=self._clock())
         return Answer(
             output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning
         )

@@ -16,10 +16,11 @@ from shell_router.errors import (
     PromptTooLong,
     ShellRouterError,
 )
-from shell_router.moa.agent import AgentTask, Source
+from shell_router.moa.agent import AgentTask, RunContext, Source
+from shell_router.moa.expectations import LatencyEstimates
 from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.prompt import Part, Slot
-from shell_router.routing.increments import ChunkTokens, PrefillLoad, Remainder
+from shell_router.routing.increments import ChunkTokens, Remainder
 from shell_router.topology import Prefill
 from tests.fakes.moa import Recorder, WordTokenizer
 from tests.fakes.scripted_engine import Hold, Script, ScriptedEngine
@@ -39,14 +40,17 @@ class Scene:
         self.engine = ScriptedEngine(self.tokenizer, lambda _request: Script(""))
         self.cache = MemoryAgentPromptCache(clock=monotonic)
         self.events = Recorder()
-        self.load = PrefillLoad(PrefillCost(fixed_s=0.01, token_s=0.001))
+        cost = PrefillCost(fixed_s=0.01, token_s=0.001)
+        model = ServedModel("model", self.engine, self.tokenizer, context_length, prefill_cost=cost)
+        self.estimates = LatencyEstimates()
+        self.load = self.estimates.prefill(model)
         self.remainder = Remainder(tokens=1.0)
         self.clock: Callable[[], float] = monotonic
         agents = [part.agent for part in parts if isinstance(part, Slot)]
         self.task = AgentTask(
             "agent",
             "rid",
-            ServedModel("model", self.engine, self.tokenizer, context_length),
+            model,
             parts,
             {},
             sources={
@@ -67,14 +71,8 @@ class Scene:
         return asyncio.create_task(self.ids())
 
     async def ids(self) -> list[int]:
-        prompt = await complete_prompt(
-            self.task,
-            self.cache,
-            self.load,
-            lambda _read: self.remainder,
-            self.events.emit,
-            self.clock,
-        )
+        context = RunContext(self.estimates, self.cache, self.events.emit, self.clock)
+        prompt = await complete_prompt(self.task, context, lambda _read: self.remainder)
         return prompt.ids
 
     async def until_sent(self, increments: int) -> PrefillIncrement:
