@@ -213,7 +213,7 @@ async def settings_of(
         chooser = ModelChooser(served, clock=time.monotonic)
         alone = setting_of(name, plain(name), served, chooser)
         await ask_all(alone, dict(enumerate(read_questions(WARM_UP))), clients)
-        figures[name] = ModelFigures(32, chooser.estimates.token_s(name))
+        figures[name] = ModelFigures(32, chooser.estimates.get_token_s(name))
 
     def choosing(name: str, settings: ModelChoiceSettings, asked: Predictor = predictor) -> Setting:
         auto = Auto(MODELS, settings, figures)

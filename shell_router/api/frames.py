@@ -141,7 +141,7 @@ class ChatFrames:
 
     Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients
     step over them. The SSE event name and the field `agent_event` are for clients that read them.
-    With a `place` the parts of the answer have ids, and those that the client has are left out.
+    With a `place` the parts of the answer have ids, and parts that the client has are left out.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ class Progress:
         self._task = task
         self._estimates = context.estimates
         self._clock = context.clock
-        self._load = context.estimates.prefill(task.model)
+        self._load = context.estimates.get_load(task.model)
         self._prefilling: Prefilling | None = None
         self._ready_s = 0.0
         self._first_s: float | None = None
@@ -168,7 +168,7 @@ class Progress:
         if mean is None:
             mean = min(limit / 2, 512.0)
         tokens = max(1.0, min(limit - self.decoded, max(mean - self.decoded, mean / 8)))
-        return tokens, self._estimates.token_s(self._task.model.alias)
+        return tokens, self._estimates.get_token_s(self._task.model.alias)
 
     def begin(self, prompt_tokens: int, sent: int) -> float:
         """Note that the prompt is sent, `sent` tokens of which are prefilled; return the time."""

@@ -51,12 +51,12 @@ class Activity:
         self._tokens: dict[str, dict[tuple[int, str], float]] = {}
         self._programs = 0
 
-    def in_flight(self, model: str) -> float:
+    def sum_tokens(self, model: str) -> float:
         """Return P_m, the sum over the entries of `model` (Algorithm 1, line 10)."""
         return sum(self._tokens.get(model, {}).values())
 
     @contextmanager
-    def program(self, expected: Mapping[str, tuple[str, float]]) -> Iterator[Leave]:
+    def enter_program(self, expected: Mapping[str, tuple[str, float]]) -> Iterator[Leave]:
         """Enter the agents of one run while the context is open.
 
         An agent leaves when the function that this yields is called, the others with the context.
@@ -133,7 +133,7 @@ class ModelChooser:
             )
 
     def require_possible(self, characters: int) -> None:
-        """Raise PromptTooLong for a text of which no tokenizer makes a prompt of any model."""
+        """Raise PromptTooLong for a text that is too long for the longest context."""
         longest = max([model.context_length for model in self._models.values()])
         require_possible(characters, longest)
 
@@ -214,7 +214,7 @@ class ModelChooser:
         name = None if request.chat else request.agent
         own = forecast.own_tokens.get(model)
         if own is None:
-            own = self.estimates.output_tokens(model, None, name, request.tenant)
+            own = self.estimates.get_output_tokens(model, None, name, request.tenant)
         total = forecast.total_tokens.get(model)
         return model, Hints(
             request.tenant, request.program, None, name, own, total, request.end_user
@@ -330,11 +330,11 @@ class ModelChooser:
         figures = self._auto.figures.get(model, ModelFigures())
         token_s = figures.decode_s_per_token
         if token_s is None:
-            token_s = self.estimates.token_s(model)
+            token_s = self.estimates.get_token_s(model)
         return Candidate(
             model,
             forecast.scores.get(model),
-            self.activity.in_flight(model),
+            self.activity.sum_tokens(model),
             token_s,
             figures.max_batch,
             forecast.own_tokens.get(model),

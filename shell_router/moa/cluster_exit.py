@@ -82,7 +82,7 @@ class ClusterExit:
         return self.judge_failure()
 
     def judge_failure(self) -> Verdict:
-        """Judge after an agent has failed: those that are left may agree.
+        """Judge after an agent has failed: the others may agree.
 
         Raises:
             AgentFailed: The policy judges no outputs, and all agents have failed, so readers would

@@ -117,7 +117,7 @@ class Executor:
         topology = plan.outline.topology
         is_single = len(plan.tasks) == 1 and not topology.clusters and not topology.root.fallbacks
         context = RunContext(resources.chooser.estimates, self.cache, emit, self.clock)
-        with resources.chooser.activity.program(plan.expected) as leave:
+        with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
             if not is_single:
                 run = GraphRun(plan, context, self._embedder, leave)
@@ -394,13 +394,13 @@ class GraphRun:
     def _expect_remainder(self, agent: Agent, read: Collection[str]) -> Remainder:
         """Return what the agent's prompt still waits for after it has `read` some precursors."""
         name = self._topology.name
-        survives = self._estimates.chance(name, agent.id, "decoded")
+        survives = self._estimates.get_chance(name, agent.id, "decoded")
         slowest = 0.0
         token_s = None
         longest_s = 0.0
         for precursor in agent.precursors:
             if precursor not in read:
-                survives *= self._estimates.chance(name, precursor, "read")
+                survives *= self._estimates.get_chance(name, precursor, "read")
             other = self._members[precursor]
             if other.is_running and other.run is not None:
                 tokens, seconds = other.run.progress.remaining

@@ -18,7 +18,7 @@ PLAIN_REQUEST = "plain request"
 AGENT_REQUEST = "agent request"
 """The workflow of all agents that an external framework sends; its graph is not known."""
 
-# of models, and of topologies' agents; those that were measured longest ago are forgotten first
+# of models, and of topologies' agents; the means measured longest ago are forgotten first
 _MOST_MEANS = 100_000
 _WEIGHT = 0.2  # of the newest measurement: a change of load shows after about five
 
@@ -37,7 +37,7 @@ class LatencyEstimates:
         if len(self._means) > _MOST_MEANS:
             self._means.popitem(last=False)
 
-    def prefill(self, model: ServedModel) -> PrefillLoad:
+    def get_load(self, model: ServedModel) -> PrefillLoad:
         """Return the load of the model's prefill servers, which it shares with its adapters."""
         name = model.base or model.alias
         load = self._prefill.get(name)
@@ -69,11 +69,11 @@ class LatencyEstimates:
         if token_s is not None:
             self._observe(token_s, "token_s", model)
 
-    def token_s(self, model: str) -> float | None:
+    def get_token_s(self, model: str) -> float | None:
         """Return the mean seconds between a sequence's tokens."""
         return self._means.get(("token_s", model))
 
-    def output_tokens(
+    def get_output_tokens(
         self, model: str, topology: str | None, agent: str | None, *user: str | None
     ) -> float | None:
         """Return the agent's mean output tokens with `model`, or the mean of all of its agents.
@@ -88,11 +88,11 @@ class LatencyEstimates:
         self._observe(float(decoded), "decoded", topology, agent)
         self._observe(float(read), "read", topology, agent)
 
-    def chance(self, topology: str, agent: str, kind: Literal["decoded", "read"]) -> float:
+    def get_chance(self, topology: str, agent: str, kind: Literal["decoded", "read"]) -> float:
         """Return how likely the prompt is decoded, or the output read; 1 before the first run."""
         return self._means.get((kind, topology, agent), 1.0)
 
-    def expected_finish_s(self, topology: Topology) -> Mapping[str, float]:
+    def expect_finish_s(self, topology: Topology) -> Mapping[str, float]:
         """Return seconds from the request's start to each agent's expected end.
 
         Agents of models without measurements, and their successors, are absent.
@@ -122,7 +122,7 @@ def expect_outputs(
         forecast = forecasts.get(agent.id, NO_FORECAST)
         tokens = 0.0 if agent.votes else forecast.own_tokens.get(agent.model)
         if tokens is None:
-            tokens = estimates.output_tokens(agent.model, topology.name, agent.id)
+            tokens = estimates.get_output_tokens(agent.model, topology.name, agent.id)
         following = set[str]().union(*(after[reader] for reader in topology.successors[agent.id]))
         after[agent.id] = following | {agent.id}
         later = [hints[name].output_tokens for name in hints if name in following]

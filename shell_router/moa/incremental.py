@@ -91,7 +91,7 @@ class _SlotFiller:
     ) -> None:
         self._task = task
         self._cache = context.cache
-        self._load = context.estimates.prefill(task.model)
+        self._load = context.estimates.get_load(task.model)
         self._expect_remainder = expect_remainder
         self._emit = context.emit
         self._clock = context.clock
@@ -114,7 +114,7 @@ class _SlotFiller:
         """
         try:
             await self._read_parts()
-            ids = await self._encode(self._prompt.final_ids)
+            ids = await self._encode(self._prompt.encode_all)
         finally:
             if self._update is not None:
                 self._update.cancel()
@@ -198,7 +198,7 @@ class _SlotFiller:
             wanted = self._tokens_until_due()
             if wanted == 0:
                 self._unsent = 0
-                self._begin_update(await self._encode(self._prompt.stable_ids))
+                self._begin_update(await self._encode(self._prompt.encode_stable_part))
         return await self._cache.read(key, position, at_least=max(1, wanted), wait_s=wait_s)
 
     async def _append(self, read: LogRead, *, shares_ids: bool) -> None:

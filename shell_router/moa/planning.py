@@ -229,7 +229,7 @@ def find_growing_prompts(outline: Outline, characters: int) -> Mapping[str, floa
         if chunk != "adaptive":
             growing[agent.id] = float(chunk)
             continue
-        fewest = fewest_tokens(outline.estimates.prefill(outline.models[agent.model]).cost)
+        fewest = fewest_tokens(outline.estimates.get_load(outline.models[agent.model]).cost)
         if expect_prompt_tokens(outline, agent, characters) > fewest:
             growing[agent.id] = fewest
     return growing
@@ -300,7 +300,7 @@ def expect_finish(outline: Outline) -> Mapping[str, float]:
     """Return seconds to each agent's expected end, if slots are ordered by it."""
     if outline.topology.prefill.slot_order == "declared":
         return {}
-    return outline.estimates.expected_finish_s(outline.topology)
+    return outline.estimates.expect_finish_s(outline.topology)
 
 
 def render_prompt(outline: Outline, agent: Agent, order: Sequence[str]) -> tuple[Part, ...]:

@@ -108,7 +108,9 @@ class Programs:
         if tokens is None:
             tokens = float(planned.sampling["max_new_tokens"])
         with ExitStack() as load:  # from the choice on, so that no other is made by the same load
-            load.enter_context(self._chooser.activity.program({request.agent: (model, tokens)}))
+            load.enter_context(
+                self._chooser.activity.enter_program({request.agent: (model, tokens)})
+            )
             planned = replace(planned, model=model, candidates=())
             task = self._build_task(planned, hints)
             await check_task(task)

@@ -158,11 +158,11 @@ class GrowingPrompt:
         """The number of characters at the end whose ids are not decided."""
         return sum(map(len, self._texts))
 
-    def stable_ids(self) -> list[int]:
+    def encode_stable_part(self) -> list[int]:
         """Return the ids that nothing added later is expected to change."""
         return self._append_ids(self._tokenizer.encode_stable)
 
-    def final_ids(self) -> list[int]:
+    def encode_all(self) -> list[int]:
         """Return the ids if nothing more is added."""
         return self._append_ids(self._tokenizer.encode)
 

@@ -34,7 +34,7 @@ def waits(auto: AutoSettings) -> ModelChosen:
     config = Config(models=MODELS, auto=auto)
     _, _, costs = read_named(config)
     chooser = build_chooser(config, costs, served, {"small": 8, "large": 32}, None, monotonic)
-    with chooser.activity.program({name: (name, 80.0) for name in MODELS}):
+    with chooser.activity.enter_program({name: (name, 80.0) for name in MODELS}):
         chooser.choose(("a",), ("small", "large"), Forecast(), 0.0, chosen.emit)
     return chosen.of(ModelChosen)[0]
 

@@ -28,7 +28,7 @@ def test_the_table_is_the_sum_over_agents_that_have_not_ended(seed: int) -> None
                 str(n): (rng.choice(MODELS), float(rng.randint(1, 500)))
                 for n in range(rng.randint(1, 5))
             }
-            context = activity.program(expected)
+            context = activity.enter_program(expected)
             running[step] = (context, context.__enter__(), dict(expected))
         elif rng.random() < 0.7:
             _, leave, left = running[rng.choice(list(running))]
@@ -45,7 +45,7 @@ def test_the_table_is_the_sum_over_agents_that_have_not_ended(seed: int) -> None
             wanted.update(
                 {model: sum(t for m, t in left.values() if m == model) for model in MODELS}
             )  # type: ignore[arg-type]
-        assert {model: activity.in_flight(model) for model in MODELS} == dict(wanted)
+        assert {model: activity.sum_tokens(model) for model in MODELS} == dict(wanted)
 
 
 LEAF, READER = Prompt(), Prompt(slot=" {output}")
@@ -89,7 +89,7 @@ def test_nothing_is_left_in_flight_however_a_request_ends(
         for agent, kind in how.items()
     }
     chooser = asyncio.run(ran(scripts, cut_after))
-    assert {model: chooser.activity.in_flight(model) for model in MODELS} == dict.fromkeys(
+    assert {model: chooser.activity.sum_tokens(model) for model in MODELS} == dict.fromkeys(
         MODELS, 0
     )
 
@@ -101,10 +101,10 @@ async def test_while_a_request_runs_its_agents_count_until_each_has_ended() -> N
     executor = Executor(moa.models, moa.cache, moa.embedder, clock=monotonic, chooser=chooser)
     running = asyncio.create_task(executor.run(GRAPH, ask(), events.emit))
     await gates.until_waiting(1)
-    assert {model: chooser.activity.in_flight(model) for model in MODELS} == {
+    assert {model: chooser.activity.sum_tokens(model) for model in MODELS} == {
         "small": 0,
         "large": DEFAULT_MAX_NEW_TOKENS,
     }
     gates.open("root")
     await running
-    assert chooser.activity.in_flight("large") == 0
+    assert chooser.activity.sum_tokens("large") == 0

@@ -91,7 +91,7 @@ async def test_learned_lengths_are_what_the_load_is_made_of() -> None:
     moa = ChoosingMoa(FixedPredictor(own_tokens={"small": 7.0, "large": 9.0}), pace=gates.pace)
     running = asyncio.create_task(moa.executor.run(PLAIN, ask(), lambda _: None))
     await gates.until_waiting(1)
-    assert moa.chooser.activity.in_flight("small") == 7.0
+    assert moa.chooser.activity.sum_tokens("small") == 7.0
     gates.open(AUTO)
     await running
 
@@ -165,7 +165,7 @@ async def test_what_no_model_takes_is_refused_before_any_event() -> None:
     with pytest.raises(PromptTooLong):
         await moa.executor.run(PLAIN, ask("word " * 100), events.emit)
     assert events.events == []
-    assert moa.chooser.activity.in_flight("large") == 0
+    assert moa.chooser.activity.sum_tokens("large") == 0
 
 
 async def test_a_candidate_that_does_not_exist_is_named() -> None:
@@ -220,7 +220,7 @@ async def test_an_agent_counts_as_load_until_it_ends_whichever_of_its_calls_leav
     await hold.until_waiting()
     first.cancel()
     await asyncio.wait([first])
-    assert moa.chooser.activity.in_flight("small") > 0
+    assert moa.chooser.activity.sum_tokens("small") > 0
     hold.release()
     await again
-    assert moa.chooser.activity.in_flight("small") == 0
+    assert moa.chooser.activity.sum_tokens("small") == 0

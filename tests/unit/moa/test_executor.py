@@ -632,7 +632,7 @@ async def test_a_reader_whose_aggregation_is_skipped_time_and_again_is_no_longer
     for number in range(20):
         answer = await executor.run(graph, ask(run_id=f"run{number}"), print)
         assert answer.agents["root"].state == "skipped"
-    assert executor.estimates.chance("graph", "root", "decoded") < 0.05
+    assert executor.estimates.get_chance("graph", "root", "decoded") < 0.05
     before = len(moa.engines["large"].prefilled)
     await executor.run(graph, ask(run_id="last"), print)
     assert len(moa.engines["large"].prefilled) == before

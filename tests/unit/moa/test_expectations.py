@@ -67,7 +67,7 @@ def test_what_was_written_of_late_counts_more() -> None:
     pace = paced(a=100)
     for _ in range(20):
         pace.observe_run("small", Hints(topology="tree", agent="a"), 200, 1.0, None)
-    assert 195 < (pace.output_tokens("small", "tree", "a") or 0) <= 200
+    assert 195 < (pace.get_output_tokens("small", "tree", "a") or 0) <= 200
 
 
 async def test_agents_that_tenants_name_alike_are_expected_to_write_what_each_tenants_own_did() -> (

@@ -43,7 +43,7 @@ class Scene:
         cost = PrefillCost(fixed_s=0.01, token_s=0.001)
         model = ServedModel("model", self.engine, self.tokenizer, context_length, prefill_cost=cost)
         self.estimates = LatencyEstimates()
-        self.load = self.estimates.prefill(model)
+        self.load = self.estimates.get_load(model)
         self.remainder = Remainder(tokens=1.0)
         self.clock: Callable[[], float] = monotonic
         agents = [part.agent for part in parts if isinstance(part, Slot)]

@@ -152,7 +152,7 @@ async def test_nothing_is_learned_from_an_agent_requests_repeated_output() -> No
             print,
         )
         await journal.close(void=False)
-        return chooser.estimates.output_tokens("large", None, None), holdouts.compared
+        return chooser.estimates.get_output_tokens("large", None, None), holdouts.compared
 
     store = MemoryJournals()
     tokens, compared = await learned(store, "first")

@@ -47,7 +47,7 @@ def test_final_ids_do_not_depend_on_how_the_prompt_was_cut(
         pieces.add_ids([token])
     for piece in second[1]:
         pieces.add_text(piece)
-    assert pieces.final_ids() == whole.final_ids()
+    assert pieces.encode_all() == whole.encode_all()
 
 
 @given(_cut_text(), _cut_text())
@@ -59,12 +59,12 @@ def test_stable_ids_are_a_prefix_of_every_later_prompt(
     stable: list[list[int]] = []
     for piece in first[1]:
         prompt.add_text(piece)
-        stable.append(prompt.stable_ids())
+        stable.append(prompt.encode_stable_part())
     prompt.add_ids([1, 2, 3])
     for piece in second[1]:
         prompt.add_text(piece)
-        stable.append(prompt.stable_ids())
-    final = prompt.final_ids()
+        stable.append(prompt.encode_stable_part())
+    final = prompt.encode_all()
     assert all(final[: len(ids)] == ids for ids in stable)
 
 
@@ -78,7 +78,7 @@ def test_going_back_forgets_ids_and_text_added_since() -> None:
     prompt.add_text(" more")
     prompt.rewind(before)
     prompt.add_text("s asked")
-    assert prompt.final_ids() == tokenizer.encode("questions asked")
+    assert prompt.encode_all() == tokenizer.encode("questions asked")
 
 
 def test_the_chat_template_writes_around_the_holes() -> None:

@@ -64,7 +64,7 @@ def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: Ser
             prompt.add_text(part.before)
             prompt.add_ids(next(outputs))
             prompt.add_text(part.after)
-    assert LESSONS.drafts(PROBLEM.question, ids) == prompt.final_ids()
+    assert LESSONS.drafts(PROBLEM.question, ids) == prompt.encode_all()
     (asked,) = render_agent_prompt(Agent("a", "tiny", (), Prompt()), (), served, chat)
     assert isinstance(asked, str)
     assert LESSONS.question(PROBLEM.question) == served.tokenizer.encode(asked)
