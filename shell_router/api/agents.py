@@ -30,7 +30,7 @@ from shell_router.api.fields import (
 from shell_router.api.frames import AgentFrames
 from shell_router.api.keys import permit
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key
+from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
 from shell_router.api.streaming import respond
 from shell_router.core.validation import (
@@ -184,13 +184,13 @@ async def run_agent(request: Request) -> Reply:
     graph = request.app[SERVICES].topologies.get(agent_request.model)
     if graph is not None:
         _require_chat(body, agent_request)
-        refuse_key(request, "a topology as an agent")
+        require_no_key(request, "a topology as an agent")
     services = request.app[SERVICES]
     kept = request.app[KEPT_RUNS]
     run = Run(services, request.app[DRAIN], services.new_id(), agent_request, graph, AGENT_REQUEST)
     request.app[ADMISSION].count(request, run.agents - 1)
     if KEY_HEADER in request.headers:
-        run = kept.join(run, key_of(request), sent)
+        run = kept.join(run, read_key(request), sent)
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored)
     frames = AgentFrames(run, agent_request)

@@ -17,7 +17,7 @@ from shell_router.api.chat import answer_chat
 from shell_router.api.frames import ChatFrames
 from shell_router.api.replies import json_reply, stream_error
 from shell_router.api.response_translation import ResponseTranslation, as_chat
-from shell_router.api.runs import KEPT_RUNS, Run, end_of, reused
+from shell_router.api.runs import KEPT_RUNS, Run, make_reuse_error, read_end
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
 from shell_router.api.streaming import LAST_EVENT, StreamPosition, open_stream, respond
 from shell_router.api.translation import TranslatedFrames
@@ -60,7 +60,7 @@ class BackgroundResponse:
             kind, _, value = orjson.loads(state.first)
             if kind == "created":  # else it ended while it was created
                 current = replace(self, created=value)
-        if state is not None and (end := end_of(state.last)) is not None:
+        if state is not None and (end := read_end(state.last)) is not None:
             return await current._show_end(end)
         if state is not None and state.is_leased and not current.stream:
             return current.describe("queued" if state.last == state.first else "in_progress")
@@ -109,7 +109,7 @@ class BackgroundResponse:
         try:
             records = await store.claim(tenant, self.key, run.id, self.head.decode())
         except JournalDiffers:
-            raise reused() from None
+            raise make_reuse_error() from None
         if records is None:
             return False
         if not records:

@@ -38,7 +38,7 @@ from shell_router.api.models import Targets
 from shell_router.api.native import forward
 from shell_router.api.panels import BRINGING, read_brought
 from shell_router.api.replies import note_ignored
-from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
+from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, read_position
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, respond
 from shell_router.api.translation import ItemTranslation, TranslatedFrames
@@ -154,7 +154,7 @@ class ChatCall:
 
     def keep(self, run: Run) -> Run:
         """Return the run that goes on under the request's key, or else `run`; raises KeyReused."""
-        return self.request.app[KEPT_RUNS].join(run, key_of(self.request), self.sent)
+        return self.request.app[KEPT_RUNS].join(run, read_key(self.request), self.sent)
 
 
 async def chat_completions(request: Request) -> Reply:
@@ -269,7 +269,7 @@ async def _respond(
     request = call.request
     chat = call.chat
     request[TRACE] = run.trace
-    place = place_of(request) if call.translation is None else None
+    place = read_position(request) if call.translation is None else None
     frames: Frames = ChatFrames(run, model, chat.include_usage, chat.include_agents, place)
     if call.translation is not None:
         frames = TranslatedFrames(frames, call.translation)

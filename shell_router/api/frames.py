@@ -52,7 +52,7 @@ _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in KINDS}
 _TIMES = ("at_s", "started_s")
 
 
-def facts(event: Event, origin_s: float) -> dict[str, Any]:
+def describe_event(event: Event, origin_s: float) -> dict[str, Any]:
     """Return the event's fields; times become seconds since `origin_s`."""
     named = {name: getattr(event, name) for name in _FIELDS[type(event)]}
     for time in _TIMES:
@@ -61,20 +61,20 @@ def facts(event: Event, origin_s: float) -> dict[str, Any]:
     return named
 
 
-def coalesced(events: Iterable[Event]) -> Iterator[Event]:
+def join_tokens(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events with an agent's neighboring tokens joined; their order stays."""
     waiting: dict[tuple[str, type], list[AgentTokens | AgentThought]] = {}
     for event in events:
         if isinstance(event, AgentTokens | AgentThought):
             waiting.setdefault((event.agent, type(event)), []).append(event)
         else:
-            yield from _joined(waiting.values())
+            yield from _join_pieces(waiting.values())
             waiting.clear()
             yield event
-    yield from _joined(waiting.values())
+    yield from _join_pieces(waiting.values())
 
 
-def _joined(
+def _join_pieces(
     waiting: Iterable[list[AgentTokens | AgentThought]],
 ) -> Iterator[AgentTokens | AgentThought]:
     for pieces in waiting:
@@ -85,7 +85,7 @@ def _joined(
             yield replace(pieces[-1], ids=ids, text="".join(piece.text for piece in pieces))
 
 
-def usage(answer: Answer) -> dict[str, Any]:
+def sum_usage(answer: Answer) -> dict[str, Any]:
     """Return OpenAI's usage, summed over the agents."""
     prompt = written = cached = drafted = accepted = thought = 0
     for spent in answer.agents.values():
@@ -112,7 +112,7 @@ def usage(answer: Answer) -> dict[str, Any]:
     return counts
 
 
-def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
+def describe_agents(answer: Answer, trace: Trace) -> dict[str, Any]:
     """Return the state and cost of each agent; confidences are the trace's."""
     described = {}
     for agent, spent in answer.agents.items():
@@ -122,7 +122,7 @@ def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
     return described
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _describe_call(call: ToolCall) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
@@ -130,7 +130,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _finish_reason(answer: Answer) -> str:
+def _get_finish_reason(answer: Answer) -> str:
     if answer.calls:
         return "tool_calls"
     return answer.reason
@@ -178,7 +178,7 @@ class ChatFrames:
         if answer.calls:
             message |= {
                 "content": answer.text or None,
-                "tool_calls": [_tool_call(call) for call in answer.calls],
+                "tool_calls": [_describe_call(call) for call in answer.calls],
             }
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -186,22 +186,22 @@ class ChatFrames:
             "index": 0,
             "message": message,
             "logprobs": None,
-            "finish_reason": _finish_reason(answer),
+            "finish_reason": _get_finish_reason(answer),
         }
         body: dict[str, Any] = {
             **self._base,
             "object": "chat.completion",
             "choices": [choice],
-            "usage": usage(answer),
+            "usage": sum_usage(answer),
         }
         if self._include_agents:
-            body["agents"] = agents(answer, self._trace)
+            body["agents"] = describe_agents(answer, self._trace)
         return body
 
     def events(self, events: Sequence[Event]) -> bytes:
         """Return the chunks of the events."""
         if self._include_agents:
-            return b"".join([self._frame(event) for event in coalesced(events)])
+            return b"".join([self._frame(event) for event in join_tokens(events)])
         # all events are parts of the answer
         thinking = "".join([self._get_thinking(event) for event in events])
         answer = "".join([answer_in(event, self._answering) for event in events])
@@ -220,18 +220,18 @@ class ChatFrames:
         calls = b""
         for index, call in enumerate(answer.calls):
             role: dict[str, Any] = {"role": "assistant"} if self._role else {}
-            delta = role | {"tool_calls": [{"index": index, **_tool_call(call)}]}
+            delta = role | {"tool_calls": [{"index": index, **_describe_call(call)}]}
             calls += data_frame(
                 {**self._base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
             )
             self._role = b""
-        choice = {"index": 0, "delta": {}, "finish_reason": _finish_reason(answer)}
+        choice = {"index": 0, "delta": {}, "finish_reason": _get_finish_reason(answer)}
         finish: dict[str, Any] = {**self._base, "choices": [choice]}
         if self._include_agents:
-            finish["agents"] = agents(answer, self._trace)
+            finish["agents"] = describe_agents(answer, self._trace)
         frames = calls + data_frame(finish)
         if self._include_usage:
-            frames += data_frame({**self._base, "choices": [], "usage": usage(answer)})
+            frames += data_frame({**self._base, "choices": [], "usage": sum_usage(answer)})
         return frames + DONE
 
     def error(self, envelope: dict[str, Any]) -> bytes:
@@ -286,7 +286,7 @@ class ChatFrames:
 
     def _agent_event(self, event: Event) -> bytes:
         name = f"agent.{KINDS[type(event)]}"
-        sent = {"type": name, **facts(event, self._trace.started_s)}
+        sent = {"type": name, **describe_event(event, self._trace.started_s)}
         if "ids" in sent:
             sent["tokens"] = len(sent.pop("ids"))
         if isinstance(event, StepChosen | AggregationSkipped):
@@ -320,12 +320,12 @@ class AgentFrames:
             "model": answer.agents[request.agent].model if request.model == AUTO else request.model,
             "text": answer.text,
             "finish_reason": answer.reason,
-            "usage": usage(answer),
+            "usage": sum_usage(answer),
         }
 
     def events(self, events: Sequence[Event]) -> bytes:
         """Return a typed object per event."""
-        return b"".join(self._frame(event) for event in coalesced(events))
+        return b"".join(self._frame(event) for event in join_tokens(events))
 
     def answer(self, answer: Answer) -> bytes:
         """Return the finished event, which holds the whole answer, and the end mark."""
@@ -337,4 +337,4 @@ class AgentFrames:
 
     def _frame(self, event: Event) -> bytes:
         kind = "token" if isinstance(event, AgentTokens) else KINDS[type(event)]
-        return data_frame({"type": kind, **facts(event, self._run.trace.started_s)})
+        return data_frame({"type": kind, **describe_event(event, self._run.trace.started_s)})

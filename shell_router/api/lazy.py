@@ -16,7 +16,7 @@ from shell_router.api.conversation import MARKER, PLAIN, marker_of, split_text
 from shell_router.api.drain import DRAIN
 from shell_router.api.fields import query_number
 from shell_router.api.replies import json_reply
-from shell_router.api.runs import Run, refuse_key
+from shell_router.api.runs import Run, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
 from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.core.validation import field_error
@@ -101,7 +101,7 @@ async def read_program(
     turns, reads = _split(chat.messages)
     program = _program_read(request.app[SERVICES].programs, chat.tenant, reads, wish.program)
     if models:
-        refuse_key(request, "lazy answers or their markers")
+        require_no_key(request, "lazy answers or their markers")
         agent = request.app[SERVICES].new_id()
         prefill = read_prefill(body.get("prefill"))
         return _agent_of(chat, models, program, agent, turns, prefill, is_lazy=wish.is_lazy)

@@ -18,7 +18,7 @@ from shell_router.api.fields import read_body, read_end_user, read_models
 from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import json_reply, stream_error, whole_reply
-from shell_router.api.runs import refuse_key
+from shell_router.api.runs import require_no_key
 from shell_router.api.services import (
     KEY,
     PLACED,
@@ -131,7 +131,7 @@ async def forward(
     end_user: str | None = None,
 ) -> Reply:
     """Answer with the engines' answer to `bodies`, which are the choices of one request."""
-    refuse_key(request, "what an engine answers itself")
+    require_no_key(request, "what an engine answers itself")
     if _WORD in bodies[0] and holds_marker(bodies[0].decode(errors="replace")):
         raise InvalidRequest(
             "The body holds a lazy answer's marker.", remedy="Send the text that it stands for."

@@ -14,7 +14,7 @@ from shell_router.api.response_translation import (
     ResponseTranslation,
     as_chat,
 )
-from shell_router.api.runs import KEY_HEADER, key_of, place_of, reused
+from shell_router.api.runs import KEY_HEADER, make_reuse_error, read_key, read_position
 from shell_router.api.services import SERVICES
 from shell_router.core.validation import parse_object
 from shell_router.http.app import Reply, Request
@@ -35,15 +35,15 @@ async def create_response(request: Request) -> Reply:
     if body.get("background"):
         is_keyed = KEY_HEADER in request.headers
         if is_keyed:
-            id = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
+            id = blake2b(read_key(request).encode(), digest_size=16).hexdigest()
         head = as_json(sent, orjson.OPT_SORT_KEYS)
         response = BackgroundResponse(request, PREFIX + id, head, created, is_streamed, 0, warnings)
         state = await response.look() if is_keyed else None
         if state is not None and state.head != head:
-            raise reused()
+            raise make_reuse_error()
         return await response.show(state)
     translation = ResponseTranslation(id, created, sent, warnings)
-    translation.place = place_of(request) if is_streamed else None
+    translation.place = read_position(request) if is_streamed else None
     return await answer_chat(request, chat, translation)
 
 

@@ -42,7 +42,7 @@ KEY = re.compile(r"[!-~]{1,255}")
 LONGEST_POLL_S = 1.0
 
 
-def key_of(request: Request) -> str:
+def read_key(request: Request) -> str:
     """Return the key of a request that has one. Raises InvalidField."""
     key = request.headers[KEY_HEADER]
     if KEY.fullmatch(key):
@@ -50,7 +50,7 @@ def key_of(request: Request) -> str:
     raise _refusal("is not 1 to 255 visible ASCII characters", "Send a random UUID.")
 
 
-def refuse_key(request: Request, what: str) -> None:
+def require_no_key(request: Request, what: str) -> None:
     """Raise InvalidField if a request of a kind that is not kept has a key."""
     if KEY_HEADER in request.headers:
         raise _refusal(
@@ -59,13 +59,13 @@ def refuse_key(request: Request, what: str) -> None:
         )
 
 
-def end_of(record: bytes) -> dict[str, Any] | None:
+def read_end(record: bytes) -> dict[str, Any] | None:
     """Return the end of the run whose journal's last record this is; None if it has not ended."""
     kind, _, *fields = orjson.loads(record) if record else ("", "")
     return fields[0] if kind == END else None
 
 
-def place_of(request: Request) -> StreamPosition | None:
+def read_position(request: Request) -> StreamPosition | None:
     """Return where the stream of a kept run begins, None without a key. Raises InvalidField."""
     if KEY_HEADER in request.headers:
         return StreamPosition(request.headers.get(LAST_EVENT))
@@ -242,7 +242,7 @@ class KeptRuns:
             found = self._runs[named] = run
             run.kept = KeptRun(asked, run.id, key, head, self.store, self._drain, run.run)
         elif found.kept.head != head:
-            raise reused()
+            raise make_reuse_error()
         return found
 
 
@@ -368,7 +368,7 @@ class KeptRun:
             with self._drain.deadline(limit_s):
                 records = await self._claim()
         except JournalDiffers:
-            raise reused() from None
+            raise make_reuse_error() from None
         except CacheUnavailable as error:
             log.warning("run %s is not kept, and would not survive this router: %s", self.id, error)
             return None
@@ -378,7 +378,7 @@ class KeptRun:
                 remedy="Ask again with the same key.",
             ) from None
         try:
-            end = end_of(records[-1]) if records else None
+            end = read_end(records[-1]) if records else None
             failed = end.get("error") if end else None
             journal = RunJournal(store, asked.tenant, self._key, self.id, records)
         except (LookupError, TypeError, ValueError) as error:
@@ -429,7 +429,7 @@ def _refusal(what: str, remedy: str) -> errors.InvalidField:
     return errors.InvalidField(f"The header {HEADER} {what}.", field=HEADER, remedy=remedy)
 
 
-def reused() -> errors.KeyReused:
+def make_reuse_error() -> errors.KeyReused:
     """Return the error for a key that was sent with another body."""
     return errors.KeyReused(
         f"The {HEADER} was sent before, with another body.",

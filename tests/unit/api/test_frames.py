@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.api.frames import coalesced, facts
+from shell_router.api.frames import describe_event, join_tokens
 from shell_router.core.events import AgentStarted, AgentTokens, Event, PrefillIncrement
 
 TOKENS = st.builds(
@@ -24,7 +24,7 @@ def reported(events: list[Event], agent: str) -> list[object]:
 
 @given(EVENTS)
 def test_joining_keeps_every_agents_tokens_and_their_order(events: list[Event]) -> None:
-    joined = list(coalesced(events))
+    joined = list(join_tokens(events))
     assert all(reported(joined, agent) == reported(events, agent) for agent in "abc")
     texts = [
         "".join(e.text for e in kind if isinstance(e, AgentTokens)) for kind in (joined, events)
@@ -34,7 +34,7 @@ def test_joining_keeps_every_agents_tokens_and_their_order(events: list[Event]) 
 
 def test_waiting_tokens_of_several_agents_become_one_event_each() -> None:
     events = [AgentTokens(at, agent, (at,), f"{agent}{at} ") for at in range(3) for agent in "ab"]
-    assert list(coalesced(events)) == [
+    assert list(join_tokens(events)) == [
         AgentTokens(2, "a", (0, 1, 2), "a0 a1 a2 "),
         AgentTokens(2, "b", (0, 1, 2), "b0 b1 b2 "),
     ]
@@ -42,7 +42,7 @@ def test_waiting_tokens_of_several_agents_become_one_event_each() -> None:
 
 def test_times_count_from_the_requests_start() -> None:
     event = PrefillIncrement(12.5, "a", 12.25, None, 10, 5, 5)
-    assert facts(event, 12.0) == {
+    assert describe_event(event, 12.0) == {
         "at_s": 0.5,
         "agent": "a",
         "started_s": 0.25,

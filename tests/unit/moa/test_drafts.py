@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from shell_router.api.frames import usage
+from shell_router.api.frames import sum_usage
 from shell_router.api.models import make_single_agent
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import EngineUnreachable, InvalidField
@@ -109,7 +109,7 @@ async def test_what_the_engine_accepted_is_in_the_answer() -> None:
         "proposer-2": (7, 5),
         "root": (7, 5),
     }
-    details = usage(answer)["completion_tokens_details"]
+    details = sum_usage(answer)["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 4}
 
 
