@@ -118,7 +118,7 @@ class FastLane:
     app: App
     general: Callable[[], asyncio.Protocol]
     limits: ServerLimits
-    open: Connections
+    watch: Connections
     handlers: Mapping[bytes, Handler] = field(init=False)
     connections: set["FastConnection"] = field(default_factory=set)
     closing: bool = False
@@ -178,7 +178,7 @@ class FastConnection(asyncio.Protocol):
         self.peer = peer_of(transport)
         self.lane.connections.add(self)
         self.lane.emptied.clear()
-        self.lane.open.add(self.transport)
+        self.lane.watch.add(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the request that runs."""
@@ -244,7 +244,7 @@ class FastConnection(asyncio.Protocol):
             self._body_timer = None
         self._received = received[head.body_end :]
         self._head = None
-        self.lane.open.set_busy(self.transport)
+        self.lane.watch.set_busy(self.transport)
         body = received[head.body_start : head.body_end]
         request = FastRequest(self, head.path, head.headers, body)
         self._task = self.loop.create_task(self._serve(request, head.handler))
@@ -293,7 +293,7 @@ class FastConnection(asyncio.Protocol):
         finally:
             self._task = None
             self.streaming = False
-        self.lane.open.set_idle(self.transport)
+        self.lane.watch.set_idle(self.transport)
         if self.lane.closing:
             self.transport.close()
         elif not self.transport.is_closing():
@@ -311,7 +311,7 @@ class FastConnection(asyncio.Protocol):
     def _give_away(self) -> None:
         """Let aiohttp serve this connection from now on."""
         self._leave()
-        self.lane.open.set_idle(self.transport, self.lane.limits.body_timeout_s)
+        self.lane.watch.set_idle(self.transport, self.lane.limits.body_timeout_s)
         general = self.lane.general()
         self.transport.set_protocol(general)
         general.connection_made(self.transport)

@@ -259,28 +259,29 @@ VARIES = re.compile(rb"(date|x-request-id): (?!fine-1)", re.IGNORECASE)
 ID = re.compile(rb"[0-9a-f]{32}")
 
 
+class Client(asyncio.Protocol):
+    """Keeps what comes; a stream would forget it when the server resets the connection."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.lost = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+
 async def answers_of(url: str, script: Script) -> list[Answer]:
-    at = urlsplit(url)
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    received = asyncio.create_task(read_until_closed(reader))
-    try:
-        for piece in script.pieces:
-            writer.write(piece)
-            await asyncio.sleep(0)
-        return parse_answers(await received)
-    finally:
-        writer.close()
-
-
-async def read_until_closed(reader: asyncio.StreamReader) -> bytes:
-    received = b""
-    try:
-        async with asyncio.timeout(60):
-            while piece := await reader.read(2**16):
-                received += piece
-    except ConnectionError:
-        pass
-    return received
+    at, loop = urlsplit(url), asyncio.get_running_loop()
+    transport, client = await loop.create_connection(Client, at.hostname, at.port)
+    for piece in script.pieces:
+        transport.write(piece)
+        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        await client.lost.wait()
+    return parse_answers(client.received)
 
 
 def parse_answers(received: bytes) -> list[Answer]:
