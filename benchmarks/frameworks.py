@@ -102,9 +102,9 @@ def main() -> int:
 
 async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and the rows."""
-    from shell_router.api import ApiSettings, create_app, listening
+    from shell_router.api import ApiSettings, create_app, serve_app
     from shell_router.cli.options import several
-    from shell_router.http.server import bound_sockets
+    from shell_router.http.server import bind_sockets
     from shell_router.lab.evaluation.records import read_items
 
     items = read_items(
@@ -114,8 +114,8 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     tree = with_names(tree) if options.simulated else tree
     async with simulated() if options.simulated else embedded(options.dtype) as (services, engine):
         app = create_app(replace(services, topologies={tree.name: tree}), ApiSettings())
-        with bound_sockets() as sockets, ProcessPoolExecutor(1, get_context("spawn")) as client:
-            async with listening(app, sockets) as url:
+        with bind_sockets() as sockets, ProcessPoolExecutor(1, get_context("spawn")) as client:
+            async with serve_app(app, sockets) as url:
                 ask = partial(asyncio.get_running_loop().run_in_executor, client, asked, url, tree)
                 for words in several(options.context, int):
                     runs, equal = list[dict[str, Asked]](), list[dict[str, bool]]()

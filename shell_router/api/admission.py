@@ -183,7 +183,7 @@ class Admission:
             release()
 
     def _release_agents(self, tenant: str, agents: int, _: object = None) -> None:
-        self._drain.ended()
+        self._drain.release()
         self._agents[tenant] -= agents
 
     def _record(self, request: Request, status: int, started_s: float) -> None:

@@ -26,7 +26,7 @@ from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.http.app import App, Route
 from shell_router.http.connections import ServerLimits
-from shell_router.http.server import serving
+from shell_router.http.server import run_server
 from shell_router.telemetry import StallWatch
 
 ROUTES = (
@@ -63,7 +63,7 @@ ROUTES = (
 
 
 def create_app(services: Services, settings: ApiSettings) -> App:
-    """Build the application, to be served by `listening`.
+    """Build the application, to be served by `serve_app`.
 
     Raises ConfigError where a topology and a model share a name.
     """
@@ -96,7 +96,7 @@ def server_limits(settings: ApiSettings) -> ServerLimits:
 
 
 @contextlib.asynccontextmanager
-async def listening(
+async def serve_app(
     app: App,
     sockets: Sequence[socket.socket],
     *,
@@ -114,7 +114,7 @@ async def listening(
     metrics = app[SERVICES].metrics
     loop = asyncio.get_running_loop()
     app.on_shutdown.append(functools.partial(app[DRAIN].finish, settings.drain_s, force))
-    async with serving(app, sockets, server_limits(settings), tls=tls) as url:
+    async with run_server(app, sockets, server_limits(settings), tls=tls) as url:
         metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         with contextlib.closing(StallWatch(loop, metrics.longest_stall)):
             yield url

@@ -25,7 +25,7 @@ class Drain:
         self.deadlines: set[Deadline] = set()
         self._idle = asyncio.Event()
 
-    def ended(self) -> None:
+    def release(self) -> None:
         """Count one running request less."""
         self.running -= 1
         if not self.running:

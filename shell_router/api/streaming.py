@@ -80,21 +80,21 @@ class StreamPosition:
         if had:
             self._pass(had)
             if self.at == self.after and self._expected not in ("", f"{self._check:08x}"):
-                raise _make_changed()
+                raise _stream_changed()
         self._pass(rest)
         return had, rest
 
     def require_reached(self) -> None:
         """Raise StreamChanged where the stream ends before the position that the client has."""
         if self.at < self.after:
-            raise _make_changed()
+            raise _stream_changed()
 
     def _pass(self, text: str) -> None:
         self.at += len(text)
         self._check = zlib.crc32(text.encode(errors="replace"), self._check)
 
 
-def _make_changed() -> StreamChanged:
+def _stream_changed() -> StreamChanged:
     return StreamChanged(
         "The repeated stream differs from what came before its Last-Event-ID.",
         remedy=(
@@ -142,7 +142,7 @@ class LiveRun:
         """Whether the run has ended and all its events have been taken."""
         return self._task.done() and not self._waiting
 
-    async def begun(self, limit_s: float) -> None:
+    async def wait_begun(self, limit_s: float) -> None:
         """Wait for the first event, at most `limit_s`.
 
         Raises the error of a run that ended before any event.
@@ -228,7 +228,7 @@ async def respond(
         return json_reply(request, {**frames.whole(await run(None)), **warnings})
     ping_s = request.app[SETTINGS].ping_s
     async with LiveRun(run, frames.wants) as live:
-        await live.begun(ping_s)
+        await live.wait_begun(ping_s)
         out = await open_stream(request)
         try:
             await _pump(live, frames, out, ping_s)

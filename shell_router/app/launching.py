@@ -15,7 +15,7 @@ from shell_router.app.serving import serve
 from shell_router.app.wings import wing
 from shell_router.config import Config
 from shell_router.errors import ConfigError
-from shell_router.http.server import bound_sockets
+from shell_router.http.server import bind_sockets
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
 from shell_router.launching.supervisor import Engines, Patience, running_engines
 from shell_router.processes.restarts import RestartPolicy
@@ -83,7 +83,7 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
             )
         for port in engine.ports:
             try:
-                with bound_sockets(
+                with bind_sockets(
                     engine.host, port
                 ):  # what listens there would be taken for the engine
                     pass

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 
-from shell_router.api import ApiSettings, add_page, create_app, listening
+from shell_router.api import ApiSettings, add_page, create_app, serve_app
 from shell_router.api.admission import ADMISSION
 from shell_router.app.rereads import Reread
 from shell_router.app.services import running_services
@@ -20,7 +20,7 @@ from shell_router.config import Config, Listen, ListenTls, read_keys
 from shell_router.config.models import load_certificate
 from shell_router.errors import ConfigError
 from shell_router.http.app import App
-from shell_router.http.server import bound_sockets
+from shell_router.http.server import bind_sockets
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ async def running_server(
                 for reread in rereads:
                     await watching.enter_async_context(reread.watched())
                 yield await watching.enter_async_context(
-                    listening(app, sockets, force_shutdown=force_shutdown, tls=tls)
+                    serve_app(app, sockets, force_shutdown=force_shutdown, tls=tls)
                 )
 
 
@@ -123,7 +123,7 @@ def bind_address(listen: Listen) -> Iterator[list[socket.socket]]:
     """Bind the sockets to listen on; raises ConfigError."""
     with ExitStack() as stack:
         try:
-            sockets = stack.enter_context(bound_sockets(listen.host, listen.port))
+            sockets = stack.enter_context(bind_sockets(listen.host, listen.port))
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {listen.host}, port {listen.port}: {error.strerror}.",

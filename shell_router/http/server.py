@@ -26,7 +26,7 @@ CLOSE_LIMIT_S = 1.0
 
 
 @contextmanager
-def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socket.socket]]:
+def bind_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socket.socket]]:
     """Bind one socket per address of `host`, all to one port, a free one where `port` is 0.
 
     They do not listen yet: no other process can take the port, and clients are refused until a
@@ -56,7 +56,7 @@ def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socke
 
 
 @asynccontextmanager
-async def serving(
+async def run_server(
     app: App,
     sockets: Sequence[socket.socket],
     limits: ServerLimits,

@@ -22,7 +22,7 @@ from shell_router.api import (
     Runs,
     Services,
     create_app,
-    listening,
+    serve_app,
 )
 from shell_router.api.app import server_limits
 from shell_router.api.live import LiveTopologies
@@ -44,7 +44,7 @@ from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
 from shell_router.files.document import Document
 from shell_router.http.app import App
-from shell_router.http.server import bound_sockets, serving
+from shell_router.http.server import bind_sockets, run_server
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
 from shell_router.telemetry.recorder import Recorder
@@ -225,13 +225,13 @@ async def api(
     )
     app = create_app(services, replace(settings or ApiSettings(), drain_s=drain_s))
     extend(app)
-    with bound_sockets() as sockets:
+    with bind_sockets() as sockets:
         if send_buffer_bytes is not None:
             for listener in sockets:  # its connections have the same
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-        server = listening(app, sockets)
+        server = serve_app(app, sockets)
         if not fast_lane:
-            server = serving(app, sockets, server_limits(app[SETTINGS]), fast_lane=False)
+            server = run_server(app, sockets, server_limits(app[SETTINGS]), fast_lane=False)
         async with server as url, aiohttp.ClientSession(timeout=LIMIT) as client:
             yield Api(url, moa, services, client)
 

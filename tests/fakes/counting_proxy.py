@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from shell_router.http.server import bound_sockets
+from shell_router.http.server import bind_sockets
 
 HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 
@@ -102,7 +102,7 @@ async def counting_proxy(target: str) -> AsyncIterator[CountingProxy]:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
         )
         await runner.setup()
-        with bound_sockets() as sockets:
+        with bind_sockets() as sockets:
             await web.SockSite(runner, sockets[0]).start()
             proxy.url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
             try:

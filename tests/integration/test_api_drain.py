@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shell_router.api import ApiSettings, Services, create_app, listening
+from shell_router.api import ApiSettings, Services, create_app, serve_app
 from shell_router.app.fleet_changes import FleetChanges
-from shell_router.http.server import bound_sockets
+from shell_router.http.server import bind_sockets
 from tests.fakes.api_server import DUO, ScriptedRelay, chat, live, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Hold
@@ -44,7 +44,7 @@ async def server(
         moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays, FleetChanges({}, {})
     )
     force_shutdown = asyncio.Event()
-    with bound_sockets() as sockets:
+    with bind_sockets() as sockets:
         async with (
             aiohttp.ClientSession() as client,
             AsyncExitStack() as stack,
@@ -52,7 +52,7 @@ async def server(
         ):
             app = create_app(services, ApiSettings(lame_duck_s=lame_duck_s, drain_s=drain_s))
             url = await stack.enter_async_context(
-                listening(app, sockets, force_shutdown=force_shutdown)
+                serve_app(app, sockets, force_shutdown=force_shutdown)
             )
             yield StoppableServer(url, client, force_shutdown, stack)
 

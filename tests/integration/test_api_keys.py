@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from shell_router.api import ApiSettings, create_app, listening
+from shell_router.api import ApiSettings, create_app, serve_app
 from shell_router.api.keys import Keys
 from shell_router.app.rereads import Reread
 from shell_router.app.serving import load_tls, renew_certificate
@@ -23,7 +23,7 @@ from shell_router.config import ApiKey, BatchesSettings, ListenTls
 from shell_router.config.models import TlsClient
 from shell_router.core.engine import ChatServing, Relay
 from shell_router.errors import ConfigError, Unauthorized
-from shell_router.http.server import bound_sockets
+from shell_router.http.server import bind_sockets
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat
 from tests.fakes.certificates import authority
 
@@ -283,9 +283,9 @@ async def test_an_encrypted_key_is_refused_and_the_terminal_asked_for_nothing(
 async def test_a_client_that_begins_no_tls_is_given_up(tmp_path: Path, served: Api) -> None:
     own = authority(tmp_path).signed("router")
     context = load_tls(ListenTls(own.certificate, own.key))
-    with bound_sockets() as sockets:
+    with bind_sockets() as sockets:
         app = create_app(served.services, ApiSettings(body_timeout_s=0.05))
-        async with listening(app, sockets, tls=context) as url:
+        async with serve_app(app, sockets, tls=context) as url:
             reader, writer = await asyncio.open_connection(*url.removeprefix("https://").split(":"))
             async with asyncio.timeout(30):
                 assert await reader.read() == b""
@@ -299,8 +299,8 @@ async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restar
     one = signing.signed("router")
     files = ListenTls(one.certificate, one.key)
     context, app = load_tls(files), create_app(served.services, SETTINGS)
-    with bound_sockets() as sockets:
-        async with listening(app, sockets, tls=context) as url:
+    with bind_sockets() as sockets:
+        async with serve_app(app, sockets, tls=context) as url:
 
             async def serial() -> object:
                 for path, body in (("/health", None), (CHAT, chat(stream=True))):

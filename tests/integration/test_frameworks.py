@@ -18,10 +18,10 @@ import pytest
 from pydantic import BaseModel
 
 from benchmarks.frameworks import MODELS, asked_tree, graph_of, measured
-from shell_router.api import ApiSettings, create_app, listening
+from shell_router.api import ApiSettings, create_app, serve_app
 from shell_router.app import load_config, running_services
 from shell_router.core.engine import Generation
-from shell_router.http.server import bound_sockets
+from shell_router.http.server import bind_sockets
 from shell_router.standins.embedded.settings import EmbeddedSection
 from tests.fakes.api_server import LIMIT, Api, api
 from tests.fakes.chat_engines import chat_pair
@@ -47,8 +47,8 @@ async def router() -> AsyncIterator[str]:
     engine = {"embedded": EmbeddedSection(dtype="float64")}
     models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
     async with running_services(replace(config, models=models)) as services:
-        with bound_sockets() as sockets:
-            async with listening(create_app(services, ApiSettings()), sockets) as url:
+        with bind_sockets() as sockets:
+            async with serve_app(create_app(services, ApiSettings()), sockets) as url:
                 yield url
 
 

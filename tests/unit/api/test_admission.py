@@ -21,7 +21,7 @@ async def test_a_stop_cuts_what_still_runs_and_leaves_what_has_reached_its_own_l
                     begun.set()
                     await all_cut.wait()
         finally:
-            drain.ended()
+            drain.release()
 
     async def running() -> None:
         try:
@@ -29,7 +29,7 @@ async def test_a_stop_cuts_what_still_runs_and_leaves_what_has_reached_its_own_l
                 await asyncio.Event().wait()
         finally:
             all_cut.set()
-            drain.ended()
+            drain.release()
 
     drain.running = 2
     requests = [asyncio.create_task(one) for one in (overdue(), running())]

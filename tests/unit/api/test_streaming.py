@@ -37,7 +37,7 @@ async def test_what_is_refused_before_any_event_is_raised_at_the_start() -> None
 
     async with LiveRun(refused, everything) as run:
         with pytest.raises(PromptTooLong):
-            await run.begun(1.0)
+            await run.wait_begun(1.0)
 
 
 async def test_what_fails_later_is_raised_at_the_end() -> None:
@@ -46,7 +46,7 @@ async def test_what_fails_later_is_raised_at_the_end() -> None:
         raise PromptTooLong("grew too long")
 
     async with LiveRun(failing, everything) as run:
-        await run.begun(1.0)
+        await run.wait_begun(1.0)
         assert await run.take(1.0) == [STARTED]
         assert run.drained
         with pytest.raises(PromptTooLong):
@@ -60,7 +60,7 @@ async def test_an_unwanted_event_still_begins_the_run() -> None:
         return ANSWER
 
     async with LiveRun(silent, lambda event: False) as run:
-        await run.begun(60.0)
+        await run.wait_begun(60.0)
         assert await run.take(0.0) == []
 
 
@@ -78,5 +78,5 @@ async def test_leaving_cancels_the_run_and_waits_for_its_cleaning_up() -> None:
         return ANSWER
 
     async with LiveRun(endless, everything) as run:
-        await run.begun(1.0)
+        await run.wait_begun(1.0)
     assert cleaned_up
