@@ -67,9 +67,9 @@ async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None
     addresses = [address_of(pair) for pair in config.models[alias].pairs]
     async with aclosing(connect_pairs(alias, addresses, config)) as pool:
         started = [
-            one
-            for one in pool.fleet.servers
-            if str(one.server.url / "health") in {at.ready_url for at in engines}
+            server
+            for server in pool.fleet.servers
+            if str(server.server.url / "health") in {at.ready_url for at in engines}
         ]
         await wing("sleep")(started, config.limits.engine_start_s)
 

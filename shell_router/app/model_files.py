@@ -24,11 +24,11 @@ class ModelFiles:
 def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
     """Read the files of each model by its alias; blocks. Raises ConfigError."""
     files = {alias: _read(alias, settings) for alias, settings in models.items()}
+    # models of a family tokenize alike, so they share what one of them has tokenized
     first: dict[str, HfTokenizer] = {}
-    for one in (
-        files.values()
-    ):  # models of a family tokenize alike: what one has tokenized the others need not
-        one.tokenizer.remember_with(first.setdefault(one.tokenizer.fingerprint, one.tokenizer))
+    for model in files.values():
+        tokenizer = model.tokenizer
+        tokenizer.remember_with(first.setdefault(tokenizer.fingerprint, tokenizer))
     return files
 
 
@@ -62,8 +62,8 @@ def _config(folder: Path, alias: str) -> Mapping[str, Any]:
 
 
 def _count(config: Mapping[str, Any], name: str, folder: Path, alias: str) -> int:
-    found = config.get(name)
-    if not isinstance(found, int):
+    count = config.get(name)
+    if not isinstance(count, int):
         raise ConfigError(
             f"models.{alias}.path: {folder / 'config.json'} names no {name}.",
             remedy=(
@@ -71,4 +71,4 @@ def _count(config: Mapping[str, Any], name: str, folder: Path, alias: str) -> in
                 "length is missing."
             ),
         )
-    return found
+    return count

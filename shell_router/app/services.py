@@ -86,9 +86,8 @@ async def running_cache(
         ) from error
     options = {"password": read_secret(settings.password, "cache.password", environ)}
     if tls := settings.tls:
-        tls.context(
-            "cache.tls"
-        )  # redis-py would ask the terminal for the password of an encrypted key
+        # redis-py would ask the terminal for the password of an encrypted key
+        tls.context("cache.tls")
         files = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
         options |= {name: str(path) for name, path in files.items() if path}
     async with RedisAgentPromptCache(
@@ -118,10 +117,7 @@ async def running_embedder(
     if settings.model in ("none", "hash"):
         yield HashEmbedder() if settings.model == "hash" else None, _always
         return
-    if settings.model == "default":
-        model = None
-    else:
-        model = settings.model
+    model = None if settings.model == "default" else settings.model
     embedder = SentenceTransformerEmbedder(model, device=settings.device)
     loading = asyncio.create_task(_load(embedder), name="embedder-load")
 
@@ -348,20 +344,15 @@ def _figures(config: Config, model: ServedModel, batch_size: int, costs: Costs) 
 def _profiled(file: Path) -> Costs:
     remedy = "Name a file that `shell-router profile` wrote."
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"auto.profile {file} cannot be read: {error}.", remedy=remedy) from error
-    if isinstance(found, dict):
-        models = found.get("models")
-    else:
-        models = None
-    if isinstance(models, dict):
-        costs = {name: one.get("decode") for name, one in models.items()}
-    else:
-        costs = {}
-    measured = {
-        name: one for name, one in costs.items() if isinstance(one, dict) and "step_s" in one
-    }
+    models = content.get("models") if isinstance(content, dict) else None
+    measured = {}
+    for name, model in models.items() if isinstance(models, dict) else ():
+        decode = model.get("decode")
+        if isinstance(decode, dict) and "step_s" in decode:
+            measured[name] = decode
     if not measured:
         raise ConfigError(
             f"auto.profile {file} has no model's measured decode costs.", remedy=remedy

@@ -46,10 +46,8 @@ class Drafter:
             left -= min(left, len(source))
         self._tokens += prompt
         self._latest: dict[tuple[int, int], int] = {}
-        self._before: list[int] = [
-            0,
-            0,
-        ]  # per place: the one before it after the same two tokens, or 0
+        # per place: the place before it after the same two tokens, or 0
+        self._before: list[int] = [0, 0]
         self._proposed: Sequence[int] = ()
         self._accepted, self._rejected = _PRIOR
         self._index()
@@ -93,13 +91,13 @@ class Drafter:
             place = self._before[place]
         if not best:
             return ()
-        found = tokens[best : best + most]
-        if _BREAK in found:
-            return found[: found.index(_BREAK)]
+        draft = tokens[best : best + most]
+        if _BREAK in draft:
+            return draft[: draft.index(_BREAK)]
         # what repeats at the very end is taken to go on repeating
-        if len(found) == most:
-            return found
-        return list(islice(cycle(found), most))
+        if len(draft) == most:
+            return draft
+        return list(islice(cycle(draft), most))
 
     def _match(self, place: int) -> int:
         """Count the tokens before `place` that equal those at the end."""
@@ -123,8 +121,8 @@ class Drafter:
 def count_matching(proposed: Sequence[int], tokens: Sequence[int]) -> int:
     """Count the leading tokens that are equal."""
     count = 0
-    for one, other in zip(proposed, tokens, strict=False):
-        if one != other:
+    for guess, token in zip(proposed, tokens, strict=False):
+        if guess != token:
             break
         count += 1
     return count
@@ -150,9 +148,8 @@ class DraftGate:
 
     def __init__(self, widest: int = WIDTHS[-1]) -> None:
         self._widest = widest
-        self._costs: dict[
-            tuple[bool, int], tuple[float, int]
-        ] = {}  # seconds, and when they were last measured
+        # seconds, and the number of the pass that measured them
+        self._costs: dict[tuple[bool, int], tuple[float, int]] = {}
         self._passes = 0
 
     def width(self, rows: int, drafts: Iterable[tuple[int, float]]) -> int:

@@ -48,17 +48,13 @@ CURRENT: ContextVar[SpanContext | None] = ContextVar("span", default=None)
 
 def read_client_span(headers: Mapping[str, str]) -> SpanContext | None:
     """Return the client's span; None without a valid header, which the standard has ignored."""
-    given = headers.get("traceparent")
-    if given is None:
-        found = None
-    else:
-        found = _PARENT.fullmatch(given.strip())
-    if found is None or (found[1] == "00" and len(found[0]) > 55):
+    parent = _PARENT.fullmatch(headers.get("traceparent", "").strip())
+    if parent is None or (parent[1] == "00" and len(parent[0]) > 55):
         return None
     state = headers.get("tracestate", "")
-    return SpanContext(
-        found[2], found[3], int(found[4], 16), state if _STATE.fullmatch(state) else ""
-    )
+    if not _STATE.fullmatch(state):
+        state = ""
+    return SpanContext(parent[2], parent[3], int(parent[4], 16), state)
 
 
 def make_run_span(run: str, client: SpanContext | None) -> SpanContext:

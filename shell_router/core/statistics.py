@@ -56,7 +56,7 @@ def _effective_answers(rights: Sequence[Sequence[bool]], share: float, answers: 
     questions = len(rights)
     if questions < 2:
         return questions
-    deviations = sum((sum(one) - share * len(one)) ** 2 for one in rights)
+    deviations = sum((sum(right) - share * len(right)) ** 2 for right in rights)
     variance = questions / (questions - 1) * deviations / answers**2
     if variance > 0:
         return share * (1 - share) / variance
@@ -74,7 +74,7 @@ def paired_difference(differences: Sequence[float]) -> Interval:
     """
     questions = len(differences) + 2
     mean = sum(differences) / questions
-    variance = (sum(one**2 for one in differences) + 1) / questions - mean**2
+    variance = (sum(value**2 for value in differences) + 1) / questions - mean**2
     reach = Z95 * sqrt(max(0.0, variance) / questions)
     value = sum(differences) / len(differences)
     return Interval(value, max(-1.0, mean - reach), min(1.0, mean + reach))
@@ -111,12 +111,13 @@ class Timing:
 
 def fit_costs(timings: Sequence[Timing]) -> list[float]:
     """Fit the cost of each term, none negative, by least squares of relative errors."""
-    seconds = np.array([one.seconds for one in timings])
-    rows: Floats = np.array([one.terms for one in timings], dtype=float) / seconds[:, None]
+    seconds = np.array([timing.seconds for timing in timings])
+    terms = np.array([timing.terms for timing in timings], dtype=float)
+    rows: Floats = terms / seconds[:, None]
     # terms differ by many powers of ten: attended pairs are millions where passes are few
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
-    wanted = 1 - np.array([one.known_s for one in timings]) / seconds
-    return [float(one) for one in fit_non_negative(rows / scale, wanted) / scale]
+    wanted = 1 - np.array([timing.known_s for timing in timings]) / seconds
+    return [float(cost) for cost in fit_non_negative(rows / scale, wanted) / scale]
 
 
 def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
@@ -124,13 +125,17 @@ def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
 
     It is None for at most `least` kinds.
     """
-    kinds = {one.kind for one in timings}
+    kinds = {timing.kind for timing in timings}
+    if len(kinds) <= least:
+        return None
     errors = []
-    for left_out in kinds if len(kinds) > least else ():
-        costs = fit_costs([one for one in timings if one.kind != left_out])
-        tried = (one for one in timings if one.kind == left_out)
-        errors += [abs((one.known_s + np.dot(one.terms, costs)) / one.seconds - 1) for one in tried]
-    return float(np.mean(errors)) if errors else None
+    for left_out in kinds:
+        costs = fit_costs([timing for timing in timings if timing.kind != left_out])
+        for timing in timings:
+            if timing.kind == left_out:
+                expected_s = timing.known_s + np.dot(timing.terms, costs)
+                errors.append(abs(expected_s / timing.seconds - 1))
+    return float(np.mean(errors))
 
 
 def fit_non_negative(terms: Floats, wanted: Floats) -> Floats:
@@ -161,11 +166,11 @@ def _fitted(terms: Floats, wanted: Floats, subset: tuple[int, ...]) -> tuple[flo
     Returns:
         The squared error and the factors.
     """
-    found, *_ = np.linalg.lstsq(terms[:, subset], wanted, rcond=None)
-    if (found < 0).any():
+    fitted, *_ = np.linalg.lstsq(terms[:, subset], wanted, rcond=None)
+    if (fitted < 0).any():
         return None
     factors = np.zeros(terms.shape[1])
-    factors[list(subset)] = found
+    factors[list(subset)] = fitted
     return _error(terms, wanted, factors), factors
 
 

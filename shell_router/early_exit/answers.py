@@ -105,8 +105,8 @@ def _equal_number(words: str) -> str | None:
     """
     first, *_, last = words.split("=") if "=" in words and not _SEVERAL.search(words) else ("", "")
     right = f"{last}\n"[:LIMIT]
-    if _NUMBER.match(right) and (found := single_at_start(right)):
-        return found
+    if _NUMBER.match(right) and (number := single_at_start(right)):
+        return number
     if parse_number(first) is not None:
         return strip_marks(first)
     return None
@@ -126,15 +126,12 @@ def parse_number(text: str) -> Fraction | None:
     LaTeX's `\frac{3}{4}` is a number, too.
     """
     plain = strip_marks(text).replace("\\$", "$")
-    if len(plain) < LIMIT:
-        found = _WHOLE_NUMBER.fullmatch(plain)
-    else:
-        found = None
-    if found is None:
+    number = _WHOLE_NUMBER.fullmatch(plain) if len(plain) < LIMIT else None
+    if number is None:
         return None
     try:
         return Fraction(
-            _LATEX_FRACTION.sub(r"\1/\2", _plain(found)).replace(",", "").replace(" ", "")
+            _LATEX_FRACTION.sub(r"\1/\2", _plain(number)).replace(",", "").replace(" ", "")
         )
     except (ValueError, ZeroDivisionError):
         return None
