@@ -1,28 +1,37 @@
-"""Prefill-decode pairs whose abilities were probed: prefill-only requests and chats."""
+"""The prefill-decode pairs of a model, and their abilities: prefill-only requests and chats."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from shell_router.core.engine import ChatServing, PrefillCost
 from shell_router.engines.address import PairAddress
-from shell_router.engines.pairing import Pairing
+from shell_router.engines.fleet import Fleet
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.server_client import ServerClient, Transport
 from shell_router.engines.wire import wire_error
 from shell_router.errors import EngineError, EngineRejected
-from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
 from shell_router.routing.failures import RetrySettings
 
 log = logging.getLogger(__name__)
 
 
-class PairFleet(Pairing):
-    """The pairs of a model, probed before they are used.
+class PairFleet(Fleet[PairAddress]):
+    """The prefill and decode servers of a model; any two of them work together.
 
     Attributes:
         prefill_only: The prefill-only requests of each prefill server.
         chat: See `Relay.chat`; known after `probe`.
+
+    Args:
+        transport: The parts that all clients share.
+        scheduling: The choice of servers, and the queue for them.
+        retries: When a failed attempt is repeated.
+        room: Gives fresh bootstrap rooms.
+        rid: Gives fresh request ids.
+        draw: Gives uniform numbers in [0, 1).
     """
 
     def __init__(
@@ -34,17 +43,32 @@ class PairFleet(Pairing):
         rid: Callable[[], str],
         draw: Callable[[], float],
     ) -> None:
-        super().__init__(transport, scheduling, retries, room, draw)
+        clock = transport.clock
+        self.prefills = Dispatcher[ServerClient]([], scheduling, clock, decodes=False)
+        self.decodes = Dispatcher[ServerClient]([], scheduling, clock, prefills=False)
+        super().__init__(transport, {"prefill": self.prefills, "decode": self.decodes})
         self.prefill_only: dict[ServerClient, PrefillOnly] = {}
         self.chat: ChatServing | None = None
+        self.retries = retries
+        self.draw = draw
+        self._room = room
         self._rid = rid
+        self._bootstraps: dict[ServerClient, tuple[str, int]] = {}
 
     def clients_of(self, address: PairAddress) -> tuple[ServerClient, ...]:
-        """See `Pairing.clients_of`."""
+        """See `Fleet.clients_of`; the prefill server comes first."""
         prefill, decode = super().clients_of(address)
         if prefill not in self.prefill_only:
-            self.prefill_only[prefill] = PrefillOnly(prefill, self, self._rid, self.transport.clock)
+            self._bootstraps[prefill] = address.bootstrap_host, address.bootstrap_port
+            self.prefill_only[prefill] = PrefillOnly(
+                prefill, self.decodes, self.bootstrap, self._rid, self._room, self.transport.clock
+            )
         return prefill, decode
+
+    def bootstrap(self, prefill: ServerClient) -> Mapping[str, Any]:
+        """Return an attempt's fields by which decode finds this prefill server, with a new room."""
+        host, port = self._bootstraps[prefill]
+        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": self._room()}
 
     async def probe(self) -> tuple[PrefillWay, ...]:
         """Ask all servers for their abilities, and find ways of prefill-only that warm caches.
@@ -95,7 +119,7 @@ class PairFleet(Pairing):
         """See `Fleet.forget`."""
         for server in servers:
             self.prefill_only.pop(server, None)
-            super().forget((server,))
+            self._bootstraps.pop(server, None)
 
     async def version(self) -> str:
         """Return the version that the first decode server gives; raises EngineError."""

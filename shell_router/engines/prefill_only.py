@@ -5,21 +5,21 @@ finds the way that warms it.
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
 from shell_router.engines.fleet import take_slot
 from shell_router.engines.legs import Legs
-from shell_router.engines.pairing import Pairing
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import EngineError, EngineRejected, PromptTooLong
 from shell_router.http.client import Exchange
+from shell_router.routing.dispatcher import Dispatcher
 from shell_router.routing.failures import INTERNAL_ERROR
 from shell_router.routing.placement import PlacementRequest
 
@@ -36,13 +36,21 @@ class PrefillOnly:
     """Prefill-only requests to one prefill server.
 
     Attributes:
+        server: The prefill server.
+        decodes: The decode servers, for requests by a pair.
+        bootstrap: Gives the fields by which decode finds this server.
+        rid: Gives fresh request ids.
+        room: Gives random numbers.
+        clock: Gives monotonic seconds.
         way: The way in use.
         cost: The measured cost on an idle server.
     """
 
     server: ServerClient
-    pairing: Pairing
+    decodes: Dispatcher[ServerClient]
+    bootstrap: Callable[[ServerClient], Mapping[str, Any]]
     rid: Callable[[], str]
+    room: Callable[[], int]
     clock: Callable[[], float]
     way: PrefillWay = "route"
     cost: PrefillCost | None = None
@@ -84,10 +92,10 @@ class PrefillOnly:
         """Decode one token on this server and a decode server."""
         # an update is not limited on decode: requests that wait for this prefill server may hold
         # its last slots
-        slot = await take_slot(self.pairing.decodes, PlacementRequest.of(request, update=True))
+        slot = await take_slot(self.decodes, PlacementRequest.of(request, update=True))
         try:
-            bodies = leg_bodies(request, self.pairing.bootstrap(self.server))
-            stall_s = self.pairing.limits.stall_s
+            bodies = leg_bodies(request, self.bootstrap(self.server))
+            stall_s = self.server.limits.stall_s
             legs = Legs(self.server, slot.engine, (request.rid,), bodies, stall_s)
             try:
                 while not isinstance(event := await legs.next(logprobs=False), Finish):
@@ -134,7 +142,7 @@ class PrefillOnly:
 
     def _draw_ids(self) -> list[int]:
         """Draw ids that every vocabulary has, in an order that no cache knows."""
-        return [self.pairing.room() % 256 for _ in range(PROBE_TOKENS)]
+        return [self.room() % 256 for _ in range(PROBE_TOKENS)]
 
     async def _measure(self) -> PrefillCost:
         """Fit the cost to the shortest times of new prompts, and of the same prompts cached."""

@@ -205,7 +205,7 @@ class PairRelay:
             sent = native.replace_fields(fields)
         else:
             sent = native.with_fields(pair.bootstrap)
-        limits = self.fleet.limits
+        limits = self.fleet.transport.limits
         pair.legs = Legs(
             pair.prefill.engine,
             pair.decode.engine,
