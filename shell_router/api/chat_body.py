@@ -121,7 +121,13 @@ class ChatBody(
     metadata: Labels
 
 
-CHAT = JsonObject(ChatBody, {"messages": "Send at least one user message."})
+CHAT = JsonObject(
+    ChatBody,
+    {
+        "messages": "Send at least one user message.",
+        "tools.type": "Only function tools are served.",
+    },
+)
 
 ENGINE_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),

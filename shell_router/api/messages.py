@@ -178,8 +178,9 @@ MESSAGES = JsonObject(
     MessagesBody,
     {
         "max_tokens": "Set it to the most tokens that may be written.",
-        "messages": "Send at least one user message; instructions go into system.",
-        "tools": "The router runs no tools of its own: run them in the client.",
+        "messages": "Send at least one user message.",
+        "messages.role": "Instructions go into system.",
+        "tools.type": "The router runs no tools of its own: run them in the client.",
     },
 )
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

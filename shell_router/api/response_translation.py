@@ -15,8 +15,6 @@ from shell_router.api.translation import Events, ItemTranslation, Kind, join_par
 from shell_router.core.sampling import check_depth
 from shell_router.core.validation import Array, JsonObject, Name, field_error
 
-NO_TOOLS = "The router runs no tools of its own: run them in the client."
-
 
 class TextPart(TypedDict):
     """A text."""
@@ -156,12 +154,14 @@ class ResponseBody(SameFields, InertFields, total=False):
     store: Annotated[bool, Field(description="Only responses in the background are stored.")]
 
 
+ITEMS = "Send message, function_call, function_call_output or reasoning items, each whole."
 RESPONSE = JsonObject(
     ResponseBody,
     {
-        "input": "Send a text, or message, function_call, function_call_output or reasoning items, "
-        "each with its whole content.",
-        "tools": NO_TOOLS,
+        "input": ITEMS,
+        "input.type": ITEMS,
+        "input.content.type": "Send input_text, or input_image with image_url.",
+        "tools.type": "The router runs no tools of its own: run them in the client.",
         "truncation": "Shorten the input: a text that does not fit is refused.",
     },
 )

@@ -5,6 +5,7 @@ is null counts as absent.
 """
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -74,7 +75,7 @@ without_nulls = BeforeValidator(drop_nulls)
 
 
 class JsonObject(Generic[T]):
-    """A kind of JSON object, of the TypedDict `kind`, with remedies by the names of its fields."""
+    """A kind of JSON object, of the TypedDict `kind`, with remedies by paths without indexes."""
 
     def __init__(self, kind: type[T], remedies: Mapping[str, str] | None = None) -> None:
         self.adapter = TypeAdapter(kind)
@@ -121,7 +122,7 @@ class JsonObject(Generic[T]):
         same = [(_path_of(error, sent), error) for error in errors if error["loc"][:1] == first]
         deepest = max([at for at, _ in same], key=_depth_of)
         there = [error for at, error in same if at == deepest]
-        remedy = self._remedies.get(str(first[0]), "") if first else ""
+        remedy = self._remedies.get(re.sub(r"\[\d+\]", "", deepest), "")
         if path and deepest:
             deepest = f".{deepest}"
         return field_error(path + deepest, _what_is_wrong(there), remedy)

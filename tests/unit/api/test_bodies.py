@@ -477,3 +477,20 @@ def test_a_refusal_shows_the_value(fields: Sent, message: str) -> None:
     with pytest.raises(InvalidField) as refused:
         chat({**OF_CHAT, **fields})
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "remedy"),
+    [
+        ("chat", {"messages": []}, "Send at least one user message."),
+        ("chat", {"messages": [{}]}, ""),
+        ("message", {"tools": [{"type": "web_search", "name": "x"}]}, "run them in the client"),
+        ("response", {"input": [{"type": "item_reference"}]}, "function_call_output"),
+        ("embeddings", {"input": [1, 2]}, "check_embedding_ctx_length=False"),
+    ],
+)
+def test_a_remedy_belongs_to_the_field_that_is_wrong(kind: str, fields: Sent, remedy: str) -> None:
+    read, whole, _ = KINDS[kind]
+    with pytest.raises(InvalidField) as refused:
+        read({**whole, **fields})
+    assert remedy in refused.value.remedy and bool(remedy) == bool(refused.value.remedy)
