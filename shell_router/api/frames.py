@@ -54,11 +54,11 @@ _TIMES = ("at_s", "started_s")
 
 def describe_event(event: Event, origin_s: float) -> dict[str, Any]:
     """Return the event's fields; times become seconds since `origin_s`."""
-    named = {name: getattr(event, name) for name in _FIELDS[type(event)]}
+    described = {name: getattr(event, name) for name in _FIELDS[type(event)]}
     for time in _TIMES:
-        if time in named:
-            named[time] = round(named[time] - origin_s, 6)
-    return named
+        if time in described:
+            described[time] = round(described[time] - origin_s, 6)
+    return described
 
 
 def join_tokens(events: Iterable[Event]) -> Iterator[Event]:
@@ -265,16 +265,16 @@ class ChatFrames:
 
     def _text(self, text: str, field: bytes = b"content") -> bytes:
         """Return the chunk of a text, put together from bytes, as there are many of these."""
-        named = b""
+        position = b""
         if self._place is not None:
             text = self._place.rest(text)[1]
             if not text:
                 return b""
-            named = self._place.id
+            position = self._place.id
         role = self._role
         self._role = b""
         return (
-            named
+            position
             + b'data: %s,"choices":[{"index":0,"delta":{%s"%s":%s},"finish_reason":null}]}\n\n'
             % (
                 self._open,

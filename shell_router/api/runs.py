@@ -230,20 +230,20 @@ class KeptRuns:
                 "needs a store that outlives the router",
                 "Set cache.backend to redis, or leave it out.",
             )
-        named = (type(run.asked), run.asked.tenant, key)
+        request = run.asked
+        address = (type(request), request.tenant, key)
         head = head or _fingerprint(sent)
-        found = self._runs.get(named)
-        if found is None or found.kept is None or not found.kept.is_open:
-            asked = run.asked
-            if isinstance(asked, MoaRequest) and sent.get("seed") is None:
-                asked = replace(
-                    asked, seed=zlib.crc32(key.encode())
-                )  # draws are the same at every router
-            found = self._runs[named] = run
-            run.kept = KeptRun(asked, run.id, key, head, self.store, self._drain, run.run)
-        elif found.kept.head != head:
-            raise make_reuse_error()
-        return found
+        open_run = self._runs.get(address)
+        if open_run is not None and open_run.kept is not None and open_run.kept.is_open:
+            if open_run.kept.head != head:
+                raise make_reuse_error()
+            return open_run
+        if isinstance(request, MoaRequest) and sent.get("seed") is None:
+            # draws are the same at every router
+            request = replace(request, seed=zlib.crc32(key.encode()))
+        self._runs[address] = run
+        run.kept = KeptRun(request, run.id, key, head, self.store, self._drain, run.run)
+        return run
 
 
 KEPT_RUNS = Key[KeptRuns]("KEPT_RUNS")
