@@ -68,8 +68,8 @@ class SteppedEngine:
         self._step: list[tuple[_Request, int]] = []
         self.preemptions = 0
 
-    def reported(self) -> EngineReport:
-        """See `SimulatedPair.reported`."""
+    def report_load(self) -> EngineReport:
+        """See `SimulatedPair.report_load`."""
         held, room = sum(one.computed for one in self._running), self._costs.decode.cache_tokens
         waiting = sum(one.prompt for one in self._waiting)
         return EngineReport(

@@ -91,7 +91,7 @@ class Fleet:
 
 
 async def _reported(pair: SimulatedPair) -> EngineReport:
-    return pair.reported()
+    return pair.report_load()
 
 
 RIGHT = "1"

@@ -146,7 +146,7 @@ class SimulatedPair:
         self.prefilling = PrefillEngine(costs.prefill, prefill_processor or Processor(), held)
         self.decoding = DecodeEngine(costs.decode, decodes, host)
 
-    def reported(self) -> EngineReport:
+    def report_load(self) -> EngineReport:
         """Return the pair's load, as an engine's `/v1/loads` does."""
         used, (running, waiting) = self.decoding.used_tokens, self.decoding.requests
         return EngineReport(

@@ -20,9 +20,7 @@ T = TypeVar("T", str, tuple[int, ...])
 
 FIRST = 0x4E00
 LAST = 0x51FF
-"""Each of these characters is one token, whose id is its code point. So few that a processor keeps
-them at hand.
-"""
+"""Each of these characters is a token, whose id is its code point: few enough for a CPU's cache."""
 _PIECE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]|[^{chr(FIRST)}-{chr(LAST)}]{{1,4}}", re.DOTALL)
 
 
@@ -143,7 +141,7 @@ class Written:
 
 FEATURES = 1024
 MAX_BATCH_SIZE = 16
-"""Texts; as the real embedder."""
+"""Texts, as for the real embedder."""
 _STATED = re.compile(r"\[(?P<question>[^\]]*)\] Answer: (?P<answer>.*)\.")
 
 

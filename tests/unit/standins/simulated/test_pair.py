@@ -99,12 +99,12 @@ def test_a_pair_reports_what_is_taken_and_what_waits() -> None:
             for first in range(3)
         ]
         await asyncio.sleep(0.5)
-        reports.append(engine.reported())
+        reports.append(engine.report_load())
         answers[1].cancel()
         await asyncio.wait([answers[1]])
-        reports.append(engine.reported())
+        reports.append(engine.report_load())
         await asyncio.wait(answers)
-        return [*reports, engine.reported()]
+        return [*reports, engine.report_load()]
 
     # the first holds its prompt and the 6 tokens that it will write
     assert run_virtual(run()) == [
@@ -279,7 +279,7 @@ def test_a_preempted_sequence_continues_when_another_leaves_at_that_moment(other
             await goes_on
             end_s = asyncio.get_running_loop().time()
             await asyncio.gather(*staying)
-            assert engine.reported() == EngineReport(0.0, 0, 0, 0)
+            assert engine.report_load() == EngineReport(0.0, 0, 0, 0)
             return end_s
 
         return run_virtual(run())
