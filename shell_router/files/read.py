@@ -6,7 +6,7 @@ of a file are named at once, each with its line, what the place may hold, and a 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import islice
@@ -30,10 +30,8 @@ from shell_router.files.document import (
 )
 from shell_router.files.schema import (
     Schema,
-    alternatives,
     forms_at,
     json_schema,
-    known_keys,
     options,
     phrase,
 )
@@ -111,59 +109,14 @@ def check(
             orjson.dumps(value), strict=True, extra=extra, context={"folder": folder}
         )
     except ValidationError as error:
-        problems = _problems_of(error, value, (schema or own_schema)(), at, see)
-        return None, list(islice(problems, MAX_PROBLEMS))
+        report = _Report(value, (schema or own_schema)(), at, see)
+        return None, list(islice(report.problems(error), MAX_PROBLEMS))
     return built, []
 
 
 @cache
 def _adapter_of(kind: Any) -> tuple[TypeAdapter[Any], Callable[[], Schema]]:
     return TypeAdapter(kind), cache(lambda: json_schema(kind, ""))
-
-
-def _problems_of(
-    error: ValidationError, value: Any, schema: Schema, at: Path, see: str
-) -> Iterator[Problem]:
-    """Name each place that is wrong once: pydantic has an error per form of a union."""
-    places: dict[Path, list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False, include_input=False)[:MAX_ERRORS]:
-        places.setdefault(_place_of(detail, value), []).append(detail)
-    holders = {place[:depth] for place in places for depth in range(len(place))}
-    for place, details in places.items():
-        firm = [detail for detail in details if detail["type"] in _FIRM]
-        if firm:
-            yield from (_firm_problem(detail, place, value, schema, at, see) for detail in firm)
-        elif place not in holders:
-            yield _wrong_value(details[0], place, value, schema, at)
-
-
-def _place_of(detail: ErrorDetails, value: Any) -> Path:
-    """Follow pydantic's location through the values, which have no steps for forms of unions."""
-    path: Path = ()
-    for step in detail["loc"]:
-        is_key = isinstance(value, Mapping) and step in value
-        is_position = isinstance(value, list) and isinstance(step, int) and step < len(value)
-        if is_key or is_position:
-            path = (*path, step)
-            value = value[step]
-    return path
-
-
-def _firm_problem(
-    detail: ErrorDetails, place: Path, value: Any, schema: Schema, at: Path, see: str
-) -> Problem:
-    kind = detail["type"]
-    whole = (*at, *place)
-    name = spell(whole) or "The file"
-    if kind == "missing":
-        key = detail["loc"][-1]
-        return Problem(whole, f"{name} lacks '{key}'.", f"Add '{key}'.")
-    if kind in _UNKNOWN:
-        holder = spell(whole[:-1])
-        where = f" in {holder}" if holder else ""
-        keys = known_keys(schema, forms_at(schema, place[:-1]))
-        return Problem(whole, f"Unknown key '{place[-1]}'{where}.", suggest(str(place[-1]), keys))
-    return problem_of(detail["ctx"]["error"], whole, see)
 
 
 def problem_of(error: Exception, at: Path, see: str) -> Problem:
@@ -173,41 +126,75 @@ def problem_of(error: Exception, at: Path, see: str) -> Problem:
     return Problem(at, f"{spell(at)}: {message}." if at else f"{message}.", remedy)
 
 
-def _wrong_value(
-    detail: ErrorDetails, place: Path, value: Any, schema: Schema, at: Path
-) -> Problem:
-    whole = (*at, *place)
-    forms = forms_at(schema, place)
-    if detail["loc"][-1:] == ("[key]",):
-        holders = [
-            form for outer in forms_at(schema, place[:-1]) for form in alternatives(schema, outer)
-        ]
-        forms = [form["propertyNames"] for form in holders if "propertyNames" in form]
-        found: Any = place[-1]
-    else:
-        found = _value_at(value, place)
-    wanted = phrase(schema, forms)
-    shown = _kind_of(found) if _is_secret(schema, place) else show(found)
-    message = f"{spell(whole) or 'The file'} must be {wanted}, not {shown}."
-    return Problem(whole, message, _remedy(found, schema, forms) or f"Write {wanted}.")
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """The problems of a value that stands `at` a place of a document."""
+
+    value: Any
+    schema: Schema
+    at: Path
+    see: str
+
+    def problems(self, error: ValidationError) -> Iterator[Problem]:
+        """Name each place that is wrong once: pydantic has an error per form of a union."""
+        places: dict[Path, list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False, include_input=False)[:MAX_ERRORS]:
+            places.setdefault(self._place_of(detail), []).append(detail)
+        holders = {place[:depth] for place in places for depth in range(len(place))}
+        for place, details in places.items():
+            firm = [detail for detail in details if detail["type"] in _FIRM]
+            if firm:
+                yield from (self._firm_problem(detail, place) for detail in firm)
+            elif place not in holders:
+                yield self._wrong_value(details[0], place)
+
+    def _place_of(self, detail: ErrorDetails) -> Path:
+        """Follow pydantic's location through the value, which has no steps for unions' forms."""
+        path: Path = ()
+        value = self.value
+        for step in detail["loc"]:
+            is_key = isinstance(value, Mapping) and step in value
+            is_position = isinstance(value, list) and isinstance(step, int) and step < len(value)
+            if is_key or is_position:
+                path = (*path, step)
+                value = value[step]
+        return path
+
+    def _firm_problem(self, detail: ErrorDetails, place: Path) -> Problem:
+        whole = (*self.at, *place)
+        if detail["type"] == "missing":
+            key = detail["loc"][-1]
+            return Problem(whole, f"{spell(whole) or 'The file'} lacks '{key}'.", f"Add '{key}'.")
+        if detail["type"] == "value_error":
+            return problem_of(detail["ctx"]["error"], whole, self.see)
+        key = str(place[-1])
+        holder = spell(whole[:-1])
+        forms = forms_at(self.schema, place[:-1])
+        known = [name for form in forms for name in form.get("properties", {})]
+        where = f" in {holder}" if holder else ""
+        return Problem(whole, f"Unknown key '{key}'{where}.", suggest(key, known))
+
+    def _wrong_value(self, detail: ErrorDetails, place: Path) -> Problem:
+        if detail["loc"][-1:] == ("[key]",):
+            holders = forms_at(self.schema, place[:-1])
+            forms = [form["propertyNames"] for form in holders if "propertyNames" in form]
+            value: Any = place[-1]
+        else:
+            forms = forms_at(self.schema, place)
+            value = self.value
+            for step in place:
+                value = value[step]
+        wanted = phrase(forms)
+        is_secret = any(form.get("writeOnly") for form in forms)
+        shown = _kind_of(value) if is_secret else show(value)
+        whole = (*self.at, *place)
+        message = f"{spell(whole) or 'The file'} must be {wanted}, not {shown}."
+        return Problem(whole, message, _remedy(value, forms) or f"Write {wanted}.")
 
 
-def _value_at(value: Any, place: Path) -> Any:
-    for step in place:
-        value = value[step]
-    return value
-
-
-def _is_secret(schema: Schema, place: Path) -> bool:
-    """Return whether the value at `place`, or one that holds it, is secret."""
-    prefixes = (place[:length] for length in range(len(place) + 1))
-    return any(form.get("writeOnly") for prefix in prefixes for form in forms_at(schema, prefix))
-
-
-def _remedy(value: object, schema: Schema, forms: Sequence[Schema]) -> str:
+def _remedy(value: object, forms: Sequence[Schema]) -> str:
     """Say what to write instead: YAML takes 3 for a number where a name is meant, 1e3 for text."""
-    every = [form for outer in forms for form in alternatives(schema, outer)]
-    kinds = {form.get("type") for form in every}
+    kinds = {form.get("type") for form in forms}
     if "string" in kinds and isinstance(value, int | float):
         return "Put it in quotes."
     if not isinstance(value, str):
@@ -217,7 +204,7 @@ def _remedy(value: object, schema: Schema, forms: Sequence[Schema]) -> str:
             number = float(value)
             if number.is_integer() or "number" in kinds:
                 return f"Write {number:.15g}."
-    words = [option for form in every for option in options(form) if isinstance(option, str)]
+    words = [option for form in forms for option in options(form) if isinstance(option, str)]
     return suggest(value, words) if words else ""
 
 

@@ -88,42 +88,35 @@ def resolve(schema: Schema, form: Schema) -> Schema:
 def alternatives(schema: Schema, form: Schema) -> Iterator[Schema]:
     """Yield the forms of a union, else the form alone; null is left out."""
     form = resolve(schema, form)
-    for inner in form.get("anyOf", ()):
-        yield from alternatives(schema, inner)
-    if "anyOf" not in form and form.get("type") != "null":
+    if "anyOf" in form:
+        marks = {key: form[key] for key in ("writeOnly",) if key in form}
+        for inner in form["anyOf"]:
+            yield from alternatives(schema, {**inner, **marks})
+    elif form.get("type") != "null":
         yield form
 
 
 def forms_at(schema: Schema, path: Sequence[str | int]) -> list[Schema]:
     """List the forms that the value at `path` may have."""
-    forms = [schema]
+    forms = list(alternatives(schema, schema))
     for step in path:
-        inner = [_inside(form, step) for outer in forms for form in alternatives(schema, outer)]
-        forms = [form for form in inner if form is not None]
+        inner = [form for outer in forms for form in _inside(outer, step)]
+        forms = [form for union in inner for form in alternatives(schema, union)]
     return forms
 
 
-def _inside(form: Schema, step: str | int) -> Schema | None:
-    if isinstance(step, int):
-        items: Schema | None = form.get("items")
-        return items
-    if step in form.get("properties", {}):
-        named: Schema = form["properties"][step]
-        return named
-    others = form.get("additionalProperties")
-    return others if isinstance(others, dict) else None
+def _inside(form: Schema, step: str | int) -> Iterator[Schema]:
+    named = form.get("properties", {})
+    others = form.get("items" if isinstance(step, int) else "additionalProperties")
+    if step in named:
+        yield named[step]
+    elif isinstance(others, dict):
+        yield others
 
 
-def known_keys(schema: Schema, forms: Sequence[Schema]) -> list[str]:
-    """List the keys that a mapping of one of these forms may have."""
-    every = [form for outer in forms for form in alternatives(schema, outer)]
-    return [key for form in every for key in form.get("properties", {})]
-
-
-def phrase(schema: Schema, forms: Sequence[Schema]) -> str:
+def phrase(forms: Sequence[Schema]) -> str:
     """Say what a value of one of these forms is, to complete "must be ..."."""
-    every = [form for outer in forms for form in alternatives(schema, outer)]
-    return " or ".join(dict.fromkeys(_phrase(form) for form in every)) or "left out"
+    return " or ".join(dict.fromkeys(map(_phrase, forms))) or "left out"
 
 
 def _phrase(form: Schema) -> str:

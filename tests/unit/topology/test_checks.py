@@ -2,6 +2,8 @@ import pytest
 
 from shell_router.errors import TopologyError
 from shell_router.topology import parse_topology
+from shell_router.topology.checks import form_problems
+from shell_router.topology.keys import OF_STEPS
 
 AGENTS = """agents:
   a: {model: m}
@@ -320,3 +322,13 @@ def test_a_file_name_that_cannot_be_a_name_asks_for_one() -> None:
     ):
         parse_topology(AGENTS, source="my tree.yaml")
     assert parse_topology("name: fine\n" + AGENTS, source="my tree.yaml").name == "fine"
+
+
+@pytest.mark.parametrize("key", OF_STEPS)
+def test_no_key_of_agents_goes_with_a_vote_or_with_a_steps_topology(key: str) -> None:
+    block = {"vote": "majority", "topology": "x", key: None}
+    file = {"agents": {"a": block}}
+    wrong = [
+        problem.message for problem in form_problems(file) if problem.at == ("agents", "a", key)
+    ]
+    assert len(wrong) == 2
