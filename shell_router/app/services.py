@@ -35,6 +35,7 @@ from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
 from shell_router.moa.registry import ProgramLimits
+from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics, TraceStore
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Costs = Mapping[
-    str, Mapping[str, Any]
-]  # of each model's decoding, as `shell-router profile` measures them
+Check = Callable[[], Awaitable[bool]]
+
+Costs = Mapping[str, Mapping[str, Any]]
+"""Decode costs by model, as `shell-router profile` measures them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class RunningCache:
     """
 
     logs: AgentPromptCache
-    healthy: Callable[[], Awaitable[bool]]
+    healthy: Check
     stats: CacheStats = field(default_factory=CacheStats)
     journals: Journals | None = None
 
@@ -109,7 +111,7 @@ async def _always() -> bool:
 @asynccontextmanager
 async def running_embedder(
     settings: EmbedderSettings,
-) -> AsyncIterator[tuple[Embedder | None, Callable[[], Awaitable[bool]]]]:
+) -> AsyncIterator[tuple[Embedder | None, Check]]:
     """Start the embedder, None without one; its model loads in the background.
 
     It comes with a check whether the start has ended. Raises ConfigError.
@@ -173,40 +175,33 @@ async def running_services(
         executor = Executor(
             served, cache.logs, embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
-        metrics = _metrics(cache.stats)
-        fleets = _fleets_of(engines)
-        restarts = (engine_restarts, *(engine.restarts for engine in engines.values()))
-        metrics.registry.register(
-            EngineMetrics(fleets, restarts, clock, executor.holdouts.comparisons)
+        metrics = _build_metrics(cache.stats)
+        _register_engines(metrics, engines, engine_restarts, clock, executor.holdouts)
+        fleets = {alias: at for alias, at in _fleets_of(engines).items() if alias in models}
+        checks: dict[str, Check] = {}
+        for alias, fleet in fleets.items():
+            checks[ENGINE_CHECK + alias] = fleet.serves
+        checks |= {"cache": cache.healthy, "embedder": embedder_ready, **predicting.checks}
+        programs = Programs(
+            served,
+            cache.logs,
+            clock=clock,
+            limits=ProgramLimits(ttl_s=config.cache.ttl_s),
+            chooser=chooser,
+            holdouts=executor.holdouts,
         )
-        for collector in {engine.metrics for engine in engines.values() if engine.metrics}:
-            metrics.registry.register(collector)
-        own_fleets = {alias: fleets[alias] for alias in models if alias in fleets}
-        checks = {ENGINE_CHECK + alias: fleet.serves for alias, fleet in own_fleets.items()}
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
-            programs=Programs(
-                served,
-                cache.logs,
-                clock=clock,
-                limits=ProgramLimits(ttl_s=config.cache.ttl_s),
-                chooser=chooser,
-                holdouts=executor.holdouts,
-            ),
+            programs=programs,
             topologies=topologies,
             models=served,
             fleet=FleetChanges(engines, served),
             relays=relays,
             engines={alias: engine.name for alias, engine in engines.items()},
             embedders={} if embedder is None else {config.embedder.name: embedder},
-            serving=lambda: {alias: fleet.seems_up for alias, fleet in own_fleets.items()},
-            checks={
-                **checks,
-                "cache": cache.healthy,
-                "embedder": embedder_ready,
-                **predicting.checks,
-            },
+            serving=lambda: {alias: fleet.seems_up for alias, fleet in fleets.items()},
+            checks=checks,
             # requests go on from memory, and models are chosen by load
             optional_checks=("cache", *predicting.checks),
             metrics=metrics,
@@ -231,6 +226,21 @@ def _served_and_relays(
             served[adapted.alias] = adapted
             relays[adapted.alias] = relay
     return served, relays
+
+
+def _register_engines(
+    metrics: Metrics,
+    engines: Mapping[str, StartedEngine],
+    launched_restarts: Callable[[], Mapping[str, int]],
+    clock: Callable[[], float],
+    holdouts: Holdouts,
+) -> None:
+    restarts = (launched_restarts, *(engine.restarts for engine in engines.values()))
+    metrics.registry.register(
+        EngineMetrics(_fleets_of(engines), restarts, clock, holdouts.comparisons)
+    )
+    for collector in {engine.metrics for engine in engines.values() if engine.metrics}:
+        metrics.registry.register(collector)
 
 
 def _fleets_of(engines: Mapping[str, StartedEngine]) -> dict[str, Fleet[Any]]:
@@ -265,7 +275,7 @@ def _running_predictor(
     return wing("prediction")(settings) if named else nullcontext(RunningPredictor())
 
 
-def _metrics(cache: CacheStats) -> Metrics:
+def _build_metrics(cache: CacheStats) -> Metrics:
     from shell_router.telemetry.recorder import LogLines  # noqa: PLC0415 - as below
 
     metrics = Metrics(cache)
