@@ -82,7 +82,8 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\|", " ".join(text.split()))
 
 
-# settings MODULE:CLASS [SECTION ...]: every setting of a class, its sections' included.
+# settings MODULE:CLASS [SECTION ...] [-PATH]: every setting of a class, its sections' included,
+# but for those below PATH.
 # Sections that are a deployment's own stand in other files as one row
 
 
@@ -99,7 +100,10 @@ def _settings(argument: str, old: str) -> str:
         elsewhere = {*deployment["$defs"], EmbeddedSection.__name__, Length.__name__}
     kept = _kept(old)
     rows = []
+    hidden = tuple(section[1:] for section in sections if section.startswith("-"))
     for path, form, is_required in _rows_of(schema, schema, "", elsewhere):
+        if hidden and path.startswith(hidden):
+            continue
         if not sections or path.split(".")[0] in sections:
             before = kept.get(f"`{path}`", ["none", _about(form, schema) or MISSING_MEANING])
             default = "required" if is_required else _default(form) or before[0]
@@ -210,15 +214,19 @@ def _errors(_: str, old: str) -> str:
     return _table(("Code", "Status", "Type", "When"), _with_meaning(rows, old))
 
 
-# topology [DEFINITION]: the keys of a topology file, from its JSON Schema
+# topology [DEFINITION [without DEFINITION]]: the keys of a topology file, from its JSON Schema;
+# without those of another definition, which the page names
 
 
 def _topology(argument: str, _: str) -> str:
     schema = topology_schema()
-    block = schema["$defs"].get(argument, schema)
+    definition, _, other = argument.partition(" without ")
+    block = schema["$defs"].get(definition, schema)
+    elsewhere = schema["$defs"].get(other, {}).get("properties", {})
     rows = [
         (f"`{key}`", _form(form, schema), _cell(_about(form, schema)))
         for key, form in block["properties"].items()
+        if _about(form, schema) != _about(elsewhere.get(key, {}), schema)
     ]
     return _table(("Key", "Value", "Meaning"), rows)
 
