@@ -1,8 +1,7 @@
-"""The Agent Prompt Cache: what each agent has written so far, for readers that follow it
-(Faster-MoA, 4.3).
+"""The Agent Prompt Cache: each agent's output, readable while it is written (Faster-MoA, 4.3).
 
-`MemoryAgentPromptCache` serves one process; `agent_cache.redis.RedisAgentPromptCache` (which needs
-redis-py) several.
+`MemoryAgentPromptCache` serves one process. `agent_cache.redis.RedisAgentPromptCache` serves
+several and needs redis-py.
 """
 
 from agent_cache.memory import MemoryAgentPromptCache

@@ -1,6 +1,4 @@
-"""The Agent Prompt Cache of one process: logs as lists of chunks, and the readers that wait for
-them.
-"""
+"""The Agent Prompt Cache of one process: logs as lists of chunks, and their waiting readers."""
 
 import asyncio
 from bisect import bisect_left
@@ -17,15 +15,15 @@ from agent_cache.protocol import Chunk, End, LogExists, LogKey, LogRead, LogTime
 FORGOTTEN = "The log was forgotten or has expired."
 
 
-def forgotten(position: int) -> LogRead:
-    """What a reader gets whose log is gone."""
+def read_forgotten(position: int) -> LogRead:
+    """Return the read of a log that is gone: no text, and an aborted end."""
     return LogRead("", (), position, End.ABORTED, FORGOTTEN)
 
 
-def joined(
+def join_reads(
     pieces: Sequence[Chunk | LogRead], position: int, end: End | None = None, detail: str = ""
 ) -> LogRead:
-    """`pieces` that follow each other as one read that ends at `position`."""
+    """Join consecutive `pieces` into one read that ends at `position`."""
     if len(pieces) == 1:
         return LogRead(pieces[0].text, pieces[0].ids, position, end, detail)
     text = "".join([piece.text for piece in pieces])
@@ -33,28 +31,29 @@ def joined(
     return LogRead(text, ids, position, end, detail)
 
 
-def boundary(ends: Sequence[int], position: int) -> int:
-    """How many chunks lie before `position`; `ends` has where the first begins, and where each
-    ends.
+def count_chunks_before(ends: Sequence[int], position: int) -> int:
+    """Return how many chunks lie before `position`.
 
-    Raises ValueError for a position inside a chunk: text cannot be cut at a token.
+    `ends` holds the position where the first chunk begins, then the position where each chunk ends.
+
+    Raises:
+        ValueError: The position is inside a chunk; text cannot be cut at a token.
     """
     index = bisect_left(ends, position)
     if index == len(ends) or ends[index] != position:
         raise ValueError(
             f"position {position} is not the end of a chunk; read on from a position that a "
-            "read "
-            "returned"
+            "read returned"
         )
     return index
 
 
 @dataclass(slots=True, eq=False)
 class Log:
-    """Chunks with their cumulative positions, an end mark, and the readers waiting for more.
+    """The chunks of one log with their positions, an end mark, and the readers that wait for more.
 
-    It may exist before it is `begun`, for readers to wait on. Once it is `gone`, writes are ignored
-    and reads end.
+    A log may exist before it is `begun`, so that readers can wait on it. Once it is `gone`, writes
+    are ignored and reads end.
     """
 
     begun: bool = False
@@ -65,47 +64,50 @@ class Log:
     expires_s: float = 0.0
     ends: list[int] = field(default_factory=lambda: [0])
     waiting: dict[asyncio.Future[None], int] = field(default_factory=dict)
-    """Readers and the position at which each is woken, in order of arrival."""
+    """The position at which each reader is woken, in order of arrival."""
 
     @property
     def position(self) -> int:
-        """Where the log ends at present, in tokens or characters."""
+        """The position where the log ends at present, in tokens or characters."""
         return self.ends[-1]
 
     def append(self, chunk: Chunk) -> None:
+        """Add a chunk and wake the readers that wait for its position."""
         self.chunks.append(chunk)
         self.ends.append(self.ends[-1] + len(chunk))
         self.wake(self.ends[-1])
 
-    def after(self, position: int, at_least: int = 1) -> LogRead | None:
-        """What a reader at `position` gets now; None while the log has not ended and has less than
-        `at_least` more.
+    def read_after(self, position: int, at_least: int = 1) -> LogRead | None:
+        """Read what follows `position`.
+
+        Returns None while the log has not ended and has fewer than `at_least` tokens or characters
+        more.
         """
         if self.gone:
-            return forgotten(position)
+            return read_forgotten(position)
         last = self.ends[-1]
         if position == last and at_least > 0 and self.end is None:
             return None
-        index = boundary(self.ends, position)
+        index = count_chunks_before(self.ends, position)
         if last - position < at_least and self.end is None:
             return None
-        return joined(self.chunks[index:], last, self.end, self.detail)
+        return join_reads(self.chunks[index:], last, self.end, self.detail)
 
     def wake(self, position: float = inf) -> None:
-        """Let every reader look again that waits for `position` or less."""
+        """Wake every reader that waits for `position` or less."""
         for waiter, awaited in self.waiting.items():
             if awaited <= position and not waiter.done():
                 waiter.set_result(None)
 
     def discard(self) -> None:
-        """Free what the log holds and end its readers."""
+        """Free the log's chunks and end its readers."""
         self.gone = True
         self.chunks = []
         self.ends = [0]
         self.wake()
 
-    async def reached(self, position: int) -> None:
-        """Return when the log comes to `position` or is woken."""
+    async def wait_for(self, position: int) -> None:
+        """Return when the log reaches `position` or is woken."""
         waiter = asyncio.get_running_loop().create_future()
         self.waiting[waiter] = position
         try:
@@ -115,8 +117,10 @@ class Log:
 
 
 class Writer:
-    """The `LogWriter` of a log in memory. `written` is called after every write, before it
-    returns."""
+    """The `LogWriter` of a log in memory.
+
+    `written` is called after every write, before the write returns.
+    """
 
     __slots__ = ("_log", "_written")
 
@@ -125,6 +129,7 @@ class Writer:
         self._written = written
 
     def append(self, chunk: Chunk) -> None:
+        """Add a chunk and wake the readers. Raises ValueError after `end`."""
         if self._log.gone:
             return
         if self._log.end is not None:
@@ -134,6 +139,7 @@ class Writer:
             self._written()
 
     def end(self, end: End, detail: str = "") -> None:
+        """Add the end mark and wake the readers. Only the first call counts."""
         if self._log.gone or self._log.end is not None:
             return
         self._log.end = end
@@ -143,12 +149,12 @@ class Writer:
 
 
 class MemoryAgentPromptCache:
-    """An `AgentPromptCache` in this process's memory: no network, no background task. `len` counts
-    the logs held.
+    """An `AgentPromptCache` in this process's memory: no network, no background task.
 
-    `clock` returns monotonic seconds. A log expires `ttl_s` after its last write, ended or not: a
-    log that its writer never ends would otherwise stay. Expired logs are invisible at once and
-    swept out when others begin. `dropped` is called with the key of every log that leaves.
+    `len` counts the logs held. `clock` returns monotonic seconds. A log expires `ttl_s` after its
+    last write, ended or not: a log whose writer never ends it would otherwise stay. Expired logs
+    are invisible at once and are swept out when others begin. `dropped` is called with the key of
+    every log that leaves.
     """
 
     def __init__(
@@ -174,25 +180,28 @@ class MemoryAgentPromptCache:
         )
 
     async def create(self, key: LogKey) -> LogWriter:
+        """Begin the log of `key`. Raises LogExists."""
         log = self.begin(key)
         return Writer(log, partial(self.touch, log))
 
     async def read(
         self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float
     ) -> LogRead:
-        found = self._now(key, position, at_least)
-        if found is None and wait_s > 0:
+        """Return the log's content after `position`, waiting at most `wait_s`."""
+        read = self._read_now(key, position, at_least)
+        if read is None and wait_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    found = await self.wait(key, position, at_least)
-        if found is None:
-            found = self._now(key, position, 1)
-        if found is None:
+                    read = await self.wait(key, position, at_least)
+        if read is None:
+            read = self._read_now(key, position, 1)
+        if read is None:
             message = f"nothing came after position {position} of {key} within {wait_s:g} s"
             raise LogTimeout(message, begun=self.find(key) is not None)
-        return found
+        return read
 
     async def forget(self, tenant: str, program: str) -> None:
+        """Delete every log of the program."""
         self.drop(tenant, program)
 
     async def close(self) -> None:
@@ -210,7 +219,7 @@ class MemoryAgentPromptCache:
     # --- for a cache that shares these logs
 
     def find(self, key: LogKey) -> Log | None:
-        """The log of `key` if it has begun and is neither forgotten nor expired."""
+        """Return the log of `key` if it has begun and is neither forgotten nor expired."""
         logs = self._programs.get((key.tenant, key.program), {})
         log = logs.get(key.agent)
         if log is not None and log.expires_s <= self._clock():
@@ -219,7 +228,7 @@ class MemoryAgentPromptCache:
         return log
 
     def begin(self, key: LogKey) -> Log:
-        """A new log, handed to the readers that wait for it. Raises LogExists."""
+        """Begin a new log and hand it to the readers that wait for it. Raises LogExists."""
         if self.find(key) is not None:
             raise LogExists(f"the log of {key} was begun before")
         self._sweep()
@@ -234,28 +243,29 @@ class MemoryAgentPromptCache:
         log.expires_s = self._clock() + self._ttl_s
 
     async def wait(self, key: LogKey, position: int, at_least: int) -> LogRead:
-        """What the log holds after `position` once that is `at_least` long. The caller sets the
-        limit.
+        """Read the log after `position` once it has `at_least` more.
+
+        The caller sets the time limit.
         """
-        while (found := self._now(key, position, at_least)) is None:
+        while (read := self._read_now(key, position, at_least)) is None:
             log = self.find(key) or self._awaited.setdefault(key, Log())
             try:
-                await log.reached(position + at_least)
+                await log.wait_for(position + at_least)
             finally:
                 if not log.begun and not log.waiting and self._awaited.get(key) is log:
                     del self._awaited[key]
             if log.gone:
-                return forgotten(position)
-        return found
+                return read_forgotten(position)
+        return read
 
-    def _now(self, key: LogKey, position: int, at_least: int) -> LogRead | None:
+    def _read_now(self, key: LogKey, position: int, at_least: int) -> LogRead | None:
         log = self.find(key)
         if log is None:
-            return forgotten(position) if position else None
-        return log.after(position, at_least)
+            return read_forgotten(position) if position else None
+        return log.read_after(position, at_least)
 
     def drop(self, tenant: str, program: str) -> None:
-        """Drop every log of the program and end the reads of them, also of those not yet begun."""
+        """Drop every log of the program and end its readers, also those of logs not yet begun."""
         for agent, log in self._programs.pop((tenant, program), {}).items():
             self._drop(LogKey(tenant, program, agent), log)
         for key in [key for key in self._awaited if (key.tenant, key.program) == (tenant, program)]:
@@ -266,8 +276,7 @@ class MemoryAgentPromptCache:
         self._dropped(key)
 
     def _sweep(self) -> None:
-        """Drop what has expired; at most eight times per time to live, so that `begin` stays
-        cheap."""
+        """Drop expired logs, at most eight times per time to live, so that `begin` stays cheap."""
         now_s = self._clock()
         if now_s < self._sweep_s:
             return

@@ -1,8 +1,8 @@
 """The contract of the Agent Prompt Cache.
 
-Per agent run there is one append-only log of chunks with an end mark. Many may read it, while it is
-written or after; a late reader sees all. A log's positions count tokens, or characters for chunks
-that carry no token ids.
+Each agent run has one append-only log of chunks with an end mark. Many readers may follow it while
+it is written or later; a late reader sees all of it. A log's positions count tokens, or characters
+if its chunks carry no token ids.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class End(Enum):
-    """Why a log ended."""
+    """The reason why a log ended."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -20,7 +20,7 @@ class End(Enum):
 
 
 class CacheError(Exception):
-    """Base of the cache's errors."""
+    """The base of the cache's errors."""
 
 
 class LogExists(CacheError):
@@ -28,7 +28,10 @@ class LogExists(CacheError):
 
 
 class LogTimeout(CacheError):
-    """Nothing new came within the limit. `begun` tells whether the log had begun by then."""
+    """Nothing new came within the limit.
+
+    `begun` tells whether the log had begun by then.
+    """
 
     def __init__(self, message: str, *, begun: bool = False) -> None:
         super().__init__(message)
@@ -36,7 +39,7 @@ class LogTimeout(CacheError):
 
 
 class CacheUnavailable(LogTimeout):
-    """Nothing came within the limit, and at its end the shared store could not be asked."""
+    """Nothing new came within the limit, and the shared store could not be reached at its end."""
 
 
 class JournalDiffers(CacheError):
@@ -45,7 +48,7 @@ class JournalDiffers(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class LogKey:
-    """Names one agent's log: whose, which run of an agent program, which agent."""
+    """The name of one agent's log: tenant, run of an agent program, agent."""
 
     tenant: str
     program: str
@@ -54,7 +57,7 @@ class LogKey:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of output: its text, and its token ids where the writer has them."""
+    """A piece of output: its text, and its token ids if the writer has them."""
 
     text: str
     ids: tuple[int, ...] = ()
@@ -67,9 +70,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class LogRead:
-    """All that came after the position asked for, joined. `position` is where to read on.
+    """All output after the requested position, joined. `position` is where to read on.
 
-    With `end` set nothing more will come; `detail` then says more (an error's text, say).
+    With `end` set nothing more will come; `detail` then says more, such as an error's text.
     """
 
     text: str
@@ -80,11 +83,14 @@ class LogRead:
 
 
 class LogWriter(Protocol):
-    """The one writer of a log. Neither call waits for the network."""
+    """The one writer of a log. Neither method waits for the network."""
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk and wake the readers; an empty chunk changes nothing. ValueError after
-        `end`."""
+        """Add a chunk and wake the readers; an empty chunk changes nothing.
+
+        Raises:
+            ValueError: The log has ended.
+        """
         ...
 
     def end(self, end: End, detail: str = "") -> None:
@@ -93,7 +99,7 @@ class LogWriter(Protocol):
 
 
 class AgentPromptCache(Protocol):
-    """Logs by key, kept until forgotten or expired."""
+    """Logs by key, kept until they are forgotten or expire."""
 
     async def create(self, key: LogKey) -> LogWriter:
         """Begin the log of `key`. Raises LogExists if it was begun before."""
@@ -102,72 +108,75 @@ class AgentPromptCache(Protocol):
     async def read(
         self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float
     ) -> LogRead:
-        """What the log holds after `position`, or what comes next.
+        """Return the log's content after `position`, waiting for it at most `wait_s`.
 
-        Waits at most `wait_s` until the log is `at_least` so far beyond `position`, or ends, also
-        where it is not yet begun; with 0, nothing is waited for. Returns what is there by then, and
-        raises LogTimeout when that is nothing. A read at the end of an ended log returns at once.
+        The wait ends when the log has `at_least` more than `position` or has ended. The log may
+        begin during the wait. With `wait_s=0` nothing is waited for. A read at the end of an ended
+        log returns at once.
+
+        Raises:
+            LogTimeout: Nothing followed `position` when the wait ended.
         """
         ...
 
     async def forget(self, tenant: str, program: str) -> None:
-        """Delete every log of the program; reads under way and writers left over end without
-        harm."""
+        """Delete every log of the program; this ends its reads and disables its writers."""
         ...
 
 
 class Journals(Protocol):
-    """Append-only lists of records that outlive their writer, who holds the journal's lease.
+    """Append-only lists of records that outlive their writer, which holds the journal's lease.
 
     A journal is named by tenant and key, and expires a while after its last write. A lease ends
-    `lease_s` after its owner's last write, so that another may go on. Every call raises
-    CacheUnavailable where the store is away.
+    `lease_s` after its owner's last write, so that another process may go on. Every method raises
+    CacheUnavailable if the store is away.
     """
 
     @property
-    def lease_s(self) -> float: ...
+    def lease_s(self) -> float:
+        """The seconds for which a lease lasts after its owner's last write."""
+        ...
 
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
-        """Take the lease, and begin the journal with `head` if there is none; its records. None
-        while another owns it.
+        """Take the lease, begin a missing journal with `head`, and return the journal's records.
 
-        A claim that is cancelled gives the lease back. Raises JournalDiffers where it was begun
-        with another head.
+        Returns None while another process owns the journal. A claim that is cancelled gives the
+        lease back.
+
+        Raises:
+            JournalDiffers: The journal was begun with another head.
         """
         ...
 
     async def append(
         self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]
     ) -> bool:
-        """Add `records` behind the first `position` and renew the lease. What is there of them
-        already is not repeated.
+        """Add `records` after the first `position` records and renew the lease.
 
-        False where the journal is lost, or another owns it.
+        Records that are there already are not repeated. Returns False if the journal is lost or
+        another process owns it.
         """
         ...
 
     async def release(self, tenant: str, key: str, owner: str) -> None:
-        """End the lease now, if it is the owner's."""
+        """End the lease now if `owner` holds it."""
         ...
 
     async def look(self, tenant: str, key: str) -> "JournalState | None":
-        """What the journal is like now; None where there is none."""
+        """Return the journal's present state, or None if there is no journal."""
         ...
 
     async def seal(self, tenant: str, key: str, record: bytes, unless: bytes) -> None:
-        """Add a last record to a journal and take it from its owner, who can add nothing
-        afterwards.
+        """Add a last record and take the journal from its owner, which can add nothing afterwards.
 
-        Nothing happens where the last record begins with `unless`.
+        Does nothing if the last record begins with `unless`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """A journal's head, its first and last records, empty where there are none, and whether its
-    lease is held.
-    """
+    """A journal's head, first and last record (empty if it has none), and whether it is leased."""
 
     head: bytes
     first: bytes
@@ -177,13 +186,13 @@ class JournalState:
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counters since the cache was made; read them at any time, they only grow (`degraded` aside).
+    """The counters since the cache was made; all but `degraded` only grow.
 
     `published` and `lost_writes` count stream entries: begin marks, batches of chunks, end marks.
     An entry that the store did not take is lost once per attempt, and sent again when the store is
-    back. `withdrawn` logs are served to this process only, as the store dropped them, another
-    process had begun them, or what lies under their name is no log. `skipped` entries of other
-    processes' logs made no sense.
+    back. `withdrawn` logs are served to this process only: the store dropped them, another process
+    had begun them, or another kind of value lies under their name. `skipped` counts malformed
+    entries of other processes' logs.
     """
 
     degraded: bool = False

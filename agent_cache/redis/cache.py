@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 from uuid import uuid4
 
-from agent_cache.memory import MemoryAgentPromptCache, Writer, forgotten, joined
+from agent_cache.memory import MemoryAgentPromptCache, Writer, join_reads, read_forgotten
 from agent_cache.protocol import (
     CacheError,
     CacheStats,
@@ -23,8 +23,9 @@ from agent_cache.redis.layout import Layout, read_entries
 from agent_cache.redis.publisher import Publisher
 
 LONGEST_BLOCK_S = 3.0
-"""A blocked XREAD is asked anew this often, to notice a dead connection and a log deleted in
-between.
+"""The limit of one blocking XREAD.
+
+It is then repeated, to notice a dead connection and a log deleted in between.
 """
 
 RETRY_S = 0.1
@@ -35,17 +36,17 @@ log = logging.getLogger("agent_cache")
 class RedisAgentPromptCache:
     """An `AgentPromptCache` that several processes share.
 
-    A log lives in the memory of the process that writes it, whose readers never touch the network;
-    one background task copies it to Redis, where other processes read it. With Redis away all goes
-    on in memory and `stats.degraded` is set; logs are then begun without asking whether another
-    process has begun them, and only this process can read them. Once Redis is back, it gets what it
-    missed.
+    A log lives in the memory of the process that writes it, whose readers never touch the network.
+    One background task copies it to Redis, where other processes read it. While Redis is away,
+    `stats.degraded` is set and logs live in memory only: other processes cannot read them, and
+    nobody checks whether another process has begun them. Once Redis is back, the task sends what is
+    missing.
 
     `redis` is a URL (redis://, rediss://, unix://), with further `options` of redis-py's clients
     such as `password` or `ssl_ca_certs`. `clock` returns monotonic seconds. Logs expire `ttl_s`
-    after their last write. Redis may take `reply_limit_s` for a reply before it counts as away.
-    Every read that waits for another process's log holds one of `max_connections`. `len` counts the
-    logs of this process. `journals` lie in the same Redis; see `Journals` for `journal_ttl_s` and
+    after their last write. Redis counts as away if a reply takes longer than `reply_limit_s`. Every
+    read that waits for another process's log holds one of `max_connections`. `len` counts the logs
+    of this process. `journals` lie in the same Redis; see `Journals` for `journal_ttl_s` and
     `lease_s`.
     """
 
@@ -86,21 +87,23 @@ class RedisAgentPromptCache:
         return len(self._memory)
 
     async def create(self, key: LogKey) -> LogWriter:
+        """Begin the log of `key`. Raises LogExists."""
         self._check_open()
         if self._memory.find(key) is not None:
             raise LogExists(f"the log of {key} was begun before")
         publication = await self._publisher.begin(key)
         publication.log = log = self._memory.begin(key)
 
-        def written() -> None:
+        def note_write() -> None:
             self._memory.touch(log)
             self._publisher.mark(publication)
 
-        return Writer(log, written)
+        return Writer(log, note_write)
 
     async def read(
         self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float
     ) -> LogRead:
+        """Return the log's content after `position`, waiting at most `wait_s`."""
         self._check_open()
         if self._memory.find(key) is not None:
             return await self._memory.read(key, position, at_least=at_least, wait_s=wait_s)
@@ -109,16 +112,17 @@ class RedisAgentPromptCache:
         return await self._read_from_the_start(key, at_least, wait_s)
 
     async def forget(self, tenant: str, program: str) -> None:
+        """Delete every log of the program, also those of other processes."""
         self._check_open()
         self._memory.drop(tenant, program)
         await self._publisher.delete(tenant, program)
 
     async def flush(self, *, limit_s: float) -> bool:
-        """Wait until Redis has all that was written here, at most `limit_s`; whether it has."""
+        """Wait at most `limit_s` until Redis has all writes from here; return whether it has."""
         return await self._publisher.flush(limit_s)
 
     async def healthy(self) -> bool:
-        """Whether Redis answers within `reply_limit_s`."""
+        """Return whether Redis answers within `reply_limit_s`."""
         try:
             await self._connection.call("PING")
         except AWAY:
@@ -126,10 +130,9 @@ class RedisAgentPromptCache:
         return True
 
     async def close(self, *, limit_s: float = 2.0) -> None:
-        """Give Redis at most `limit_s` for what it still lacks, then end everything of this
-        process.
+        """Send Redis what it lacks for at most `limit_s`, then end all reads and writes here.
 
-        What Redis has stays there for other processes until it is forgotten or expires.
+        The logs in Redis stay there for other processes until they are forgotten or expire.
         """
         if self._closed:
             return
@@ -149,7 +152,7 @@ class RedisAgentPromptCache:
             raise CacheError("the cache is closed")
 
     async def _read_from_the_start(self, key: LogKey, at_least: int, wait_s: float) -> LogRead:
-        """Read a log that is not known here: where its first chunk was found, the rest is read."""
+        """Read a log that has not begun here: its first chunks, then the rest from their source."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
         begun = await self._read_wherever_it_begins(key, wait_s)
@@ -161,11 +164,12 @@ class RedisAgentPromptCache:
             rest = await self.read(key, begun.position, at_least=missing, wait_s=wait_s)
         except LogTimeout:
             return begun
-        return joined([begun, rest], rest.position, rest.end, rest.detail)
+        return join_reads([begun, rest], rest.position, rest.end, rest.detail)
 
     async def _read_wherever_it_begins(self, key: LogKey, wait_s: float) -> LogRead:
-        """The first of a log that is not known here: it may be another process's, or yet begin in
-        this one.
+        """Read the first chunks of a log that has not begun here.
+
+        The log may be another process's, or may yet begin in this process.
         """
         here = asyncio.create_task(self._memory.wait(key, 0, 1))
         elsewhere = asyncio.create_task(self._read_elsewhere(key, 0, 1, wait_s))
@@ -197,14 +201,14 @@ class RedisAgentPromptCache:
             left_s = max(0.0, deadline_s - loop.time())
             away: BaseException | None = None
             try:
-                found, after = await self._look(
+                read, after = await self._read_stream(
                     key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S)
                 )
-                if found is not None:
-                    reads.append(found)
-                    reached = found.position
-                    if found.end is not None or reached - position >= at_least:
-                        return joined(reads, reached, found.end, found.detail)
+                if read is not None:
+                    reads.append(read)
+                    reached = read.position
+                    if read.end is not None or reached - position >= at_least:
+                        return join_reads(reads, reached, read.end, read.detail)
             except AWAY as error:
                 if concerns_key(error):
                     raise CacheUnavailable(
@@ -215,19 +219,19 @@ class RedisAgentPromptCache:
                 await asyncio.sleep(min(RETRY_S, left_s))
             if loop.time() >= deadline_s:
                 if reached > position:
-                    return joined(reads, reached)
+                    return join_reads(reads, reached)
                 message = f"nothing came after position {position} of {key} within {wait_s:g} s"
                 if away is not None:
                     raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away
-                raise LogTimeout(message, begun=await self._begun(key))
+                raise LogTimeout(message, begun=await self._has_begun(key))
 
-    async def _look(
+    async def _read_stream(
         self, key: LogKey, position: int, after: bytes, *, block_s: float
     ) -> tuple[LogRead | None, bytes]:
-        """What follows `position` in entries behind `after`, waiting `block_s` for it, and the last
-        entry's id.
+        """Read the stream's entries behind `after` once, waiting at most `block_s`.
 
-        None if nothing came and the log may still be written.
+        Returns what follows `position` and the last entry's id. The read is None if nothing came
+        and the log may still be written.
         """
         name = self._layout.log(key)
         block_ms = int(1000 * block_s)
@@ -245,9 +249,9 @@ class RedisAgentPromptCache:
                 )
             return read if read.position > position or read.end else None, entries[-1][0]
         gone = position and not await self._connection.call("EXISTS", name)
-        return forgotten(position) if gone else None, after
+        return read_forgotten(position) if gone else None, after
 
-    async def _begun(self, key: LogKey) -> bool:
+    async def _has_begun(self, key: LogKey) -> bool:
         try:
             return bool(await self._connection.call("EXISTS", self._layout.log(key)))
         except AWAY:

@@ -1,4 +1,4 @@
-"""What the cache asks of a Redis client, and how it makes its own."""
+"""The Redis client of the cache, with the limits and errors that the cache relies on."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,11 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from agent_cache.redis.layout import Command
 
 AWAY = (RedisError, OSError, TimeoutError)
-"""What a call raises when Redis is away, stalls, or refuses to serve."""
+"""The exceptions of a call when Redis is away, stalls, or refuses to serve."""
 
 
 def concerns_key(reply: object) -> bool:
-    """Whether `reply` is a refusal for what lies under a command's key: no other key is to suffer
-    from it.
-    """
+    """Return whether `reply` is an error about the value of one key, which affects no other key."""
     return isinstance(reply, ResponseError) and any(
         word in str(reply) for word in ("WRONGTYPE", "equal or smaller")
     )
@@ -27,10 +25,13 @@ def concerns_key(reply: object) -> bool:
 def connect(
     url: str, *, max_connections: int, connect_limit_s: float, options: Mapping[str, Any]
 ) -> Redis:
-    """A client that never sends a command twice and lets a read block for as long as it says.
+    """Make a client that never sends a command twice and lets a read block for as long as it says.
 
     redis-py's own defaults retry ten times and cut off reads after 5 s: a blocked XREAD then hangs
-    for a minute. Raises ValueError where `url` sets what replies look like.
+    for a minute.
+
+    Raises:
+        ValueError: `url` sets the form of replies.
     """
     client = Redis.from_url(
         url,
@@ -42,15 +43,16 @@ def connect(
         decode_responses=False,
         **options,
     )
-    found = client.connection_pool.connection_kwargs  # a URL's options are above these
-    if found["decode_responses"] or found["protocol"] != 2:
+    settings = client.connection_pool.connection_kwargs  # a URL's options are above these
+    if settings["decode_responses"] or settings["protocol"] != 2:
         raise ValueError("the Redis URL sets decode_responses or protocol; leave them out")
     return client
 
 
 class Connection:
-    """A client and the time that Redis may take for each reply. Every call may raise what `AWAY`
-    holds.
+    """A Redis client with a time limit for each reply.
+
+    Every method may raise an exception of `AWAY`.
     """
 
     def __init__(self, client: Redis, *, reply_limit_s: float) -> None:
@@ -58,13 +60,15 @@ class Connection:
         self._reply_limit_s = reply_limit_s
 
     async def call(self, *command: Any, blocks_s: float = 0.0) -> Any:
-        """The reply to one command, which the server may hold back for `blocks_s`."""
+        """Return the reply to one command, which the server may hold back for `blocks_s`."""
         async with asyncio.timeout(blocks_s + self._reply_limit_s):
             return await self._client.execute_command(*command)  # type: ignore[no-untyped-call] # redis-py has none
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """One round trip, no transaction. A command that Redis refused has its error as its
-        reply."""
+        """Send `commands` in one round trip without a transaction; return the replies.
+
+        The reply of a command that Redis refused is the error.
+        """
         if not commands:
             return []
         async with (
@@ -77,7 +81,7 @@ class Connection:
         return replies
 
     async def ask(self, commands: Sequence[Command]) -> list[Any]:
-        """As `send`, for commands that may be refused only for what lies under their key."""
+        """Send `commands`, and raise every error except those about the value of one key."""
         replies = await self.send(commands)
         for reply in replies:
             if isinstance(reply, Exception) and not concerns_key(reply):
@@ -85,8 +89,9 @@ class Connection:
         return replies
 
     async def server_identity(self) -> str:
-        """What changes when a server is restarted or another takes its place; always the same if
-        INFO is forbidden.
+        """Return an id that changes when a server is restarted or another takes its place.
+
+        The id is always the same if INFO is forbidden.
         """
         try:
             return str((await self.call("INFO", "server")).get("run_id"))

@@ -1,5 +1,4 @@
-"""Journals in Redis: a list that begins with its head, and keys for the lease and for who claimed
-the journal last.
+"""Journals in Redis: a list that begins with the head, and keys for the lease and the last owner.
 
 Each call is one atomic script.
 """
@@ -52,7 +51,7 @@ RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[
 
 
 class RedisJournals:
-    """See `Journals`. The list lives for `ttl_s` after its last write."""
+    """The `Journals` in Redis. A journal's list lives for `ttl_s` after its last write."""
 
     def __init__(
         self, connection: Connection, layout: Layout, *, ttl_s: float, lease_s: float
@@ -63,35 +62,40 @@ class RedisJournals:
         self.lease_s = lease_s
 
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
+        """Take the lease and return the journal's records, or None while it is held."""
         try:
-            found = await self._run(CLAIM, tenant, key, owner, *self._lives_ms, head)
+            records = await self._run(CLAIM, tenant, key, owner, *self._lives_ms, head)
         except CancelledError:
             with suppress(CacheUnavailable):
                 await self.release(tenant, key, owner)  # Redis may have run the script
             raise
-        if found == b"differs":
+        if records == b"differs":
             raise JournalDiffers(f"the journal {key!r} was begun with another head")
-        return None if found == b"held" else list(found)
+        return None if records == b"held" else list(records)
 
     async def append(
         self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]
     ) -> bool:
+        """Add `records` after the first `position` records and renew the lease."""
         return bool(
             await self._run(APPEND, tenant, key, owner, *self._lives_ms, position, *records)
         )
 
     async def release(self, tenant: str, key: str, owner: str) -> None:
+        """End the lease now if `owner` holds it."""
         await self._run(RELEASE, tenant, key, owner)
 
     async def look(self, tenant: str, key: str) -> JournalState | None:
-        found = await self._run(LOOK, tenant, key)
-        if found is None:
+        """Return the journal's present state, or None if there is no journal."""
+        reply = await self._run(LOOK, tenant, key)
+        if reply is None:
             return None
-        head, is_leased, *ends = found
+        head, is_leased, *ends = reply
         first, last = ends or (b"", b"")
         return JournalState(head, first, last, bool(is_leased))
 
     async def seal(self, tenant: str, key: str, record: bytes, unless: bytes) -> None:
+        """Add a last record and take the journal from its owner."""
         await self._run(SEAL, tenant, key, record, self._lives_ms[1], unless)
 
     async def _run(self, script: str, tenant: str, key: str, *values: str | int | bytes) -> Any:

@@ -1,7 +1,7 @@
-"""How logs lie in Redis: names of keys, and what the entries of a stream hold. No I/O.
+"""The form of logs in Redis: names of keys, and the entries of a stream. No I/O.
 
 A log is one stream. An entry's id is `<position>-<kind>`, where the position is the log's length
-including the entry; ids grow by themselves, so a write that is sent twice is refused the second
+including the entry. Ids grow by themselves, so a write that is sent twice is refused the second
 time.
 
     0-1             begun; field `owner` names the process that writes
@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 from urllib.parse import quote
 
-from agent_cache.memory import FORGOTTEN, boundary, joined
+from agent_cache.memory import FORGOTTEN, count_chunks_before, join_reads
 from agent_cache.protocol import Chunk, End, LogKey, LogRead
 
 Command = tuple[str | bytes | int, ...]
@@ -29,8 +29,8 @@ BEGIN_ID = "0-1"
 END_KIND = 2
 
 
-def id_parts(entry_id: bytes) -> tuple[int, int]:
-    """Position and kind of an entry."""
+def split_id(entry_id: bytes) -> tuple[int, int]:
+    """Return the position and the kind of an entry."""
     position, _, kind = entry_id.partition(b"-")
     return int(position), int(kind)
 
@@ -39,10 +39,10 @@ def id_parts(entry_id: bytes) -> tuple[int, int]:
 class Layout:
     """The names and commands of one deployment's logs.
 
-    `prefix` keeps deployments apart that share a Redis; `owner` tells this process from others;
-    keys expire `ttl_s` after the last write, or up to `renew_s` later. Names are percent-encoded,
-    so no tenant, program or agent can run into another, and a program's keys share a hash tag, so
-    that they lie on one node of a cluster.
+    `prefix` separates deployments that share a Redis; `owner` names this process. Keys expire
+    `ttl_s` after the last write, or up to `renew_s` later. Names are percent-encoded, so the keys
+    of different tenants, programs and agents never collide. A program's keys share a hash tag, so
+    they lie on one node of a cluster.
     """
 
     prefix: str
@@ -51,32 +51,35 @@ class Layout:
 
     @property
     def renew_s(self) -> float:
-        """How long a key's time to live need not be renewed, so that most writes are one command
-        and not three.
+        """The seconds for which a key's time to live need not be renewed.
+
+        Most writes are therefore one command instead of three.
         """
         return self.ttl_s / 16
 
     def log(self, key: LogKey) -> str:
-        return self.log_named(key.tenant, key.program, _quoted(key.agent))
+        """Return the key of the log's stream."""
+        return self.log_of_quoted(key.tenant, key.program, _quote(key.agent))
 
-    def log_named(self, tenant: str, program: str, agent: str) -> str:
-        """The log of an agent as the program's set names it."""
+    def log_of_quoted(self, tenant: str, program: str, agent: str) -> str:
+        """Return the key of an agent's log; `agent` is quoted, as in the program's set."""
         return f"{self._program(tenant, program)}:log:{agent}"
 
     def agents(self, tenant: str, program: str) -> str:
+        """Return the key of the set of a program's agents."""
         return f"{self._program(tenant, program)}:agents"
 
     def journal(self, tenant: str, key: str) -> tuple[str, str, str]:
-        """A journal's lease, the list of its head and records, and who claimed it last."""
-        named = self._program(tenant, key)
-        return f"{named}:lease", f"{named}:journal", f"{named}:owner"
+        """Return the keys of a journal's lease, of its list, and of its last owner."""
+        name = self._program(tenant, key)
+        return f"{name}:lease", f"{name}:journal", f"{name}:owner"
 
     def begin(self, key: LogKey) -> list[Command]:
-        """First the entry that only one process can add, then what finds the log again."""
+        """Add the entry that only one process can add, then the names by which the log is found."""
         agents = self.agents(key.tenant, key.program)
         return [
             ("XADD", self.log(key), BEGIN_ID, "owner", self.owner),
-            ("SADD", agents, _quoted(key.agent)),
+            ("SADD", agents, _quote(key.agent)),
             *self.keep(key),
         ]
 
@@ -95,7 +98,7 @@ class Layout:
             "end",
             end.value,
             "detail",
-            _bytes(detail),
+            _encode_text(detail),
         )
 
     def keep(self, key: LogKey) -> list[Command]:
@@ -107,12 +110,11 @@ class Layout:
         ]
 
     def delete(self, log: str) -> list[Command]:
-        """Wake the log's blocked readers with an end mark, then delete it: a deletion alone wakes
-        no reader.
+        """Wake the log's blocked readers with an end mark, then delete it.
 
-        The mark's id is the server's time, which is greater than any position. The two must not
-        become one
-        transaction: readers are woken when it ends, and would then find the log deleted.
+        A deletion alone wakes no reader. The mark's id is the server's time, which is greater than
+        any position. The two commands must not become one transaction: readers are woken when it
+        ends, and would then find the log deleted.
         """
         mark: Command = (
             "XADD",
@@ -127,17 +129,17 @@ class Layout:
         return [mark, ("UNLINK", log)]
 
     def _program(self, tenant: str, program: str) -> str:
-        return f"{self.prefix}:{{{_quoted(tenant)}:{_quoted(program)}}}"
+        return f"{self.prefix}:{{{_quote(tenant)}:{_quote(program)}}}"
 
 
 def encode(chunks: Sequence[Chunk]) -> bytes:
-    """The `chunks` field. Chunk by chunk, as readers may stand at any boundary between them."""
+    """Write the `chunks` field chunk by chunk, as readers may stand at any boundary of them."""
     listed = [(chunk.text, chunk.ids) for chunk in chunks]
-    return _bytes(json.dumps(listed, ensure_ascii=False, separators=(",", ":")))
+    return _encode_text(json.dumps(listed, ensure_ascii=False, separators=(",", ":")))
 
 
 def decode(field: bytes) -> list[Chunk]:
-    """Chunks of a `chunks` field; ValueError for anything else."""
+    """Read the chunks of a `chunks` field. Raises ValueError for anything else."""
     try:
         batch = [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
     except (TypeError, RecursionError) as error:
@@ -154,18 +156,19 @@ DAMAGED = "What Redis has of the log is damaged."
 
 
 def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]:
-    """`entries`, the ones behind `position`, as one read, and how many of them make no sense and
-    are skipped.
+    """Join the entries after `position` to one read; return it and the number of malformed entries.
 
-    A log that lacks what a skipped entry held ends as failed. ValueError for a position inside a
-    chunk.
+    Malformed entries are skipped. A log that lacks the content of a skipped entry ends as failed.
+
+    Raises:
+        ValueError: The position is inside a chunk.
     """
     chunks: list[Chunk] = []
     reached = position
     skipped = 0
     for entry_id, fields in entries:
         start = reached
-        at = id_parts(entry_id)[0]
+        at = split_id(entry_id)[0]
         try:
             if b"end" in fields:
                 end = End(fields[b"end"].decode())
@@ -176,28 +179,31 @@ def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]
             skipped += 1
             continue
         first = at if end else at - sum(map(len, batch))
-        if (
-            first > start and end is not End.ABORTED
-        ):  # the mark of a deletion has a time for its position
-            return joined(chunks, start, End.FAILED, DAMAGED), skipped
+        # the mark of a deletion has a time for its position
+        if first > start and end is not End.ABORTED:
+            return join_reads(chunks, start, End.FAILED, DAMAGED), skipped
         if end:
-            return joined(chunks, reached, end, _text(fields.get(b"detail", b""))), skipped
+            return join_reads(
+                chunks, reached, end, _decode_text(fields.get(b"detail", b""))
+            ), skipped
         reached = at
-        chunks += batch[boundary(list(accumulate(map(len, batch), initial=first)), start) :]
-    return joined(chunks, reached), skipped
+        chunks += batch[
+            count_chunks_before(list(accumulate(map(len, batch), initial=first)), start) :
+        ]
+    return join_reads(chunks, reached), skipped
 
 
 @lru_cache(maxsize=8192)
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return quote(name, safe="", errors="surrogatepass")
 
 
-def _bytes(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     # A model's output may hold half a surrogate pair; it must come back as it went in.
     return text.encode("utf-8", "surrogatepass")
 
 
-def _text(field: bytes) -> str:
+def _decode_text(field: bytes) -> str:
     try:
         return field.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:

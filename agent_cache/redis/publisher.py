@@ -1,7 +1,7 @@
-"""The one task that copies this process's logs to Redis.
+"""The task that copies this process's logs to Redis.
 
 While a round trip is under way more chunks come in; the next round sends them all, each log's as
-one entry. So the work is per round trip and not per token, and writers never wait.
+one entry. The work is therefore per round trip and not per token, and writers never wait.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from typing import Any
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from agent_cache.memory import Log, boundary
+from agent_cache.memory import Log, count_chunks_before
 from agent_cache.protocol import CacheStats, LogExists, LogKey
 from agent_cache.redis.connection import AWAY, Connection, concerns_key
-from agent_cache.redis.layout import END_KIND, Command, Entry, Layout, id_parts
+from agent_cache.redis.layout import END_KIND, Command, Entry, Layout, split_id
 
 PROGRAMS_PER_ROUND = 128
 REMEMBERED = 10_000
-"""In a long outage the oldest are dropped beyond this; their keys are left to expire."""
+"""The most deletions remembered in an outage; the keys of older ones are left to expire."""
 
 
 def _answer(future: "asyncio.Future[Any] | None", result: object = None) -> None:
@@ -32,13 +32,15 @@ def _answer(future: "asyncio.Future[Any] | None", result: object = None) -> None
 
 
 CHUNKS_PER_ENTRY = 256
-"""With the publisher's logs per round it bounds how long catching up holds the event loop: some 20
+"""The most chunks in one entry.
+
+With the publisher's logs per round it bounds how long catching up holds the event loop: about 20
 ms.
 """
 
 
 class Outcome(Enum):
-    """What became of a log's writes."""
+    """The outcome of a log's writes."""
 
     PUBLISHED = auto()
     TAKEN = auto()
@@ -48,13 +50,12 @@ class Outcome(Enum):
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """One log's way to Redis: `chunks` of them are there, the begin mark if `begun`, the end mark
-    if `ended`.
+    """One log's progress in Redis: `chunks` sent, and whether its begin and end marks were sent.
 
-    Its keys' time to live was renewed at `renewed_s`. `sent` counts the stream entries under way,
-    and has `chunks`, `ended` and `renewed_s` once Redis has taken them. `answer` gives the log's
-    creator the outcome of its begin mark, None if Redis did not say. A `withdrawn` log is served to
-    this process only.
+    The time to live of its keys was renewed at `renewed_s`. `sent` holds the number of stream
+    entries under way, and the values of `chunks`, `ended` and `renewed_s` once Redis has taken
+    them. `answer` gives the log's creator the outcome of the begin mark, or None if Redis did not
+    reply. A `withdrawn` log is served to this process only.
     """
 
     key: LogKey
@@ -78,9 +79,10 @@ class Publication:
         behind = self.chunks < len(self.log.chunks) or (self.log.end is not None and not self.ended)
         return not self.withdrawn and (behind or not self.begun)
 
-    def writes(self, layout: Layout, now_s: float) -> list[Command]:
-        """What to send next: the begin mark alone, as another process may have set it, or what
-        waits behind it.
+    def next_commands(self, layout: Layout, now_s: float) -> list[Command]:
+        """Return the next commands: the begin mark alone, or the writes behind it.
+
+        The begin mark goes alone because another process may have set it.
         """
         if not self.begun:
             self.sent = 1, 0, False, now_s
@@ -102,8 +104,9 @@ class Publication:
         return commands
 
     def settle(self, replies: Sequence[object]) -> Outcome:
-        """Take note of Redis's `replies` to what was sent. Raises the first error that is not an
-        answer.
+        """Record Redis's `replies` to the last commands.
+
+        Raises the first error that is not about the log.
         """
         refusal = replies[0]
         if (
@@ -127,13 +130,12 @@ class Publication:
         return Outcome.PUBLISHED
 
     def resume(self, first: Sequence[Entry], last: Sequence[Entry], owner: str) -> bool:
-        """Go on from a stream's first and last entry, found after an outage.
+        """Continue after an outage from the first and last entry of the stream in Redis.
 
-        False if it is another process's, another process was about to delete it, or it is none.
+        Returns False if the stream is another process's, is being deleted, or is no stream.
         """
-        if (
-            concerns_key(first) or concerns_key(last) or bool(first) != bool(last)
-        ):  # or it changed between the two
+        changed = bool(first) != bool(last)  # between the two commands
+        if changed or concerns_key(first) or concerns_key(last):
             return False
         self.begun = bool(first)
         self.chunks = 0
@@ -143,9 +145,9 @@ class Publication:
             return True
         if first[0][1].get(b"owner") != owner.encode():
             return False
-        position, kind = id_parts(last[0][0])
+        position, kind = split_id(last[0][0])
         try:
-            self.chunks = boundary(self.log.ends, position)
+            self.chunks = count_chunks_before(self.log.ends, position)
         except ValueError:
             return False
         self.ended = kind == END_KIND
@@ -160,10 +162,10 @@ log = logging.getLogger("agent_cache")
 
 
 class Publisher:
-    """Keeps Redis up to date with the logs begun here, and catches up after an outage.
+    """The copier of this process's logs to Redis, which catches up after an outage.
 
-    While Redis is away (`stats.degraded`) nothing waits for it: logs begin in
-    this process only, and all that is still remembered is sent when it is back.
+    While Redis is away (`stats.degraded`) nothing waits for it: logs begin in this process only,
+    and everything still remembered is sent when it is back.
     """
 
     def __init__(
@@ -180,9 +182,8 @@ class Publisher:
         self._stats = stats
         self._publications: dict[LogKey, Publication] = {}
         self._dirty: dict[LogKey, Publication] = {}
-        self._deletions: dict[
-            tuple[str, str], asyncio.Future[None]
-        ] = {}  # what is asked for stays until it is done
+        # a deletion stays here until Redis has done it
+        self._deletions: dict[tuple[str, str], asyncio.Future[None]] = {}
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -191,7 +192,7 @@ class Publisher:
         self._backoff_s = FIRST_BACKOFF_S
 
     async def begin(self, key: LogKey) -> Publication:
-        """Begin the log in Redis, or, with Redis away, take note to do so. Raises LogExists."""
+        """Begin the log in Redis, or note it for later if Redis is away. Raises LogExists."""
         if key in self._publications:
             raise LogExists(f"the log of {key} was begun before")
         publication = self._publications[key] = Publication(key)
@@ -209,7 +210,7 @@ class Publisher:
         return publication
 
     def mark(self, publication: Publication) -> None:
-        """The log has something new to send."""
+        """Mark the log as having something new to send."""
         if publication.withdrawn:
             return
         self._dirty[publication.key] = publication
@@ -224,8 +225,9 @@ class Publisher:
             _answer(publication.answer)
 
     async def delete(self, tenant: str, program: str) -> None:
-        """Delete the program's logs, those of other processes too; at once, or, with Redis away,
-        when it is back.
+        """Delete the program's logs, also other processes' logs of it.
+
+        If Redis is away, they are deleted when it is back.
         """
         done = self._deletions.get((tenant, program))
         if done is None or done.done():
@@ -237,7 +239,7 @@ class Publisher:
             await asyncio.shield(done)
 
     async def flush(self, limit_s: float) -> bool:
-        """Wait until Redis holds everything, at most `limit_s`; whether it does."""
+        """Wait at most `limit_s` until Redis holds everything; return whether it does."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._settled.wait()
@@ -246,7 +248,7 @@ class Publisher:
         return True
 
     async def close(self, limit_s: float) -> None:
-        """Send what waits if Redis takes it within `limit_s`, then stop."""
+        """Send the remaining writes if Redis takes them within `limit_s`, then stop."""
         if not self._stats.degraded and not await self.flush(limit_s):
             log.warning("The Agent Prompt Cache closed before Redis had taken everything.")
         if self._task is not None:
@@ -259,7 +261,7 @@ class Publisher:
         self._settled.clear()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="agent-cache-publisher")
-            self._task.add_done_callback(self._stopped)
+            self._task.add_done_callback(self._report_stop)
 
     async def _run(self) -> None:
         while True:
@@ -269,13 +271,13 @@ class Publisher:
                 await self._catch_up()
                 self._settled.set()
             except AWAY as error:
-                self._lost(error)
+                self._note_outage(error)
                 await asyncio.sleep(self._backoff_s)
                 self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
                 self._work.set()
 
     async def _catch_up(self) -> None:
-        """Bring Redis up to date. Returns with nothing left to send; raises one of `AWAY`."""
+        """Send until nothing is left to send. Raises one of `AWAY`."""
         if self._stats.degraded or self._server is None:
             await self._delete_all()
             await self._examine()
@@ -290,7 +292,7 @@ class Publisher:
             log.warning("Redis is back and has every log again that this process still holds.")
 
     async def _delete_all(self) -> None:
-        """Delete the programs that wait, in two round trips for many of them."""
+        """Delete all waiting programs, in two round trips for each `PROGRAMS_PER_ROUND` of them."""
         while self._deletions:
             programs = list(islice(self._deletions, PROGRAMS_PER_ROUND))
             sets = await self._connection.ask(
@@ -300,7 +302,7 @@ class Publisher:
             for program, agents in zip(programs, sets, strict=True):
                 for agent in () if concerns_key(agents) else agents:
                     commands += self._layout.delete(
-                        self._layout.log_named(*program, agent.decode("ascii", "replace"))
+                        self._layout.log_of_quoted(*program, agent.decode("ascii", "replace"))
                     )
                 commands.append(("UNLINK", self._layout.agents(*program)))
             await self._connection.ask(commands)
@@ -311,21 +313,20 @@ class Publisher:
         now_s = self._clock()
         before = self._stats.published
         batch = [publication for publication in batch if publication.pending]
-        writes = [publication.writes(self._layout, now_s) for publication in batch]
+        writes = [publication.next_commands(self._layout, now_s) for publication in batch]
         try:
             replies = iter(await self._connection.send(list(chain.from_iterable(writes))))
             sent = [
-                (one, list(islice(replies, len(commands))))
-                for one, commands in zip(batch, writes, strict=True)
+                (publication, list(islice(replies, len(commands))))
+                for publication, commands in zip(batch, writes, strict=True)
             ]
             gone = self._settle(sent)
         except AWAY:
             taken = self._stats.published - before
             self._stats.lost_writes += sum(publication.sent[0] for publication in batch) - taken
             raise
-        if (
-            gone and await self._connection.server_identity() != self._server
-        ):  # lost with the server's memory
+        # a restarted server has lost its memory
+        if gone and await self._connection.server_identity() != self._server:
             raise RedisConnectionError("the server was restarted or replaced")
         for publication in gone:
             self._withdraw(
@@ -333,7 +334,7 @@ class Publisher:
             )
 
     def _settle(self, sent: Iterable[tuple[Publication, Sequence[object]]]) -> list[Publication]:
-        """Give each log its replies; returns those that Redis no longer has."""
+        """Give each log its replies; return the logs that Redis no longer has."""
         gone = []
         for publication, replies in sent:
             outcome = publication.settle(replies)
@@ -343,9 +344,8 @@ class Publisher:
                 gone.append(publication)
             elif outcome is Outcome.REFUSED:
                 self._withdraw(publication, "something else lies under its name in Redis")
-            elif (
-                publication.awaited
-            ):  # another process has begun that log: its creator here gets an error
+            elif publication.awaited:
+                # another process has begun the log: its creator here gets an error
                 _answer(publication.answer, Outcome.TAKEN)
                 self.drop(publication.key)
             else:
@@ -364,7 +364,9 @@ class Publisher:
         """Learn which server this is, and how much of each log it has."""
         self._server = await self._connection.server_identity()
         self._dirty.update(self._publications)
-        publications = [known for known in self._publications.values() if not known.awaited]
+        publications = [
+            publication for publication in self._publications.values() if not publication.awaited
+        ]
         for start in range(0, len(publications), LOGS_PER_ROUND):
             batch = publications[start : start + LOGS_PER_ROUND]
             names = [self._layout.log(publication.key) for publication in batch]
@@ -378,13 +380,12 @@ class Publisher:
                 if not publication.resume(first, last, self._layout.owner):
                     self._withdraw(publication, "another process had begun or deleted it")
 
-    def _lost(self, error: BaseException) -> None:
-        """Redis is away: log it once, and let no caller wait for it."""
+    def _note_outage(self, error: BaseException) -> None:
+        """Log once that Redis is away, and let no caller wait for it."""
         if not self._stats.degraded:
             log.warning(
                 "Redis is away (%s). Agent logs are kept in this process only, where requests "
-                "are still served; other "
-                "processes cannot read them until Redis is back.",
+                "are still served; other processes cannot read them until Redis is back.",
                 repr(error),
             )
         self._stats.degraded = True
@@ -397,7 +398,7 @@ class Publisher:
         for done in self._deletions.values():
             _answer(done)
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
+    def _report_stop(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.critical("The Agent Prompt Cache stopped publishing.", exc_info=task.exception())
             self._stats.degraded = True
