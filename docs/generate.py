@@ -60,8 +60,8 @@ def _part(found: re.Match[str]) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *lines = [f"| {' | '.join(line)} |\n" for line in (heads, *rows)]
+    return "".join((head, f"|{'---|' * len(heads)}\n", *lines))
 
 
 def _with_meaning(rows: list[tuple[str, ...]], old: str) -> list[tuple[str, ...]]:
@@ -261,20 +261,35 @@ def _cli(_: str, __: str) -> str:
 
     from shell_router.cli import app  # noqa: PLC0415
 
-    return "\n".join(_commands(get_command(app), "shell-router"))
+    return "\n".join(_commands(get_command(app), "shell-router", {}))
 
 
-def _commands(group: Any, name: str) -> Iterator[str]:
+def _commands(group: Any, name: str, earlier: dict[str, list[tuple[str, ...]]]) -> Iterator[str]:
     for inner, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from _commands(command, f"{name} {inner}")
+            yield from _commands(command, f"{name} {inner}", earlier)
         else:
             rows = [(f"`{_spelled(one)}`", _cell(_meaning(one))) for one in command.params]
             examples = "\n".join(line.strip() for line in (command.epilog or "").splitlines()[2:])
             example = f"\n```bash\n{examples}\n```\n" if examples else ""
-            table = _table(("Argument", "Meaning"), rows) if rows else ""
             about = " ".join(command.help.split())
+            table = _arguments(rows, earlier)
+            earlier[f"{name} {inner}"] = rows
             yield f"## {name} {inner}\n\n{about}\n\n" + table + example
+
+
+MANY_SHARED = 4
+
+
+def _arguments(rows: list[tuple[str, ...]], earlier: dict[str, list[tuple[str, ...]]]) -> str:
+    """Return a table of a command's arguments; many that another command has are only named."""
+    for command, others in earlier.items():
+        shared = [argument for argument, meaning in rows if (argument, meaning) in others]
+        if len(shared) >= MANY_SHARED:
+            own = [row for row in rows if row[0] not in shared]
+            names = ", ".join(shared)
+            return _table(("Argument", "Meaning"), own) + f"\nAs for `{command}`: {names}.\n"
+    return _table(("Argument", "Meaning"), rows) if rows else ""
 
 
 def _spelled(parameter: Any) -> str:
