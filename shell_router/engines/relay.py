@@ -289,6 +289,10 @@ class _DecodeBody(AsyncIterator[bytes]):
 
     def _note(self, chunk: bytes) -> None:
         """Keep `chunk` until it is counted; raise EngineRejected for an event without an end."""
+        if self._streamed and chunk.endswith(b"\n"):
+            self._uncounted.append(chunk)
+            self._count()
+            return
         lines, newline, rest = chunk.rpartition(b"\n")
         if self._streamed and newline:
             self._uncounted.append(lines + newline)

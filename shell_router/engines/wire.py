@@ -108,18 +108,23 @@ class EventSplitter:
 
         Raises EngineRejected for a line of more than MAX_EVENT_BYTES.
         """
-        end = chunk.find(b"\n")
-        self._line_bytes += len(chunk) if end < 0 else end
+        lines = chunk.split(b"\n")
+        rest = lines.pop()
+        if self._pieces or rest:
+            self._keep(lines, rest)
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+    def _keep(self, lines: list[bytes], rest: bytes) -> None:
+        """Join the kept pieces to the first of `lines`, and keep `rest` for the next chunk."""
+        self._line_bytes += len(lines[0] if lines else rest)
         if self._line_bytes > MAX_EVENT_BYTES:
             raise wire_error(self._where, f"an event of more than {MAX_EVENT_BYTES} bytes")
-        self._pieces.append(chunk)
-        if end < 0:
-            return []
-        lines = b"".join(self._pieces).split(b"\n")
-        rest = lines.pop()
-        self._pieces = [rest] if rest else []
-        self._line_bytes = len(rest)
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        if lines:
+            lines[0] = b"".join((*self._pieces, lines[0]))
+            self._pieces = []
+            self._line_bytes = len(rest)
+        if rest:
+            self._pieces.append(rest)
 
 
 class OutputReader:

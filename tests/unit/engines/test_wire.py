@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.core.engine import Finish, Tokens, error_message
-from shell_router.engines.wire import EventSplitter, OutputReader, refusal_error
+from shell_router.engines.wire import MAX_EVENT_BYTES, EventSplitter, OutputReader, refusal_error
 from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong
 
 META_PATHS = [
@@ -290,3 +290,15 @@ def test_an_adapter_that_an_engine_does_not_know_is_the_operators_to_mend(messag
 )
 def test_error_bodies_of_every_shape_give_their_message(body: bytes) -> None:
     assert error_message(body) == "no room"
+
+
+@pytest.mark.parametrize("cut", [1, MAX_EVENT_BYTES // 2])
+def test_an_event_has_at_most_its_limit_and_one_byte_more_is_the_engines_error(cut: int) -> None:
+    for over in (0, 1):
+        line, splitter = b"x" * (MAX_EVENT_BYTES + over), EventSplitter("decode engine")
+        splitter.feed(line[:cut])
+        if over:
+            with pytest.raises(EngineRejected, match=f"decode engine .* {MAX_EVENT_BYTES} bytes"):
+                splitter.feed(line[cut:])
+        else:
+            assert splitter.feed(line[cut:]) == splitter.feed(b"\n") == []
