@@ -111,7 +111,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and the rows. SIGTERM stops all that was started."""
     from benchmarks.overlap.engines import engine_words, running_deployment
     from benchmarks.overlap.measure import real_questions
-    from shell_router.cli.options import several
+    from shell_router.cli.options import split_values
     from shell_router.lab.evaluation.records import read_items
 
     task = asyncio.current_task()
@@ -124,18 +124,18 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     questions = [item.question for item in items] if tiny else real_questions()[: options.questions]
     greedy = options.equal and options.engine == "sglang"
     rows: list[Row] = []
-    for width in several(options.width, int):
+    for width in split_values(options.width, int):
         engines = deployment(options, width)
         async with running_deployment(engines) as services:
             words = await engine_words(engines)
-            for temperature in ["0"] if greedy else several(options.temperature):
+            for temperature in ["0"] if greedy else split_values(options.temperature):
                 given = None if temperature == "shipped" else float(temperature)
                 compared = settings(options.shape, given, proposers=greedy)
                 head = {"temperature": temperature, "k": width}
                 if options.equal:
                     rows.append(head | await equality(services, compared, questions))
                     continue
-                for clients in several(options.clients, int):
+                for clients in split_values(options.clients, int):
                     rows.append(head | await row(services, compared, questions, clients))
                     print(*rows[-1].values(), sep=" | ", file=sys.stderr, flush=True)
     return words.replace("float32", "float64") if options.equal and not greedy else words, rows

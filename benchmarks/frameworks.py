@@ -103,7 +103,7 @@ def main() -> int:
 async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and the rows."""
     from shell_router.api import ApiSettings, create_app, serve_app
-    from shell_router.cli.options import several
+    from shell_router.cli.options import split_values
     from shell_router.http.server import bind_sockets
     from shell_router.lab.evaluation.records import read_items
 
@@ -117,7 +117,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
         with bind_sockets() as sockets, ProcessPoolExecutor(1, get_context("spawn")) as client:
             async with serve_app(app, sockets) as url:
                 ask = partial(asyncio.get_running_loop().run_in_executor, client, asked, url, tree)
-                for words in several(options.context, int):
+                for words in split_values(options.context, int):
                     runs, equal = list[dict[str, Asked]](), list[dict[str, bool]]()
                     for number, item in enumerate([items[0], *items]):  # the first warms up
                         asks = {

@@ -172,14 +172,14 @@ def measure_of(options: argparse.Namespace) -> "Measure":
         measured_rows,
         output_lengths,
     )
-    from shell_router.cli.options import several
+    from shell_router.cli.options import split_values
 
     clients, chosen = (
-        several(options.clients, int),
-        {SETTINGS[n - 1] for n in several(options.settings, int)},
+        split_values(options.clients, int),
+        {SETTINGS[n - 1] for n in split_values(options.settings, int)},
     )
 
-    fixed = several(options.chunks, int) if options.chunks else ()
+    fixed = split_values(options.chunks, int) if options.chunks else ()
 
     def settings_of(config: "Config", new_tokens: int | None) -> "Mapping[str, Topology]":
         return four_settings(
@@ -213,11 +213,11 @@ def measure_of(options: argparse.Namespace) -> "Measure":
 def amounts(options: argparse.Namespace) -> "Iterator[Amount]":
     """Every length with every number of clients."""
     from benchmarks.overlap.measure import Amount
-    from shell_router.cli.options import several
+    from shell_router.cli.options import split_values
 
     new_tokens, question_tokens = LENGTHS[options.engine]
-    for length in several(options.new_tokens or new_tokens):
-        for clients in several(options.clients, int):
+    for length in split_values(options.new_tokens or new_tokens):
+        for clients in split_values(options.clients, int):
             tokens = None if length == "free" else int(length)
             yield Amount(
                 options.rounds, tokens, options.question_tokens or question_tokens, clients

@@ -55,13 +55,13 @@ def main() -> int:
 
     from benchmarks.overlap.engines import embedded_pairs
     from benchmarks.simulation_error.real import Workload
-    from shell_router.cli.options import several
+    from shell_router.cli.options import split_values
     from shell_router.errors import ShellRouterError
 
     workload = Workload(
         options.new_tokens,
         options.question_tokens,
-        several(options.clients, int),
+        split_values(options.clients, int),
         turns=options.turns,
     )
     try:

@@ -39,7 +39,7 @@ class RedisAgentPromptCache:
     A log lives in the memory of the process that writes it, whose readers never touch the network.
     One background task copies it to Redis, where other processes read it. While Redis is away,
     `stats.degraded` is set and logs live in memory only: other processes cannot read them, and
-    nobody checks whether another process has begun them. Once Redis is back, the task sends what is
+    no check finds that another process has begun them. Once Redis is back, the task sends what is
     missing.
 
     `redis` is a URL (redis://, rediss://, unix://), with further `options` of redis-py's clients

@@ -1,5 +1,6 @@
-"""The `shell-router` command. What a command needs is imported when it runs, so that `--help`
-answers at once.
+"""The `shell-router` command.
+
+A command imports what it needs when it runs, so that `--help` answers at once.
 """
 
 import os
@@ -20,7 +21,9 @@ WRONG_INPUT = 2
 
 
 class Commands(TyperGroup):
-    """Prints the project's own errors in one line, and ends quietly when the reader of the output
+    """The group of commands.
+
+    It prints the project's own errors in one line, and ends quietly when the reader of the output
     is gone.
     """
 
@@ -52,8 +55,8 @@ app.add_typer(experts.app, name="experts")
 app.add_typer(train.app, name="train")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         print(f"shell-router {__version__}")
         raise typer.Exit
 
@@ -73,8 +76,9 @@ def top(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for an error, 130 after Ctrl-C, 143 after
-    SIGTERM.
+    """Run one command and return its exit code.
+
+    The code is 2 for an error, 130 after Ctrl-C, 143 after SIGTERM.
     """
     try:
         app(arguments, prog_name="shell-router")

@@ -13,7 +13,7 @@ from shell_router.cli.options import (
     Several,
     argument,
     examples,
-    listed,
+    list_option,
     option,
     require_writable,
     run,
@@ -36,7 +36,7 @@ def profile(
     pool: Pool,
     data: Data,
     limit: Limit = None,
-    sizes: Annotated[Several, listed(int, "Numbers of prompts to time.", "N,N,…")] = SIZES,
+    sizes: Annotated[Several, list_option(int, "Numbers of prompts to time.", "N,N,…")] = SIZES,
 ) -> None:
     """Time a pool's models on its workers."""
     from rich.console import Console

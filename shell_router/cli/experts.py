@@ -16,10 +16,10 @@ from shell_router.cli.options import (
     examples,
     option,
     print_table,
+    read_key,
     require_writable,
     run,
-    secret,
-    takes,
+    take_options,
     write,
 )
 from shell_router.errors import DataError
@@ -54,7 +54,7 @@ class Server:
 
         from shell_router.experts.server_control import ExpertRecorder
 
-        key = secret(self.api_key_env)
+        key = read_key(self.api_key_env)
         async with aiohttp.ClientSession() as session:
             recorder = ExpertRecorder(session, self.url, api_key=key, limit_s=self.timeout_s)
             await recorder.require_recording()
@@ -66,7 +66,7 @@ class Server:
         "shell-router experts record http://127.0.0.1:30000 --seconds 600 --out record.npz"
     )
 )
-@takes(server=Server)
+@take_options(server=Server)
 def record(
     server: Server,
     out: Annotated[Path, option("The record, as NumPy's .npz.", metavar="FILE")],

@@ -17,14 +17,14 @@ from shell_router.cli.options import (
     Several,
     argument,
     examples,
-    listed,
+    list_option,
     option,
     print_table,
+    read_key,
     require_writable,
     run,
     say,
-    secret,
-    takes,
+    take_options,
     write,
 )
 from shell_router.errors import ConfigError
@@ -43,7 +43,7 @@ LENGTHS = Several((32, 128, 512, 1024, 2048))
 BATCHES = Several((1, 2, 4, 8, 16))
 
 
-def asking(
+def collect_common(
     data: Annotated[
         Path,
         option(
@@ -60,7 +60,9 @@ def asking(
     ] = "auto",
     offset: Annotated[int, option("Skip this many questions.", least=0)] = 0,
     limit: Annotated[int | None, option("Ask at most this many questions.", least=1)] = None,
-    seeds: Annotated[Several, listed(int, "Ask every question once per seed.", "0,1,…")] = FIRST,
+    seeds: Annotated[
+        Several, list_option(int, "Ask every question once per seed.", "0,1,…")
+    ] = FIRST,
     concurrency: Annotated[int, option("Questions that are asked at the same time.", least=1)] = 1,
     timeout_s: Annotated[
         float, option("Limit for one request, in seconds.", "--timeout-s")
@@ -68,7 +70,7 @@ def asking(
     json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
     records: Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")] = None,
 ) -> dict[str, Any]:
-    """The fields of EvaluationOptions that `eval` and `calibrate` share."""
+    """Collect the fields of EvaluationOptions that `eval` and `calibrate` share."""
     require_writable(json, records)
     return {
         **{"data": data, "grader": grader, "offset": offset, "limit": limit, "seeds": seeds},
@@ -89,8 +91,7 @@ def demo(
     ] = False,
     question: Annotated[str | None, option("What to ask it.", metavar="TEXT")] = None,
 ) -> None:
-    """Start everything on this machine, ask questions, and show what each mechanism gains and
-    costs.
+    """Start all on this machine, ask questions, and show what each mechanism gains and costs.
 
     Needs neither a GPU nor a download; `--real` needs packages, which it names.
     """
@@ -113,9 +114,9 @@ def demo(
         "shell-router eval --url http://127.0.0.1:8000 --data mine.jsonl small large tree",
     ),
 )
-@takes(asked=asking)
+@take_options(common=collect_common)
 def evaluate(
-    asked: dict[str, Any],
+    common: dict[str, Any],
     settings: Annotated[
         list[str] | None,
         argument("SETTING", "A model, a topology or auto. Default: all models and topologies."),
@@ -153,12 +154,12 @@ def evaluate(
     options = EvaluationOptions(
         config=config,
         url=url,
-        api_key=secret(api_key_env),
+        api_key=read_key(api_key_env),
         settings=tuple(settings or ()),
         baseline=baseline,
         temperature=temperature,
         max_tokens=max_tokens,
-        **asked,
+        **common,
     )
     run(run_evaluation(options))
 
@@ -169,18 +170,24 @@ def evaluate(
         "models/data/test.jsonl --bound 1"
     )
 )
-@takes(asked=asking)
+@take_options(common=collect_common)
 def calibrate(
     topology: Annotated[Path, argument("TOPOLOGY", "A file, with early exit or without.")],
     config: Annotated[Path, option("The deployment that serves its models.", metavar="FILE")],
-    asked: dict[str, Any],
+    common: dict[str, Any],
     bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
-    policies: Annotated[Several, listed(str, "Policies to try: in_flight, threshold.")] = POLICIES,
-    scopes: Annotated[Several, listed(str, "Agents to judge together: cluster, layer.")] = SCOPES,
+    policies: Annotated[
+        Several, list_option(str, "Policies to try: in_flight, threshold.")
+    ] = POLICIES,
+    scopes: Annotated[
+        Several, list_option(str, "Agents to judge together: cluster, layer.")
+    ] = SCOPES,
     taus: Annotated[
-        Several, listed(float, "Values of tau to try, for the policy `threshold`.")
+        Several, list_option(float, "Values of tau to try, for the policy `threshold`.")
     ] = TAUS,
-    thresholds: Annotated[Several, listed(float, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
+    thresholds: Annotated[
+        Several, list_option(float, "Thresholds to try.", "0.8,0.9,…")
+    ] = THRESHOLDS,
 ) -> None:
     """Choose a topology's early exit by its loss of accuracy.
 
@@ -190,7 +197,7 @@ def calibrate(
     from shell_router.lab.evaluation.records import EvaluationOptions
 
     tried = Tried(thresholds, policies, scopes, taus)
-    run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
+    run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **common)))
 
 
 @app.command(
@@ -214,13 +221,16 @@ def simulate(
     require_writable(json)
     loaded = [load(file) for file in simulation]
     if topology is not None:
-        for one, file in zip(loaded, simulation, strict=True):
-            if topology not in one.topologies:
-                known = ", ".join(one.topologies)
+        for content, file in zip(loaded, simulation, strict=True):
+            if topology not in content.topologies:
+                names = ", ".join(content.topologies)
                 raise ConfigError(
-                    f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {known}."
+                    f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {names}."
                 )
-        loaded = [replace(one, topologies={topology: one.topologies[topology]}) for one in loaded]
+        loaded = [
+            replace(content, topologies={topology: content.topologies[topology]})
+            for content in loaded
+        ]
     stems = [file.stem for file in simulation]
     if len(set(stems)) != len(stems):
         stems = list(map(str, simulation))
@@ -232,19 +242,19 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
     from shell_router.lab.simulation.summary import as_json, bound, summarize, tables
 
     done = {
-        " ".join(filter(None, (of, name))): simulate(one.simulation, topology, one.costs, seed)
-        for of, one in loaded.items()
-        for name, topology in one.topologies.items()
+        " ".join(filter(None, (stem, name))): simulate(file.simulation, topology, file.costs, seed)
+        for stem, file in loaded.items()
+        for name, topology in file.topologies.items()
     }
-    answered = {name: one for name, one in done.items() if one.answered} or done
-    summaries = {name: summarize(one) for name, one in answered.items()}
+    answered = {name: simulated for name, simulated in done.items() if simulated.answered} or done
+    summaries = {name: summarize(simulated) for name, simulated in answered.items()}
     for title, rows in tables(summaries):
         print_table(title, rows)
     for name, summary in summaries.items():
         print(bound(name, summary))
-    for name, one in done.items():
+    for name, simulated in done.items():
         if name not in answered:
-            print(f"{name} answered no request: {one.runs[0].error}")
+            print(f"{name} answered no request: {simulated.runs[0].error}")
     if json:
         write(json, jsonlib.dumps(as_json(summaries), indent=2) + "\n")
 
@@ -289,7 +299,7 @@ def trace(
 
     from shell_router.lab.traces import as_perfetto, draw_timeline, fetch_trace, list_rows
 
-    key = secret(api_key_env)
+    key = read_key(api_key_env)
     if id is None:
         if perfetto:
             raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
@@ -297,9 +307,11 @@ def trace(
             since = None
         else:
             since = f"{time.time() - last_s:.3f}"
-        given = {"model": model, "status": status, "since": since, "limit": str(limit)}
+        filters = {"model": model, "status": status, "since": since, "limit": str(limit)}
         rows = asyncio.run(
-            list_rows(url, key, {name: one for name, one in given.items() if one is not None})
+            list_rows(
+                url, key, {name: value for name, value in filters.items() if value is not None}
+            )
         )
         if rows:
             print_table("Latest requests", rows)
@@ -307,19 +319,19 @@ def trace(
             say("The router keeps no such request.")
         return
     require_writable(perfetto)
-    found = asyncio.run(fetch_trace(url, key, id))
+    request = asyncio.run(fetch_trace(url, key, id))
     console = Console()
-    if found["duration_s"] is None:
+    if request["duration_s"] is None:
         duration = ""
     else:
-        duration = f", {found['duration_s']:.3f} s"
-    console.print(f"{found['target']}: {found['state']}{duration}", style="bold")
-    for line in draw_timeline(found, columns=min(console.width, 140)):
+        duration = f", {request['duration_s']:.3f} s"
+    console.print(f"{request['target']}: {request['state']}{duration}", style="bold")
+    for line in draw_timeline(request, columns=min(console.width, 140)):
         console.print(line, no_wrap=True, crop=True)
-    if found.get("error"):
-        console.print(found["error"], markup=False)
+    if request.get("error"):
+        console.print(request["error"], markup=False)
     if perfetto:
-        write(perfetto, jsonlib.dumps(as_perfetto(found)) + "\n")
+        write(perfetto, jsonlib.dumps(as_perfetto(request)) + "\n")
         say(f"Open {perfetto} at https://ui.perfetto.dev or in chrome://tracing.")
 
 
@@ -331,10 +343,10 @@ def profile(
     out: Annotated[
         Path, option("YAML file of profiles; other profiles in it are kept.", metavar="FILE")
     ],
-    models: Annotated[Several, listed(str, "Measure only these models. Default: all.")] = NONE,
+    models: Annotated[Several, list_option(str, "Measure only these models. Default: all.")] = NONE,
     rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
-    lengths: Annotated[Several, listed(int, "Prompt lengths in tokens.", "N,N,…")] = LENGTHS,
-    batches: Annotated[Several, listed(int, "Decode batch sizes.", "N,N,…")] = BATCHES,
+    lengths: Annotated[Several, list_option(int, "Prompt lengths in tokens.", "N,N,…")] = LENGTHS,
+    batches: Annotated[Several, list_option(int, "Decode batch sizes.", "N,N,…")] = BATCHES,
     new_tokens: Annotated[
         int, option("Tokens that each sequence of a batch generates.", least=1)
     ] = 64,

@@ -1,6 +1,4 @@
-"""What several commands share: kinds of values, repeated options, files to write, and the event
-loop they run on.
-"""
+"""The parts that commands share: kinds of values, options, files to write, and the event loop."""
 
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,24 +15,26 @@ TERMINATED = 143
 
 
 class Several(tuple[Any, ...]):
-    """Values with commas between them on the command line; typer would take a plain tuple for
-    several words.
+    """Values with commas between them on the command line.
+
+    A class of its own, because typer would take a plain tuple for several words.
     """
 
 
 NONE = Several()
 
 
-def several(text: str, kind: Callable[[str], object] = str) -> tuple[Any, ...]:
-    """`a,b` as two values of this kind."""
+def split_values(text: str, kind: Callable[[str], object] = str) -> tuple[Any, ...]:
+    """Split `a,b` into two values of this kind."""
     return tuple(kind(word.strip()) for word in text.split(",") if word.strip())
 
 
 def option(
     help: str, *names: str, metavar: str | None = None, least: int | None = None, parser: Any = None
 ) -> Any:
-    """An option, by default of its parameter's name; a flag needs its name, or it would get a
-    `--no-` form too.
+    """Declare an option, by default named as its parameter.
+
+    A flag needs its name, or it would get a `--no-` form too.
     """
     return typer.Option(
         *names,
@@ -45,19 +45,20 @@ def option(
     )
 
 
-def listed(kind: Callable[[str], object], help: str, metavar: str = "A,B,…") -> Any:
-    """An option that takes several values with commas between them, and gives a plain tuple (orjson
-    knows no other).
+def list_option(kind: Callable[[str], object], help: str, metavar: str = "A,B,…") -> Any:
+    """Declare an option of several values with commas between them.
+
+    Its value is a plain tuple, as orjson knows no subclass.
     """
     return option(
         help,
         metavar=metavar,
-        parser=lambda one: several(one, kind) if isinstance(one, str) else tuple(one),
+        parser=lambda value: split_values(value, kind) if isinstance(value, str) else tuple(value),
     )
 
 
 def argument(metavar: str, help: str) -> Any:
-    """A positional argument."""
+    """Declare a positional argument."""
     return typer.Argument(metavar=metavar, help=help)
 
 
@@ -69,22 +70,25 @@ KeyVariable = Annotated[
 ]
 
 
-def secret(variable: str | None) -> str | None:
-    """The key in an environment variable. Raises ConfigError where it is empty."""
+def read_key(variable: str | None) -> str | None:
+    """Return the key in an environment variable. Raises ConfigError if it is empty."""
     if variable is None:
-        found = None
+        key = None
     else:
-        found = os.environ.get(variable)
-    if variable is not None and not found:
+        key = os.environ.get(variable)
+    if variable is not None and not key:
         raise ConfigError(
             f"--api-key-env: the environment variable {variable} is empty.", remedy="Set it."
         )
-    return found
+    return key
 
 
-def takes(**groups: Callable[..., object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of other functions: each function's result is the parameter of its
-    name.
+def take_options(
+    **groups: Callable[..., object],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of other functions.
+
+    Each function's result becomes the command's parameter of the group's name.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -92,24 +96,28 @@ def takes(**groups: Callable[..., object]) -> Callable[[Callable[..., None]], Ca
 
         def called(**values: Any) -> None:
             made = {
-                name: make(**{one: values.pop(one) for one in options[name]})
+                name: make(**{key: values.pop(key) for key in options[name]})
                 for name, make in groups.items()
             }
             command(**values, **made)
 
-        own = [one for name, one in signature(command).parameters.items() if name not in groups]
-        every = (*own, *(one for part in options.values() for one in part.values()))
+        parameters = dict(signature(command).parameters)
+        for name, parameters_of_group in options.items():
+            del parameters[name]
+            parameters.update(parameters_of_group)
         called.__name__ = command.__name__
         called.__doc__ = command.__doc__
-        parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in every]
-        called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        keywords = [
+            parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters.values()
+        ]
+        called.__signature__ = Signature(keywords)  # type: ignore[attr-defined]
         return called
 
     return decorate
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help."""
+    """Return the end of a command's help."""
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
 
 
@@ -133,13 +141,15 @@ def write(file: Path, content: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line at once, for commands that take long; in one piece, as a thread writes the
-    log."""
+    """Print a line at once, for commands that take long.
+
+    The line is written in one piece, because a thread writes the log.
+    """
     print(f"{line}\n", end="", flush=True)
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, str]], *, width: int = 160) -> None:
-    """Print rows of the same columns; where no terminal says how wide, in `width`."""
+    """Print rows of the same columns; without a terminal, in `width` columns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -153,8 +163,9 @@ def print_table(title: str, rows: Sequence[Mapping[str, str]], *, width: int = 1
 
 
 def run(work: Coroutine[Any, Any, object]) -> None:
-    """Run `work` to its end. Ctrl-C and SIGTERM cancel it, so that it ends what it started, and end
-    the command.
+    """Run `work` to its end.
+
+    Ctrl-C and SIGTERM cancel `work`, so that it ends what it started, and then end the command.
     """
     import asyncio
     import gc

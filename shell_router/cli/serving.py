@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shell_router.cli.options import Several, argument, examples, listed, option, run, say
+from shell_router.cli.options import Several, argument, examples, list_option, option, run, say
 
 if TYPE_CHECKING:
     from shell_router.config import Config
@@ -26,7 +26,7 @@ Level = Annotated[
 ]
 Topologies = Annotated[list[Path], argument("FILE", "Topology files.")]
 Aliases = Annotated[
-    Several | None, listed(str, "The deployment's model aliases; others are refused.")
+    Several | None, list_option(str, "The deployment's model aliases; others are refused.")
 ]
 
 
@@ -85,12 +85,10 @@ def launch(
     chosen = _deployment(config, host, port, log_level, with_keys=not (dry_run or engines_only))
     launched = plan_launch(chosen, config.stem, machine, os.environ)
     if dry_run:
-        router = (
-            (())
-            if (engines_only)
-            else ((f"shell-router serve --config {shlex.quote(str(config))}",))
-        )
-        print("\n".join((*(engine.shell for engine in launched.engines), *router)))
+        commands = [engine.shell for engine in launched.engines]
+        if not engines_only:
+            commands.append(f"shell-router serve --config {shlex.quote(str(config))}")
+        print("\n".join(commands))
         return
     run(launch(launched, engines_only=engines_only, ready=_print_url))
 
@@ -98,7 +96,7 @@ def launch(
 def _deployment(
     file: Path, host: str | None, port: int | None, log_level: str, *, with_keys: bool = True
 ) -> "Config":
-    """The configuration that the command line names, and logging as it asks."""
+    """Load the configuration that the command line names, and set up logging."""
     import logging
 
     from shell_router.app import load_config, with_address
@@ -115,8 +113,7 @@ def _print_url(url: str) -> None:
 
 @app.command(epilog=examples("shell-router init mine"))
 def init(folder: Annotated[Path, argument("FOLDER", "A new folder.")]) -> None:
-    """Copy the example deployments, topologies and tiny models into a folder, to be changed
-    there."""
+    """Copy the example deployments, topologies and tiny models into a new folder to edit."""
     import shutil
 
     from shell_router import SHIPPED
@@ -147,13 +144,13 @@ def check(files: Topologies, models: Aliases = None) -> None:
     """
     from shell_router.topology import Conditional, load_with_others
 
-    for file, found in load_with_others(files, models=models).items():
-        if isinstance(found, Conditional):
-            shape = f"{len(found.steps)} steps, {len(found.agents)} agents"
+    for file, checked in load_with_others(files, models=models).items():
+        if isinstance(checked, Conditional):
+            shape = f"{len(checked.steps)} steps, {len(checked.agents)} agents"
         else:
-            layers = "-".join(str(len(layer)) for layer in found.layers)
-            shape = f"{len(found.agents)} agents in layers of {layers}"
-        print(f"{file}: {found.name} is right: {shape}")
+            layers = "-".join(str(len(layer)) for layer in checked.layers)
+            shape = f"{len(checked.agents)} agents in layers of {layers}"
+        print(f"{file}: {checked.name} is right: {shape}")
 
 
 @topology.command(epilog=examples("shell-router topology show topologies/tree-9-3-1.yaml"))

@@ -29,14 +29,14 @@ def lengths(
     model.save(out)
     rows = [
         {
-            "model": one.model,
-            "runs": str(one.runs),
-            "forest": f"{one.forest:.3f}",
-            "first come": f"{one.first_come:.3f}",
-            "input length": f"{one.input_length:.3f}",
-            "median error, tokens": f"{one.error_tokens:.1f}",
+            "model": score.model,
+            "runs": str(score.runs),
+            "forest": f"{score.forest:.3f}",
+            "first come": f"{score.first_come:.3f}",
+            "input length": f"{score.input_length:.3f}",
+            "median error, tokens": f"{score.error_tokens:.1f}",
         }
-        for one in scores
+        for score in scores
     ]
     print_table("Pairs in the wrong order (Kendall's tau distance), held-out programs", rows)
     if model.features.sketch is None:

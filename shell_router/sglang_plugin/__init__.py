@@ -1,9 +1,8 @@
-"""Extends unmodified SGLang, through its own plugin framework, by what Faster-MoA asks of a prefill
-engine.
+"""The plugin that adds to unmodified SGLang what Faster-MoA needs of a prefill engine.
 
 SGLang calls `register` in every one of its processes (entry point group `sglang.srt.plugins`). This
-package runs there: of the router it imports `core.drafts` and `experts.placement`; SGLang only
-where a function needs it.
+package runs in those processes: of the router it imports `core.drafts` and `experts.placement`, and
+SGLang only in the functions that need it.
 """
 
 import logging
@@ -17,58 +16,60 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the hooks that this process needs. Logs an error and changes nothing under an SGLang
-    it does not fit.
+    """Register the hooks that this process needs.
+
+    Under an SGLang that it does not fit it logs an error and changes nothing.
     """
-    found = installed_sglang()
-    if not is_supported(found):
-        _stay_off(f"supports sglang {SUPPORTED}, not {found}")
+    installed = find_sglang_version()
+    if not is_supported(installed):
+        _stay_off(f"supports sglang {SUPPORTED}, not {installed}")
         return
     serves_http = multiprocessing.parent_process() is None
-    needed = [patches.feature(), *([routes.FEATURE] if serves_http else [])]
+    needed = [patches.make_feature(), *([routes.FEATURE] if serves_http else [])]
     if missing := [name for feature in needed for name in feature.missing()]:
-        _stay_off(f"finds no {', '.join(missing)} in sglang {found}")
+        _stay_off(f"finds no {', '.join(missing)} in sglang {installed}")
         return
     for feature in needed:
         feature.register()
     without = f"updates do not yield to prompts, and {waiting_queue.VARIABLE} has no effect"
-    _register_part(waiting_queue.feature(waiting_queue.asked_age_s()), without, "or go on without")
+    _register_part(
+        waiting_queue.make_feature(waiting_queue.read_age_s()), without, "or go on without"
+    )
     file = experts.record_file()
-    algorithm = experts.asked_algorithm()
+    algorithm = experts.read_algorithm()
     if file is not None or algorithm is not None:
         variables = f"{experts.RECORD_FILE} and {experts.PLACEMENT}"
         _register_part(
-            experts.feature(file, algorithm),
+            experts.make_feature(file, algorithm),
             "records and places no experts",
             f"or leave {variables} unset",
         )
-    if drafts.asked() and not serves_http:
+    if drafts.drafts_enabled() and not serves_http:
         plain = f"or start decode without {drafts.VARIABLE} and without speculation"
-        if not _register_part(drafts.feature(), "drafts nothing", plain):
+        if not _register_part(drafts.make_feature(), "drafts nothing", plain):
             _end()
 
 
 def _stay_off(reason: str) -> None:
     logger.error(
         "The shell_router plugin %s, and stays off: prefill-only requests will cost a KV "
-        "transfer each. Install a "
-        "version that docs/reference/sglang.md says was tried, or set SGLANG_PLUGINS to leave "
-        "the plugin out.",
+        "transfer each. Install a version that docs/reference/sglang.md says was tried, or set "
+        "SGLANG_PLUGINS to leave the plugin out.",
         reason,
     )
-    if drafts.asked() and multiprocessing.parent_process() is not None:
+    if drafts.drafts_enabled() and multiprocessing.parent_process() is not None:
         _end()
 
 
 def _end() -> None:
-    """End a server that is to draft and lacks what it needs for that: its first request would."""
+    """End a server that should draft and cannot, because its first request would end it anyway."""
     raise SystemExit(
         f"{drafts.VARIABLE} is set, and this SGLang cannot draft: the reason is in the log."
     )
 
 
 def _register_part(feature: Feature, without: str, otherwise: str) -> bool:
-    """Whether this SGLang fits the feature, and has it now; all else stays on."""
+    """Register `feature` if this SGLang fits it, else log an error; return whether it fits."""
     if missing := feature.missing():
         logger.error(
             "The shell_router plugin finds no %s in this SGLang, and %s. Install a version that "
@@ -82,10 +83,8 @@ def _register_part(feature: Feature, without: str, otherwise: str) -> bool:
     return not missing
 
 
-def installed_sglang() -> str:
-    """The version of SGLang that is installed here, `unknown` for a source tree that was not
-    installed.
-    """
+def find_sglang_version() -> str:
+    """Return the installed version of SGLang, or `unknown` for a source tree."""
     try:
         return version("sglang")
     except PackageNotFoundError:

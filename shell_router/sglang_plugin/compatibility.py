@@ -1,5 +1,6 @@
-"""The SGLang versions and names that the plugin needs: looked up first, so that it is wholly on or
-wholly off.
+"""The SGLang versions and names that the plugin needs.
+
+They are looked up first, so that the plugin is wholly on or wholly off.
 """
 
 import inspect
@@ -16,7 +17,7 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 def is_supported(version: str) -> bool:
-    """Whether `version` lies in `SUPPORTED`; pre-releases and builds count as their release."""
+    """Return whether `version` lies in `SUPPORTED`; a pre-release counts as its release."""
     release = _RELEASE.match(version)
     if release is None:
         return False
@@ -24,16 +25,15 @@ def is_supported(version: str) -> bool:
 
 
 Hook = tuple[str, Callable[..., Any], str]
-"""The name of what SGLang calls, what is to run, and when: after it, around it or before it."""
+"""The name of SGLang's function, the hook, and when the hook runs: AFTER, AROUND or BEFORE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Hooks that are registered together, or not at all: where SGLang has all the names that they
-    need.
+    """Hooks that are registered together if SGLang has every name that they need, else not at all.
 
-    `needs` are names besides the hooks' own; `sets` are attributes that the `__init__` of that name
-    sets: no class has them, so they are looked for in its code.
+    `needs` are further names besides the hooks' own. `sets` maps the name of an `__init__` to the
+    attributes that it sets: no class has them, so they are looked for in its code.
     """
 
     hooks: Sequence[Hook]
@@ -41,31 +41,31 @@ class Feature:
     sets: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def missing(self) -> list[str]:
-        """What this SGLang lacks. Imports the modules that are hooked."""
+        """Return the names that this SGLang lacks. Imports the modules that are hooked."""
         lacking = [
             name
             for name in (*(name for name, _, _ in self.hooks), *self.needs)
-            if not _is_found(name)
+            if not _exists(name)
         ]
         for init, attributes in self.sets.items():
             if init not in lacking:
                 code = getattr(inspect.unwrap(pkgutil.resolve_name(init)), "__code__", None)
-                known = () if code is None else code.co_names
+                names = () if code is None else code.co_names
                 lacking += [
-                    f"{init.split('.')[-2]}.{name}" for name in attributes if name not in known
+                    f"{init.split('.')[-2]}.{name}" for name in attributes if name not in names
                 ]
         return lacking
 
     def register(self) -> None:
-        """Let SGLang call the hooks."""
+        """Register the hooks with SGLang."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         for name, hook, when in self.hooks:
             HookRegistry.register(name, hook, getattr(HookType, when))
 
 
-def _is_found(name: str) -> bool:
-    """Whether this SGLang has what is called so."""
+def _exists(name: str) -> bool:
+    """Return whether this SGLang has an object of that name."""
     try:
         pkgutil.resolve_name(name)
     except (AttributeError, ImportError):

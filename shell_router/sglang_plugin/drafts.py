@@ -1,5 +1,4 @@
-"""Drafted decoding: a request that asks for it is drafted from its own prompt, output and further
-texts.
+"""Drafted decoding: a request may be drafted from its prompt, its output and further texts.
 
 SGLang's NGRAM speculation drafts every request from one trie of all requests, and crashes on a
 decode server. With VARIABLE its worker verifies what `Drafter` proposes for requests with
@@ -25,14 +24,14 @@ logger = logging.getLogger(__name__)
 VARIABLE: Final = "SHELL_ROUTER_DRAFTS"
 
 
-def asked(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment asks for drafted decoding in servers with NGRAM speculation."""
+def drafts_enabled(variables: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the environment turns on drafts in servers with NGRAM speculation."""
     return variables.get(VARIABLE, "0") not in ("", "0")
 
 
 @dataclass
 class _Drafted:
-    """A request's drafter, and how many tokens of its output it has seen."""
+    """A request's drafter, and the number of output tokens that it has seen."""
 
     drafter: Drafter
     seen: int = 0
@@ -49,7 +48,7 @@ class DraftedDecoding:
     ) -> None:
         self._clock = clock
         self._ranks = ranks
-        self._carried = carried or between_passes
+        self._carried = carried or make_next_input
         self._gate = DraftGate()
         self._requests: WeakKeyDictionary[Any, _Drafted | None] = WeakKeyDictionary()
         self._workers: dict[int, Any] = {}
@@ -58,22 +57,23 @@ class DraftedDecoding:
         self._logged: set[str] = set()
 
     def run(
-        self, forward: Callable[..., Any], worker: Any, batch: Any, *arguments: Any, **named: Any
+        self, forward: Callable[..., Any], worker: Any, batch: Any, *arguments: Any, **keywords: Any
     ) -> Any:
-        """Around `NGRAMWorker.forward_batch_generation`: a pass as wide as the drafts of its batch
-        are worth.
+        """Run one pass, as wide as the drafts of its batch are worth.
+
+        Runs around `NGRAMWorker.forward_batch_generation`.
         """
         if not batch.forward_mode.is_decode():
-            result = forward(worker, batch, *arguments, **named)
+            result = forward(worker, batch, *arguments, **keywords)
         else:
             self._sampler = worker.model_runner.sampler
             self._drafts = [self._draft(request, worker, batch) for request in batch.reqs]
-            width = self._width(worker, batch)
+            width = self._choose_width(worker, batch)
             begin_s = self._clock()
             if width == 1:
-                result = plain_pass(worker, batch)
+                result = run_plain_pass(worker, batch)
             else:
-                result = forward(self._of_width(worker, width), batch, *arguments, **named)
+                result = forward(self._resize_worker(worker, width), batch, *arguments, **keywords)
             self._gate.note(len(batch.reqs), width, self._clock() - begin_s)
             for request, draft in zip(batch.reqs, self._drafts, strict=True):
                 if width == 1 or not draft:
@@ -81,12 +81,11 @@ class DraftedDecoding:
         result.next_draft_input = self._carried(result.new_seq_lens)
         return result
 
-    def chains(self, _prepare: Callable[..., Any], worker: Any, batch: Any) -> tuple[Any, Any]:
-        """Instead of `NGRAMWorker._prepare_draft_tokens`: tokens [rows * width] and masks [rows *
-        width * width].
+    def make_chains(self, _prepare: Callable[..., Any], worker: Any, batch: Any) -> tuple[Any, Any]:
+        """Return the draft tokens [rows * width] and their masks [rows * width * width].
 
-        A row is its last token and the draft. What pads it has no ancestors, so that it is never
-        accepted.
+        Runs instead of `NGRAMWorker._prepare_draft_tokens`. A row is its last token and the draft.
+        Padding has no ancestors, so it is never accepted.
         """
         import numpy as np
 
@@ -107,16 +106,16 @@ class DraftedDecoding:
         batch: Any,
         logits: Any,
         *arguments: Any,
-        **named: Any,
+        **keywords: Any,
     ) -> tuple[Any, Any, Any]:
-        """Around `eagle_sample`, on a CPU: there SGLang verifies greedily what is to be sampled.
+        """Sample each token of the drafts on a CPU, where SGLang would verify all drafts greedily.
 
-        Each place is sampled as if it were decoded alone, and the draft goes on where it agrees:
-        outputs are distributed as in plain decoding. Returns tokens [rows * width], how many count
-        [rows] and their places.
+        Runs around `eagle_sample`. Each position is sampled as if it were decoded alone, and the
+        draft goes on if it agrees, so outputs are distributed as in plain decoding. Returns the
+        tokens [rows * width], how many count [rows], and their positions.
         """
         if logits.next_token_logits.device.type != "cpu" or not batch.spec_algorithm.is_ngram():
-            return sample(chains, batch, logits, *arguments, **named)  # type: ignore[no-any-return]
+            return sample(chains, batch, logits, *arguments, **keywords)  # type: ignore[no-any-return]
         import torch
 
         rows = len(batch.reqs)
@@ -150,25 +149,25 @@ class DraftedDecoding:
         )
 
     def _draft(self, request: Any, worker: Any, batch: Any) -> Sequence[int]:
-        drafted = self._drafted(request)
+        drafted = self._find_drafted(request)
         if drafted is None:
             return ()
         new = request.output_ids[drafted.seen :]
         drafted.seen += len(new)
         drafted.drafter.extend(new)
         proposed = drafted.drafter.propose(worker.draft_token_num - 1)
-        known = batch.model_config.vocab_size
+        vocabulary = batch.model_config.vocab_size
         foreign = (
-            at for at, token in enumerate(proposed) if not 0 <= token < known
+            at for at, token in enumerate(proposed) if not 0 <= token < vocabulary
         )  # ends the server
         return proposed[: next(foreign, len(proposed))]
 
-    def _drafted(self, request: Any) -> _Drafted | None:
+    def _find_drafted(self, request: Any) -> _Drafted | None:
         if request not in self._requests:
-            self._requests[request] = self._first_seen(request)
+            self._requests[request] = self._start_drafting(request)
         return self._requests[request]
 
-    def _first_seen(self, request: Any) -> _Drafted | None:
+    def _start_drafting(self, request: Any) -> _Drafted | None:
         own = request.sampling_params.custom_params
         if isinstance(own, dict):
             sources = own.get("drafts")
@@ -176,7 +175,7 @@ class DraftedDecoding:
             sources = None
         if sources is None:
             return None
-        if reason := obstacle(request, sources):
+        if reason := find_obstacle(request, sources):
             if reason not in self._logged:
                 self._logged.add(reason)
                 logger.warning(
@@ -185,7 +184,7 @@ class DraftedDecoding:
             return None
         return _Drafted(Drafter(request.origin_input_ids_unpadded, sources))
 
-    def _width(self, worker: Any, batch: Any) -> int:
+    def _choose_width(self, worker: Any, batch: Any) -> int:
         widest = int(worker.draft_token_num)
         if not str(worker.device).startswith("cpu"):
             return widest  # the one width of which there are CUDA graphs
@@ -205,8 +204,8 @@ class DraftedDecoding:
         ]
         return min(widest, self._gate.width(len(batch.reqs), drafts))
 
-    def _of_width(self, worker: Any, width: int) -> Any:
-        """The worker with buffers of that width; all else is shared."""
+    def _resize_worker(self, worker: Any, width: int) -> Any:
+        """Return the worker with buffers of that width; all else is shared."""
         if width == worker.draft_token_num:
             return worker
         if width not in self._workers:
@@ -216,9 +215,10 @@ class DraftedDecoding:
         return self._workers[width]
 
 
-def obstacle(request: Any, sources: Any) -> str | None:
-    """Why this request is not drafted: drafts would change its output, or that they do not is not
-    known.
+def find_obstacle(request: Any, sources: Any) -> str | None:
+    """Return the reason why this request is not drafted, or None.
+
+    Drafts would change its output, or it is not known that they do not.
     """
     sampling = request.sampling_params
     lists = isinstance(sources, list) and all(
@@ -228,7 +228,7 @@ def obstacle(request: Any, sources: Any) -> str | None:
     penalties = (
         sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
     )
-    found = {
+    obstacles = {
         "drafts that are no lists of token ids": not lists,
         "penalties": penalties,
         "min_new_tokens": sampling.min_new_tokens > 0,
@@ -238,12 +238,13 @@ def obstacle(request: Any, sources: Any) -> str | None:
         "logprobs": request.return_logprob,
         "hidden states": request.return_hidden_states,
     }
-    return next((reason for reason, applies in found.items() if applies), None)
+    return next((reason for reason, applies in obstacles.items() if applies), None)
 
 
-def plain_pass(worker: Any, batch: Any) -> Any:
-    """One token for each request, as a server without speculation decodes. SGLang restores the
-    batch afterwards.
+def run_plain_pass(worker: Any, batch: Any) -> Any:
+    """Decode one token for each request, as a server without speculation does.
+
+    SGLang restores the batch afterwards.
     """
     import torch
 
@@ -267,9 +268,10 @@ def plain_pass(worker: Any, batch: Any) -> Any:
     return result
 
 
-def between_passes(lengths: Any) -> Any:
-    """What a batch carries from a pass to the next: as no pass reads it, rows of equal width that
-    can be merged.
+def make_next_input(lengths: Any) -> Any:
+    """Make the input that a batch carries to its next pass.
+
+    No pass reads it; its rows have equal width, so that batches can be merged.
     """
     import torch
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -280,28 +282,30 @@ def between_passes(lengths: Any) -> Any:
     )
 
 
-def first_input(build: Callable[..., Any], algorithm: Any, batch: Any, *arguments: Any) -> Any:
-    """Around `SpeculativeAlgorithm.build_disagg_draft_input`, which makes none for NGRAM, so that
-    decode crashes.
+def make_first_input(build: Callable[..., Any], algorithm: Any, batch: Any, *arguments: Any) -> Any:
+    """Make the first input of a decode batch for NGRAM, for which SGLang makes none and crashes.
+
+    Runs around `SpeculativeAlgorithm.build_disagg_draft_input`.
     """
     if algorithm.is_ngram():
-        return between_passes(batch.seq_lens)
+        return make_next_input(batch.seq_lens)
     return build(algorithm, batch, *arguments)
 
 
-def stay_in_place(move: Callable[..., Any], batch: Any, *arguments: Any, **named: Any) -> None:
-    """Around `move_accept_tokens_to_target_kvcache`: the KV of a chain is where it belongs."""
+def stay_in_place(move: Callable[..., Any], batch: Any, *arguments: Any, **keywords: Any) -> None:
+    """Leave the KV of a chain where it is. Runs around `move_accept_tokens_to_target_kvcache`."""
     if not batch.spec_algorithm.is_ngram():
-        move(batch, *arguments, **named)
+        move(batch, *arguments, **keywords)
 
 
 def learn_nothing(_update: Callable[..., Any], _worker: Any, _batch: Any) -> None:
-    """Around `NGRAMWorker._update_ngram_corpus`: nothing is looked up in SGLang's trie."""
+    """Add nothing to SGLang's trie. Runs around `NGRAMWorker._update_ngram_corpus`."""
 
 
-def refuse_overlap(_made: None, worker: Any, *_arguments: Any, **_named: Any) -> None:
-    """After `NGRAMWorker.__init__`: drafts need every token of the pass before; raises
-    RuntimeError.
+def refuse_overlap(_made: None, worker: Any, *_arguments: Any, **_keywords: Any) -> None:
+    """Raise RuntimeError for an overlap schedule: drafts need every token of the pass before.
+
+    Runs after `NGRAMWorker.__init__`.
     """
     if worker.enable_overlap:
         raise RuntimeError(
@@ -313,20 +317,22 @@ WORKER: Final = "sglang.srt.speculative.ngram_worker"
 SAMPLING: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 
-def feature() -> Feature:
-    """The hooks that let NGRAM speculation verify our drafts; of no effect in a server without
-    it."""
+def make_feature() -> Feature:
+    """Return the hooks that let NGRAM speculation verify our drafts.
+
+    They have no effect in a server without NGRAM speculation.
+    """
     decoding = DraftedDecoding()
     worker = f"{WORKER}.NGRAMWorker"
     return Feature(
         hooks=(
             (f"{worker}.__init__", refuse_overlap, "AFTER"),
             (f"{worker}.forward_batch_generation", decoding.run, "AROUND"),
-            (f"{worker}._prepare_draft_tokens", decoding.chains, "AROUND"),
+            (f"{worker}._prepare_draft_tokens", decoding.make_chains, "AROUND"),
             (f"{worker}._update_ngram_corpus", learn_nothing, "AROUND"),
             (
                 "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input",
-                first_input,
+                make_first_input,
                 "AROUND",
             ),
             (f"{WORKER}.move_accept_tokens_to_target_kvcache", stay_in_place, "AROUND"),

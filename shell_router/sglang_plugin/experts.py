@@ -1,12 +1,11 @@
-"""Which experts tokens choose, and which follow which: counted next to SGLang's own recorder; and
-where experts live.
+"""The plugin's record of MoE experts: which experts tokens choose, and where experts live.
 
 SGLang's `--expert-distribution-recorder-mode` counts activations, layer by layer. Placement also
-asks which expert of a layer follows which of the layer before (Gimbal, section V.A.6), so the same
-choices are counted here, and a dump of SGLang's record writes these counts to the file that
-RECORD_FILE names. With PLACEMENT, SGLang's balancer (`--enable-eplb`) moves experts while it serves
-to where the project's algorithm places them (Algorithm 3, line 8). Without either variable nothing
-is hooked.
+needs to know which expert of a layer follows which of the layer before (Gimbal, section V.A.6). The
+same choices are therefore counted here, and a dump of SGLang's record writes these counts to the
+file that RECORD_FILE names. With PLACEMENT, SGLang's balancer (`--enable-eplb`) moves experts on a
+running server to the places that the project's algorithm chooses (Algorithm 3, line 8). Without
+either variable nothing is hooked.
 """
 
 import logging
@@ -21,9 +20,7 @@ from shell_router.sglang_plugin.compatibility import Feature, Hook
 logger = logging.getLogger(__name__)
 
 RECORD_FILE: Final = "SHELL_ROUTER_EXPERT_RECORD"
-"""The environment variable with the file that a dump writes: one of its own for each server of a
-machine.
-"""
+"""The environment variable with the file that a dump writes; each server needs its own file."""
 
 PLACEMENT: Final = "SHELL_ROUTER_EXPERT_PLACEMENT"
 """The environment variable with the algorithm that places experts on a running server."""
@@ -31,39 +28,36 @@ PLACEMENT: Final = "SHELL_ROUTER_EXPERT_PLACEMENT"
 ALGORITHMS: Final = ("swap", "gimbal")
 
 MARGIN: Final = 0.05
-"""Experts move only where that gains this share of load and traffic together: a move stalls the
-server.
+"""The least gain, as a share of load and traffic together, for which experts move.
+
+A move stalls the server.
 """
 
 NEEDED_MODE: Final = "--expert-distribution-recorder-mode stat"
 
 
 def record_file(variables: Mapping[str, str] = os.environ) -> Path | None:
-    """The file that RECORD_FILE names, None where no record is asked for."""
-    named = variables.get(RECORD_FILE)
-    return Path(named) if named else None
+    """Return the file that RECORD_FILE names, or None if it names none."""
+    file = variables.get(RECORD_FILE)
+    return Path(file) if file else None
 
 
-def asked_algorithm(variables: Mapping[str, str] = os.environ) -> str | None:
-    """The algorithm that PLACEMENT names; None, with an error in the log, where there is none of
-    that name.
-    """
-    named = variables.get(PLACEMENT) or None
-    if named is None or named in ALGORITHMS:
-        return named
+def read_algorithm(variables: Mapping[str, str] = os.environ) -> str | None:
+    """Return the algorithm that PLACEMENT names; None, with an error logged, for an unknown one."""
+    algorithm = variables.get(PLACEMENT) or None
+    if algorithm is None or algorithm in ALGORITHMS:
+        return algorithm
     logger.error(
         "%s is %r, and no expert is placed. Set it to one of: %s.",
         PLACEMENT,
-        named,
+        algorithm,
         ", ".join(ALGORITHMS),
     )
     return None
 
 
 def can_place(server_args: Any, algorithm: str | None) -> bool:
-    """Whether this server's experts are placed. Says what is wrong where that is asked for and it
-    cannot be.
-    """
+    """Return whether this server's experts are placed; log what is wrong if they should be."""
     if algorithm is None:
         return False
     wrong = [
@@ -84,9 +78,7 @@ def can_place(server_args: Any, algorithm: str | None) -> bool:
 
 
 def can_record(server_args: Any, file: Path | None) -> bool:
-    """Whether this server records experts to `file`. Says what is wrong where it is asked to and
-    cannot.
-    """
+    """Return whether this server records experts to `file`; log what is wrong if it should."""
     if file is None:
         return False
     if server_args.expert_distribution_recorder_mode is None:
@@ -102,11 +94,12 @@ def can_record(server_args: Any, file: Path | None) -> bool:
 
 
 class RoutingCounts:
-    """Counts of one process's tokens: `activations` [layers, experts], `transitions` [layers - 1,
-    experts, experts].
+    """The counts of one process's tokens.
 
-    `transitions[i]` lead from layer i to the next layer that has experts. Float64 tensors on the
-    device that routes, made once, so that a CUDA graph which holds `add` counts at each replay.
+    `activations` is [layers, experts] and `transitions` [layers - 1, experts, experts];
+    `transitions[i]` leads from layer i to the next layer that has experts. Both are float64 tensors
+    on the device that routes, made once, so that a CUDA graph which holds `add` counts at each
+    replay.
     """
 
     def __init__(self, layers: int, experts: int, device: Any) -> None:
@@ -123,7 +116,7 @@ class RoutingCounts:
         """Count the choice of a layer: `experts` [tokens, top-k], with -1 where a token is padding.
 
         Layers come in order, pass after pass. A layer is linked to the one before it in its pass if
-        that had the same tokens.
+        both had the same tokens.
         """
         import torch
 
@@ -140,13 +133,13 @@ class RoutingCounts:
         self._before = (layer, chosen)
 
     def clear(self) -> None:
-        """Count from 0 on."""
+        """Set all counts to 0."""
         self.activations.zero_()
         self.transitions.zero_()
         self._before = None
 
     def save(self, file: Path) -> None:
-        """Write both as whole numbers to an archive of NumPy's, at once or not at all."""
+        """Write both as whole numbers to a NumPy archive, atomically."""
         import numpy as np
 
         partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
@@ -160,16 +153,17 @@ class RoutingCounts:
 
 
 class ExpertCounter:
-    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes
-    them to a `file`.
+    """The hooks of SGLang's recorders in one process, each with its own counts.
+
+    A dump writes the counts to `file`.
     """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._counts: WeakKeyDictionary[Any, RoutingCounts] = WeakKeyDictionary()
 
-    def make_counts(self, _made: None, recorder: Any, *_arguments: Any, **_named: Any) -> None:
-        """After a recorder's `__init__`: its counts, before any CUDA graph is captured."""
+    def make_counts(self, _made: None, recorder: Any, *_arguments: Any, **_keywords: Any) -> None:
+        """Make a recorder's counts before any CUDA graph is captured. Runs after its `__init__`."""
         places = recorder._expert_location_metadata
         slots = places.physical_to_logical_map
         self._counts[recorder] = RoutingCounts(
@@ -177,11 +171,11 @@ class ExpertCounter:
         )
 
     def count(self, on_select_experts: Callable[..., Any], recorder: Any, topk_ids: Any) -> None:
-        """Around a recorder's `on_select_experts`: what SGLang counts is counted here too, as the
-        model's own experts.
+        """Count the choices that SGLang counts, as the model's own experts.
 
-        Without an accelerator SGLang is asked only while it records: else it asks CUDA whether a
-        graph is being captured, which ends its scheduler.
+        Runs around a recorder's `on_select_experts`. Without an accelerator SGLang is called only
+        while it records: else it asks CUDA whether a graph is being captured, which ends its
+        scheduler.
         """
         import torch
 
@@ -191,11 +185,12 @@ class ExpertCounter:
         if (recorder.recording or capturing) and not recorder._disable_all:
             layer = recorder._current_layer_idx.value
             expert_of_slot = recorder._expert_location_metadata.physical_to_logical_map[layer]
-            self._counts[recorder].add(layer, logical(topk_ids, expert_of_slot))
+            self._counts[recorder].add(layer, map_to_logical(topk_ids, expert_of_slot))
 
     def clear(self, _started: None, recorder: Any) -> None:
-        """After a recorder's `start_record`: nothing is counted, and no older file is taken for a
-        new one.
+        """Set the counts to 0 and delete an older file, so that it is not taken for a new one.
+
+        Runs after a recorder's `start_record`.
         """
         self._counts[recorder].clear()
         if self._file is not None:
@@ -204,40 +199,37 @@ class ExpertCounter:
     def write(
         self, dump_record: Callable[..., Any], recorder: Any, output_mode: str = "file"
     ) -> Any:
-        """Around a recorder's `dump_record`: a dump to a file writes ours too, of all ranks
-        together, and clears it.
+        """Write and clear the counts of all ranks when SGLang dumps its record to a file.
+
+        Runs around a recorder's `dump_record`.
         """
         dumped = dump_record(recorder, output_mode)
         if output_mode == "file" and self._file is not None:
             counts = self._counts[recorder]
-            if _over_ranks(counts.activations, counts.transitions) == 0:
+            if _sum_over_ranks(counts.activations, counts.transitions) == 0:
                 counts.save(self._file)
                 logger.info("Wrote expert activations and transitions to %s", self._file)
             counts.clear()
         return dumped
 
     def transitions(self, recorder: Any) -> Any:
-        """Those of all ranks since the recording began, or since a dump: what follows what is the
-        model's own.
-        """
+        """Return the transitions of all ranks since recording began or since the last dump."""
         summed = self._counts[recorder].transitions.clone()
-        _over_ranks(summed)
+        _sum_over_ranks(summed)
         return summed
 
 
 class LivePlacement:
-    """The hook of SGLang's `EPLBManager` in one process: the placement by `algorithm` instead of
-    SGLang's own.
-    """
+    """The hook of SGLang's `EPLBManager` in one process, which places experts by `algorithm`."""
 
     def __init__(self, algorithm: str, counter: ExpertCounter) -> None:
         self._algorithm = algorithm
         self._counter = counter
 
     def compute(
-        self, sglangs: Callable[..., Any], manager: Any, logical_count: Any, **named: Any
+        self, sglangs: Callable[..., Any], manager: Any, logical_count: Any, **keywords: Any
     ) -> Any:
-        """Around `EPLBManager._compute_expert_location_metadata`: the new metadata.
+        """Return the new metadata. Runs around `EPLBManager._compute_expert_location_metadata`.
 
         `logical_count` [(steps,) layers, experts] has been summed over all ranks. The first rank
         places, so that all agree; the others wait for it, as they wait for the experts that move.
@@ -255,30 +247,33 @@ class LivePlacement:
         if (
             now.num_physical_experts != now.num_logical_experts
             or in_halves
-            or named.get("broadcast_over_world")
+            or keywords.get("broadcast_over_world")
         ):
-            return sglangs(manager, logical_count, **named)  # `can_place` has said why
+            return sglangs(manager, logical_count, **keywords)  # `can_place` has said why
         transitions = self._counter.transitions(get_global_expert_distribution_recorder())
         slots = now.physical_to_logical_map.clone().contiguous()
         is_shared = torch.distributed.is_initialized()
         if not is_shared or torch.distributed.get_rank() == 0:
             counted = logical_count.reshape(-1, *slots.shape).sum(dim=0).cpu().numpy()
-            found = placed(
+            placement = place_experts(
                 self._algorithm,
                 counted,
                 transitions.cpu().numpy(),
                 slots.cpu().numpy(),
                 now.ep_size,
             )
-            slots.copy_(torch.from_numpy(found))
+            slots.copy_(torch.from_numpy(placement))
         if is_shared:
             torch.distributed.broadcast(slots, src=0)
         return ExpertLocationMetadata.init_by_mapping(manager._model_config, slots)
 
 
-def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus: int) -> Any:
-    """The expert in each slot [layers, experts], where now those of `slots` are; the same where
-    moving gains too little, or none can be placed: an engine that serves is not to end for it."""
+def place_experts(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus: int) -> Any:
+    """Return the expert in each slot [layers, experts], as `slots` has them at present.
+
+    The result is `slots` if moving gains too little, or if nothing can be placed: a running engine
+    must not end for it.
+    """
     from shell_router.errors import ConfigError
     from shell_router.experts.placement import build_record, measure_placement, place
     from shell_router.experts.placement.records import judge_gain, placement_from_slots
@@ -297,25 +292,24 @@ def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus:
     logger.info("Experts %s by %s, %s", "move" if moves else "stay", algorithm, reason)
     if not moves:
         return slots
-    found = slots.copy()
-    found[layers] = new.slots
-    return found
+    placement = slots.copy()
+    placement[layers] = new.slots
+    return placement
 
 
-def logical(slots: Any, expert_of_slot: Any) -> Any:
-    """The experts in `slots`, shaped alike; -1 for what is no slot: padding, and shared experts
-    behind the last.
+def map_to_logical(slots: Any, expert_of_slot: Any) -> Any:
+    """Return the experts in `slots`, in the same shape.
+
+    The result is -1 for numbers that are no slot: padding, and shared experts behind the last.
     """
     import torch
 
-    known = (slots >= 0) & (slots < len(expert_of_slot))
-    return torch.where(known, expert_of_slot[torch.where(known, slots, 0).long()], -1)
+    is_slot = (slots >= 0) & (slots < len(expert_of_slot))
+    return torch.where(is_slot, expert_of_slot[torch.where(is_slot, slots, 0).long()], -1)
 
 
-def _over_ranks(*counts: Any) -> int:
-    """Sum the counts over all ranks, as SGLang sums its own in a dump, and return this one's
-    number.
-    """
+def _sum_over_ranks(*counts: Any) -> int:
+    """Sum the counts over all ranks, as SGLang does in a dump; return this rank's number."""
     import torch
 
     if not torch.distributed.is_initialized():
@@ -332,8 +326,8 @@ EPLB: Final = "sglang.srt.eplb"
 ARGUMENTS: Final = "sglang.srt.server_args.ServerArgs"
 
 
-def feature(file: Path | None, algorithm: str | None) -> Feature:
-    """The hooks that count which experts follow which, and with `algorithm` place them."""
+def make_feature(file: Path | None, algorithm: str | None) -> Feature:
+    """Return the hooks that count transitions between experts, and place experts by `algorithm`."""
     counter = ExpertCounter(file)
     placing: Sequence[Hook] = ()
     needed: Sequence[str] = ()

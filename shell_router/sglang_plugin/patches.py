@@ -9,24 +9,24 @@ from shell_router.sglang_plugin.compatibility import REQUEST, Feature
 logger = logging.getLogger(__name__)
 
 
-def unpinned(
-    make: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **named: Any
+def make_unpinned(
+    make: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **keywords: Any
 ) -> Any:
-    """Around a function that makes a tensor: in ordinary memory."""
-    return make(*arguments, **named)
+    """Make a tensor in ordinary memory. Runs around the functions of torch that make tensors."""
+    return make(*arguments, **keywords)
 
 
-def as_it_is(_pin: Callable[..., Any], tensor: Any, *_arguments: Any, **_named: Any) -> Any:
-    """Around `Tensor.pin_memory`: the tensor stays where it is."""
+def keep_unpinned(_pin: Callable[..., Any], tensor: Any, *_arguments: Any, **_keywords: Any) -> Any:
+    """Return the tensor unchanged. Runs around `Tensor.pin_memory`."""
     return tensor
 
 
-def index_on_host_without_cuda(kv_class: Any, *_arguments: Any, **_named: Any) -> None:
-    """After `get_kv_class`: a KV sender does not pin host memory through CUDA where there is no
-    CUDA.
+def index_on_host_without_cuda(kv_class: Any, *_arguments: Any, **_keywords: Any) -> None:
+    """Let a KV sender pin host memory through CUDA only if there is CUDA.
 
-    In 0.5.23 `MooncakeKVSender.supports_host_tensor_indices` makes the prefill scheduler copy KV
-    indices into pinned memory, which ends it at the first transfer on a CPU.
+    Runs after `get_kv_class`. In 0.5.23 `MooncakeKVSender.supports_host_tensor_indices` makes the
+    prefill scheduler copy KV indices into pinned memory, which ends it at the first transfer on a
+    CPU.
     """
     if getattr(kv_class, "supports_host_tensor_indices", False):
         import torch
@@ -34,13 +34,13 @@ def index_on_host_without_cuda(kv_class: Any, *_arguments: Any, **_named: Any) -
         kv_class.supports_host_tensor_indices = torch.cuda.is_available()
 
 
-def status_of_room(check_status: Callable[..., Any], transfers: Any, room: int) -> Any:
-    """Around `CommonKVManager.check_status`: a room that has just been cleared has failed, instead
-    of a KeyError.
+def check_room_status(check_status: Callable[..., Any], transfers: Any, room: int) -> Any:
+    """Return Failed for a room that has just been cleared, instead of raising KeyError.
 
-    A transfer thread asks whether a room is known and then for its status; when the scheduler
-    clears the room in between, the KeyError ends the thread, and every later transfer on its queue
-    stalls. `Failed` makes the thread drop what it holds for that room, which is over.
+    Runs around `CommonKVManager.check_status`. A transfer thread asks whether a room is known and
+    then for its status. When the scheduler clears the room in between, the KeyError ends the
+    thread, and every later transfer on its queue stalls. `Failed` makes the thread drop what it
+    holds for that room, which is over.
     """
     try:
         return check_status(transfers, room)
@@ -52,44 +52,49 @@ def status_of_room(check_status: Callable[..., Any], transfers: Any, room: int) 
 
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
-"""SGLang's own mark of a prefill without a decode partner
-(`disaggregation.utils.FAKE_BOOTSTRAP_HOST`).
+"""SGLang's mark of a prefill without a decode partner.
+
+See `disaggregation.utils.FAKE_BOOTSTRAP_HOST`.
 """
 
 PREFILL_ONLY_PORT: Final = -0x5348454C4C
-"""The bootstrap port of our prefill-only requests. SGLang carries a request's port to its scheduler
-and, for the fake host, never connects to it; no other client sends a negative port."""
+"""The bootstrap port of our prefill-only requests.
+
+SGLang carries a request's port to its scheduler and, for the fake host, never connects to it; no
+other client sends a negative port.
+"""
 
 
-def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: Any) -> None:
-    """After `Req.__init__`: let a prefill-only request of ours, and no other, into the radix cache.
+def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_keywords: Any) -> None:
+    """Let our prefill-only requests, and no others, into the radix cache.
 
-    SGLang bars every request with the fake host, since its own are warm-ups; ours are prefixes that
-    a request will need. A prompt with overridden embeddings stays out: its KV does not follow from
-    its token ids.
+    Runs after `Req.__init__`. SGLang bars every request with the fake host, since its own are
+    warm-ups; ours are prefixes that a request will need. A prompt with overridden embeddings stays
+    out: its KV does not follow from its token ids.
     """
     if is_ours(request) and request.positional_embed_overrides is None:
         request.skip_radix_cache_insert = False
 
 
 def is_ours(request: Any) -> bool:
-    """Whether it is a prefill-only request of ours."""
+    """Return whether `request` is a prefill-only request of ours."""
     return bool(
         request.bootstrap_host == FAKE_BOOTSTRAP_HOST
         and request.bootstrap_port == PREFILL_ONLY_PORT
     )
 
 
-def feature() -> Feature:
-    """The hooks of every process. Where there is no device to pin memory for, SGLang's adapters are
-    not to ask it.
+def make_feature() -> Feature:
+    """Return the hooks of every process.
+
+    Without a device to pin memory for, SGLang's adapters must not ask for pinned memory.
     """
     import torch
 
     pinning = (
-        ("torch.tensor", unpinned, "AROUND"),
-        ("torch.zeros", unpinned, "AROUND"),
-        ("torch.Tensor.pin_memory", as_it_is, "AROUND"),
+        ("torch.tensor", make_unpinned, "AROUND"),
+        ("torch.zeros", make_unpinned, "AROUND"),
+        ("torch.Tensor.pin_memory", keep_unpinned, "AROUND"),
     )
     return Feature(
         hooks=(
@@ -97,7 +102,7 @@ def feature() -> Feature:
             ("sglang.srt.disaggregation.utils.get_kv_class", index_on_host_without_cuda, "AFTER"),
             (
                 "sglang.srt.disaggregation.common.conn.CommonKVManager.check_status",
-                status_of_room,
+                check_room_status,
                 "AROUND",
             ),
             *(() if torch.accelerator.is_available() else pinning),

@@ -8,12 +8,12 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from shell_router.sglang_plugin.compatibility import Feature
-from shell_router.sglang_plugin.drafts import asked
+from shell_router.sglang_plugin.drafts import drafts_enabled
 from shell_router.sglang_plugin.experts import (
-    asked_algorithm,
     can_place,
     can_record,
-    feature,
+    make_feature,
+    read_algorithm,
     record_file,
 )
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
@@ -21,45 +21,45 @@ from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY
 logger = logging.getLogger(__name__)
 
 CONTRACT: Final = 1
-"""Counts up when `/prefill_only` or `/shell_router/capabilities` change so that an older router
-would misread them.
+"""The version of `/prefill_only` and `/shell_router/capabilities`.
+
+It counts up when an older router would misread them.
 """
 
 EXPERT_RECORD_PATH: Final = "/shell_router/expert_record"
 
 
-def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
-    """Before `launch_server`: `GET /shell_router/capabilities`, and the routes that this server can
-    offer.
+def add_routes(server_args: Any, *_arguments: Any, **_keywords: Any) -> None:
+    """Add `GET /shell_router/capabilities` and the routes that this server can offer.
+
+    Runs before `launch_server`.
     """
     from sglang.srt.entrypoints import http_server
 
     if server_args.tokenizer_worker_num > 1:
         logger.warning(
             "SGLang loads no plugins in its tokenizer workers, so --tokenizer-worker-num %d "
-            "leaves out /prefill_only; "
-            "the router will prefill by real pairs. Use 1 for increments without KV transfer.",
+            "leaves out /prefill_only; the router will prefill by real pairs. Use 1 for increments "
+            "without KV transfer.",
             server_args.tokenizer_worker_num,
         )
         return
     from fastapi import Request, Response
 
-    found = capabilities(server_args, version("sglang"))
+    capabilities = report_capabilities(server_args, version("sglang"))
     file = record_file()
 
     async def report() -> dict[str, Any]:
-        return found
+        return capabilities
 
     async def prefill_only(obj: http_server.GenerateReqInput, request: Request) -> Any:
-        """Takes a `/generate` body and answers as `/generate` does, once its KV is in the radix
-        cache.
-        """
+        """Take a `/generate` body and answer as `/generate`, once its KV is in the radix cache."""
         return await http_server.generate_request(
-            as_prefill_only(obj, random.getrandbits(62)), request
+            make_prefill_only(obj, random.getrandbits(62)), request
         )
 
     def expert_record() -> Any:  # no coroutine: reading a file would hold up the event loop
-        """What the last dump wrote: an archive of NumPy's."""
+        """Return the NumPy archive that the last dump wrote."""
         assert file is not None
         if not file.exists():
             return Response(
@@ -69,21 +69,21 @@ def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
         return Response(file.read_bytes(), media_type="application/octet-stream")
 
     http_server.app.add_api_route("/shell_router/capabilities", report, methods=["GET"])
-    if found["disaggregation_mode"] == "prefill":
+    if capabilities["disaggregation_mode"] == "prefill":
         http_server.app.add_api_route("/prefill_only", prefill_only, methods=["POST"])
-    if found["expert_record"]:
+    if capabilities["expert_record"]:
         http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record, methods=["GET"])
 
 
-def capabilities(
+def report_capabilities(
     server_args: Any, sglang_version: str, variables: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """What `GET /shell_router/capabilities` answers."""
+    """Return the answer of `GET /shell_router/capabilities`."""
     mode = server_args.disaggregation_mode
     file = record_file(variables)
-    algorithm = asked_algorithm(variables)
+    algorithm = read_algorithm(variables)
     if file or algorithm:
-        fits = not feature(file, algorithm).missing()
+        fits = not make_feature(file, algorithm).missing()
     else:
         fits = False
     return {
@@ -91,15 +91,14 @@ def capabilities(
         "sglang_version": sglang_version,
         "disaggregation_mode": mode,
         "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
-        "drafts": asked() and server_args.speculative_algorithm == "NGRAM",
+        "drafts": drafts_enabled() and server_args.speculative_algorithm == "NGRAM",
         "expert_record": fits and can_record(server_args, file),
         "expert_placement": fits and can_place(server_args, algorithm),
     }
 
 
-def as_prefill_only(body: Any, room: int) -> Any:
-    """`body` (a `GenerateReqInput`, changed) as one prefill or a batch of them, without a decode
-    partner.
+def make_prefill_only(body: Any, room: int) -> Any:
+    """Change `body` (a `GenerateReqInput`) to prefills without a decode partner.
 
     Its own room is kept: SGLang chooses a data-parallel rank by it.
     """
@@ -108,13 +107,13 @@ def as_prefill_only(body: Any, room: int) -> Any:
     if body.bootstrap_room is None:
         body.bootstrap_room = room
     body.stream = False
-    body.sampling_params = _of_one_token(body.sampling_params)
+    body.sampling_params = _limit_to_one_token(body.sampling_params)
     return body
 
 
-def _of_one_token(sampling: Any) -> Any:
+def _limit_to_one_token(sampling: Any) -> Any:
     if isinstance(sampling, list):
-        return [_of_one_token(one) for one in sampling]
+        return [_limit_to_one_token(params) for params in sampling]
     return {**(sampling or {}), "max_new_tokens": 1, "min_new_tokens": 0}
 
 

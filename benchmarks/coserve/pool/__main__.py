@@ -11,7 +11,7 @@ import typer
 
 from benchmarks.coserve.pool.measuring import Amount
 from benchmarks.coserve.pool.profiling import ProfileOptions, find_split, measure
-from shell_router.cli.options import NONE, Several, argument, listed, option, run, say
+from shell_router.cli.options import NONE, Several, argument, list_option, option, run, say
 from shell_router.errors import ConfigError, ShellRouterError
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -23,12 +23,16 @@ WRONG_INPUT = 2
 @app.command()
 def profile(
     pool: Annotated[Path, argument("POOL", "The pool's YAML file.")],
-    devices: Annotated[Several, listed(str, "Measure only these devices. Default: all.")] = NONE,
+    devices: Annotated[
+        Several, list_option(str, "Measure only these devices. Default: all.")
+    ] = NONE,
     keep_costs: Annotated[
         bool, option("Measure nothing; update only usage and the split of memory.", "--keep-costs")
     ] = False,
     rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
-    batches: Annotated[Several, listed(int, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
+    batches: Annotated[
+        Several, list_option(int, "Batch sizes to measure.", "N,N,…")
+    ] = POOL_BATCHES,
     warm_files: Annotated[
         bool, option("Time loads of files that the system has in memory.", "--warm-files")
     ] = False,

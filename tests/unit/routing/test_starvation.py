@@ -23,7 +23,7 @@ from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.failures import Breaker, BreakerSettings
 from shell_router.routing.placement import EngineReport, PlacementRequest
 from shell_router.routing.queue import QueueSettings
-from shell_router.sglang_plugin.waiting_queue import updates_last
+from shell_router.sglang_plugin.waiting_queue import make_reorder
 
 AGE_S = 5.0
 TRACES = 1000
@@ -145,7 +145,7 @@ def through_the_router(trace: Trace) -> None:
 def through_sglang(trace: Trace) -> None:
     """What the plugin makes of SGLang's waiting queue, which an engine reads from the front."""
     clock, waiting, running = Clock(), list[SimpleNamespace](), [0]
-    reorder = updates_last(AGE_S, clock, lambda: 1)
+    reorder = make_reorder(AGE_S, clock, lambda: 1)
     policy = SimpleNamespace(enable_priority_scheduling=False)
 
     def fill() -> None:

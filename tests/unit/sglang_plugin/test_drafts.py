@@ -14,10 +14,10 @@ import torch
 from shell_router.sglang_plugin.drafts import (
     VARIABLE,
     DraftedDecoding,
-    asked,
-    obstacle,
-    plain_pass,
+    drafts_enabled,
+    find_obstacle,
     refuse_overlap,
+    run_plain_pass,
     stay_in_place,
 )
 
@@ -67,7 +67,7 @@ class Logits:
 
 
 class Worker:
-    """SGLang's NGRAM worker: `forward` computes what `chains` made of a batch, and
+    """SGLang's NGRAM worker: `forward` computes what `make_chains` made of a batch, and
     `sample_and_compare` verifies it.
     """
 
@@ -97,7 +97,7 @@ class Worker:
         )
 
     def forward(self, worker: Any, batch: Any) -> SimpleNamespace:
-        tokens, masks = self.decoding.chains(lambda: None, worker, batch)
+        tokens, masks = self.decoding.make_chains(lambda: None, worker, batch)
         rows, width = len(batch.reqs), worker.draft_token_num
         logits = torch.zeros(rows, width, VOCABULARY)
         for row, request in enumerate(batch.reqs):
@@ -291,7 +291,10 @@ def test_with_an_accelerator_every_pass_has_the_width_of_its_graphs_and_sglang_v
 
 def test_logprobs_of_a_plain_pass_are_a_list_for_each_row() -> None:
     batch = batch_of(Request(TEXT), Request(TEXT), return_logprob=True)
-    assert plain_pass(Worker(decoding()), batch).logits_output.next_token_logprobs.shape == (2, 1)
+    assert run_plain_pass(Worker(decoding()), batch).logits_output.next_token_logprobs.shape == (
+        2,
+        1,
+    )
 
 
 def test_prefill_is_sglangs_own() -> None:
@@ -321,7 +324,7 @@ def test_requests_that_drafts_might_change_are_not_drafted_and_it_is_said_once(
     request_: Request, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker(decoding())
-    assert obstacle(request_, request_.sampling_params.custom_params["drafts"]) == reason
+    assert find_obstacle(request_, request_.sampling_params.custom_params["drafts"]) == reason
     another = replace(request_, output_ids=[])
     assert decode(worker, request_, another, passes=5) == [2] * 5
     assert [record.getMessage() for record in caplog.records].count(
@@ -351,7 +354,7 @@ def test_overlap_is_refused_with_the_remedy() -> None:
     ("variables", "on"), [({}, False), ({VARIABLE: "0"}, False), ({VARIABLE: "1"}, True)]
 )
 def test_it_is_asked_for_by_a_variable(variables: dict[str, str], on: bool) -> None:
-    assert asked(variables) is on
+    assert drafts_enabled(variables) is on
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from shell_router.sglang_plugin.experts import (
     RoutingCounts,
     can_place,
     can_record,
-    logical,
-    placed,
+    map_to_logical,
+    place_experts,
     record_file,
 )
 
@@ -132,7 +132,7 @@ def test_slots_are_counted_as_the_experts_in_them(file: Path) -> None:
 
 
 def test_padding_and_shared_experts_are_not_counted_as_chosen() -> None:
-    found = logical(torch.tensor([[0, -1], [5, 6]]), torch.tensor([3, 2, 1, 0, 5, 4]))
+    found = map_to_logical(torch.tensor([[0, -1], [5, 6]]), torch.tensor([3, 2, 1, 0, 5, 4]))
     assert found.tolist() == [[3, -1], [4, -1]]
     counts = RoutingCounts(2, EXPERTS, "cpu")
     counts.add(0, found)
@@ -241,7 +241,7 @@ def test_experts_move_to_where_the_projects_algorithm_places_them(algorithm: str
     activations, transitions = by_hand(chosen(1))
     activations[:, :3] *= 10  # all of one GPU's
     activations[1] = 0  # a layer without experts
-    found = placed(algorithm, activations, transitions, IN_ORDER, GPUS)
+    found = place_experts(algorithm, activations, transitions, IN_ORDER, GPUS)
     record = build_record(activations, transitions)
     assert (found[[0, 2]] == place(algorithm, record, GPUS).slots).all()
     assert (found[1] == IN_ORDER[1]).all() and (np.arange(EXPERTS) == IN_ORDER).all()
@@ -259,7 +259,7 @@ def test_experts_stay_where_nothing_was_counted_and_where_moving_gains_too_littl
     even = np.full((LAYERS, EXPERTS), times)
     for algorithm in ALGORITHMS:
         assert (
-            placed(algorithm, even, np.zeros((LAYERS - 1, EXPERTS, EXPERTS)), IN_ORDER, GPUS)
+            place_experts(algorithm, even, np.zeros((LAYERS - 1, EXPERTS, EXPERTS)), IN_ORDER, GPUS)
             == IN_ORDER
         ).all()
 
@@ -268,7 +268,7 @@ def test_a_placement_that_cannot_be_leaves_experts_where_they_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     activations, transitions = by_hand(chosen(1))
-    assert (placed("swap", activations, transitions, IN_ORDER, 4) == IN_ORDER).all()
+    assert (place_experts("swap", activations, transitions, IN_ORDER, 4) == IN_ORDER).all()
     assert "Experts stay where they are: 6 experts do not divide over 4 GPUs" in caplog.text
 
 

@@ -104,14 +104,14 @@ class HookRegistry:
 OF_EVERY_PROCESS = {
     "managers.schedule_batch.Req.__init__": ["keep_prefill_only_kv", "after"],
     "disaggregation.utils.get_kv_class": ["index_on_host_without_cuda", "after"],
-    "disaggregation.common.conn.CommonKVManager.check_status": ["status_of_room", "around"],
+    "disaggregation.common.conn.CommonKVManager.check_status": ["check_room_status", "around"],
 }
 OF_WAITING = {"managers.schedule_policy.SchedulePolicy.calc_priority": ["reorder", "after"]}
 if not torch.accelerator.is_available():
     OF_EVERY_PROCESS |= {
-        "torch.tensor": ["unpinned", "around"],
-        "torch.zeros": ["unpinned", "around"],
-        "torch.Tensor.pin_memory": ["as_it_is", "around"],
+        "torch.tensor": ["make_unpinned", "around"],
+        "torch.zeros": ["make_unpinned", "around"],
+        "torch.Tensor.pin_memory": ["keep_unpinned", "around"],
     }
 NEEDED = OF_EVERY_PROCESS
 OF_EVERY_PROCESS = {**NEEDED, **OF_WAITING}
@@ -129,10 +129,10 @@ WORKER = "speculative.ngram_worker.NGRAMWorker"
 OF_DRAFTS = {
     f"{WORKER}.__init__": ["refuse_overlap", "after"],
     f"{WORKER}.forward_batch_generation": ["run", "around"],
-    f"{WORKER}._prepare_draft_tokens": ["chains", "around"],
+    f"{WORKER}._prepare_draft_tokens": ["make_chains", "around"],
     f"{WORKER}._update_ngram_corpus": ["learn_nothing", "around"],
     "speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input": [
-        "first_input",
+        "make_first_input",
         "around",
     ],
     "speculative.ngram_worker.move_accept_tokens_to_target_kvcache": ["stay_in_place", "around"],

@@ -18,7 +18,7 @@ from shell_router.sglang_plugin.patches import (
     index_on_host_without_cuda,
     keep_prefill_only_kv,
 )
-from shell_router.sglang_plugin.routes import as_prefill_only, capabilities
+from shell_router.sglang_plugin.routes import make_prefill_only, report_capabilities
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ServerArguments:
 
 
 def test_a_prefill_only_request_may_enter_the_cache() -> None:
-    request = as_prefill_only(Request(), 5)
+    request = make_prefill_only(Request(), 5)
     keep_prefill_only_kv(None, request)
     assert not request.skip_radix_cache_insert
 
@@ -77,18 +77,18 @@ def test_the_mark_is_not_a_valid_port() -> None:
 def test_a_prefill_only_body_asks_for_one_token_and_no_stream(
     sampling: dict[str, Any] | None,
 ) -> None:
-    body = as_prefill_only(Request(sampling_params=sampling), 5)
+    body = make_prefill_only(Request(sampling_params=sampling), 5)
     assert body.sampling_params == {**(sampling or {}), "max_new_tokens": 1, "min_new_tokens": 0}
     assert (body.stream, body.bootstrap_room) == (False, 5)
 
 
 def test_each_request_of_a_batch_asks_for_one_token() -> None:
-    body = as_prefill_only(Request(sampling_params=[{"top_k": 1}, {}]), 5)
+    body = make_prefill_only(Request(sampling_params=[{"top_k": 1}, {}]), 5)
     assert [one["max_new_tokens"] for one in body.sampling_params] == [1, 1]
 
 
 def test_a_room_that_was_chosen_is_kept() -> None:
-    assert as_prefill_only(Request(bootstrap_room=77), 5).bootstrap_room == 77
+    assert make_prefill_only(Request(bootstrap_room=77), 5).bootstrap_room == 77
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_room_that_was_chosen_is_kept() -> None:
 def test_capabilities_offer_prefill_only_where_there_is_a_cache_to_fill(
     mode: str, no_cache: bool, offered: bool
 ) -> None:
-    found = capabilities(ServerArguments(mode, no_cache), "0.5.23")
+    found = report_capabilities(ServerArguments(mode, no_cache), "0.5.23")
     assert (found["disaggregation_mode"], found["prefill_only"], found["sglang_version"]) == (
         mode,
         offered,
@@ -111,7 +111,7 @@ def test_capabilities_offer_no_placement_where_sglang_lacks_names() -> None:
     eplb = ServerArguments(
         "null", False, expert_distribution_recorder_mode="stat", enable_eplb=True
     )
-    found = capabilities(eplb, "0.5.99", {PLACEMENT: "swap", RECORD_FILE: "record.npz"})
+    found = report_capabilities(eplb, "0.5.99", {PLACEMENT: "swap", RECORD_FILE: "record.npz"})
     assert not found["expert_placement"] and not found["expert_record"]
 
 
@@ -131,7 +131,7 @@ def test_versions_that_are_not_supported(version: str) -> None:
 
 def test_under_another_sglang_it_says_so_and_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Here no SGLang is installed at all."""
-    assert sglang_plugin.installed_sglang() == "unknown"
+    assert sglang_plugin.find_sglang_version() == "unknown"
     with caplog.at_level(logging.ERROR):
         sglang_plugin.register()
     assert "supports sglang >=0.5.16,<0.6, not unknown" in caplog.text

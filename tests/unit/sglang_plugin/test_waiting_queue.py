@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
-from shell_router.sglang_plugin.waiting_queue import TURNS, VARIABLE, asked_age_s, updates_last
+from shell_router.sglang_plugin.waiting_queue import TURNS, VARIABLE, make_reorder, read_age_s
 
 
 @dataclass
@@ -45,7 +45,7 @@ def ordered(
     age_s: float | None = 5.0,
 ) -> list[str]:
     queue = list(requests)
-    updates_last(age_s, clock=lambda: now_s, ranks=lambda: ranks)(
+    make_reorder(age_s, clock=lambda: now_s, ranks=lambda: ranks)(
         None, policy or Policy(), queue, None
     )
     return [request.name for request in queue]
@@ -91,7 +91,7 @@ def test_updates_yield_without_aging_and_on_several_ranks_and_others_keep_their_
 
 @pytest.mark.parametrize(("age_s", "ranks"), [(5.0, 1), (None, 1), (None, 2)])
 def test_an_update_yields_no_more_than_so_often(age_s: float | None, ranks: int) -> None:
-    update, reorder = replace(UPDATE), updates_last(age_s, clock=lambda: 60.0, ranks=lambda: ranks)
+    update, reorder = replace(UPDATE), make_reorder(age_s, clock=lambda: 60.0, ranks=lambda: ranks)
     first = []
     for number in range(TURNS + 1):
         queue = [update, Request(f"new {number}", 30, 59.0)]
@@ -119,7 +119,7 @@ def test_a_server_of_several_ranks_keeps_its_order_and_says_so(
     ("given", "age_s"), [({}, None), ({VARIABLE: "5"}, 5.0), ({VARIABLE: "0.5"}, 0.5)]
 )
 def test_the_environment_says_after_how_long(given: dict[str, str], age_s: float | None) -> None:
-    assert asked_age_s(given) == age_s
+    assert read_age_s(given) == age_s
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "nan"])
@@ -127,5 +127,5 @@ def test_what_is_no_time_is_refused_and_changes_nothing(
     given: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        assert asked_age_s({VARIABLE: given}) is None
+        assert read_age_s({VARIABLE: given}) is None
     assert VARIABLE in caplog.text
