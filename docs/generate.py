@@ -105,7 +105,7 @@ def _settings(argument: str, old: str) -> str:
         if hidden and path.startswith(hidden):
             continue
         if not sections or path.split(".")[0] in sections:
-            before = kept.get(f"`{path}`", ["none", _about(form, schema) or MISSING_MEANING])
+            before = kept.get(f"`{path}`", ["", _about(form, schema) or MISSING_MEANING])
             default = "required" if is_required else _default(form) or before[0]
             meaning = _cell(form.get("description", "")) or before[-1]
             rows.append((f"`{path}`", default, meaning))
