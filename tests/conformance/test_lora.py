@@ -16,13 +16,13 @@ import pytest
 import pytest_asyncio
 import torch
 
-from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import cpu_pair
 from shell_router.engines.address import PairAddress
 from tests.conformance.test_wire import Wire, prompt
 from tests.fakes.pairs_under_test import PairUnderTest, of_model
+from tests.fakes.random_adapter import make_adapter
 from tests.fakes.tiny_models import merge, plain
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.sglang]

@@ -15,7 +15,6 @@ from time import monotonic
 import aiohttp
 import pytest
 
-from benchmarks.random_adapter import make_adapter
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.pair import CpuPair, free_ports, until_ready
@@ -24,6 +23,7 @@ from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes import embedded_as_sglang
+from tests.fakes.random_adapter import make_adapter
 from tests.fakes.scripted_pair import collect
 from tests.fakes.shared_engines import SharedEngines
 
