@@ -2,7 +2,6 @@
 
 import asyncio
 import codecs
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, Required
@@ -11,21 +10,21 @@ from annotated_types import Ge
 from typing_extensions import TypedDict
 
 from shell_router.api.admission import ADMISSION
-from shell_router.api.chat_body import (
-    IDENTIFIER_PATTERN,
-    Identifier,
-    PrefillField,
-    PrefillFields,
+from shell_router.api.bodies import (
+    check_identifier,
+    check_template_kwargs,
+    read_models,
+    read_object,
+    read_sampling,
 )
 from shell_router.api.conversation import holds_marker
 from shell_router.api.drain import DRAIN
 from shell_router.api.fields import (
+    Identifier,
     Names,
     OpenAISampling,
-    check_template_kwargs,
-    read_body,
-    read_models,
-    read_sampling,
+    PrefillField,
+    PrefillFields,
 )
 from shell_router.api.frames import AgentFrames
 from shell_router.api.keys import permit
@@ -37,7 +36,6 @@ from shell_router.core.validation import (
     Array,
     JsonObject,
     field_error,
-    parse_object,
 )
 from shell_router.errors import InvalidRequest
 from shell_router.http.app import BodyTooLarge, Reply, Request, Response
@@ -123,12 +121,6 @@ def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentReque
     )
 
 
-def check_identifier(value: str, name: str) -> None:
-    """Raise InvalidField for a program's or agent's id that is unfit for URLs and cache keys."""
-    if not re.fullmatch(IDENTIFIER_PATTERN, value):
-        raise field_error(name, "may hold 1 to 128 letters, digits and any of _ . : @ -")
-
-
 def read_segments(segments: Segments | tuple[()], path: str) -> tuple[Segment, ...]:
     """Return validated segments, of which a text may be the only one; raises InvalidField."""
     if isinstance(segments, str):
@@ -176,7 +168,7 @@ def read_prefill(fields: PrefillFields | None) -> Prefill:
 
 async def run_agent(request: Request) -> Reply:
     """Run one agent to its end."""
-    sent = parse_object(await read_body(request))
+    sent = await read_object(request)
     body = AGENT.read(sent)
     agent_request = read_agent(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
     ignored = AGENT.find_unknown(sent)

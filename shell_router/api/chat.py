@@ -20,30 +20,33 @@ from functools import partial
 from typing import Any
 
 from shell_router.api.admission import ADMISSION
-from shell_router.api.chat_body import (
-    CHAT,
-    ChatBody,
+from shell_router.api.bodies import (
     ChatRequest,
+    Wish,
     find_ignored,
     read_chat,
+    read_end_user,
+    read_models,
+    read_object,
+    read_wish,
 )
 from shell_router.api.conversation import has_markers
 from shell_router.api.drain import Drain
 from shell_router.api.engine_chat import asks_engine, read_engine_chat
-from shell_router.api.fields import read_body, read_end_user, read_models
+from shell_router.api.fields import BRINGING, CHAT, ChatBody
 from shell_router.api.frames import ChatFrames
 from shell_router.api.keys import permit
-from shell_router.api.lazy import Wish, begin_lazy, read_program, read_wish
+from shell_router.api.lazy import begin_lazy, read_program
 from shell_router.api.models import Targets
 from shell_router.api.native import forward
-from shell_router.api.panels import BRINGING, read_brought
+from shell_router.api.panels import FUSIONS, read_brought
 from shell_router.api.replies import note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, read_position
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, respond
 from shell_router.api.translation import ItemTranslation, TranslatedFrames
 from shell_router.core.engine import Relay
-from shell_router.core.validation import field_error, parse_object
+from shell_router.core.validation import field_error
 from shell_router.http.app import Key, Reply, Request
 from shell_router.moa.expectations import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, MoaRequest
@@ -92,18 +95,20 @@ class Chats:
         """Return the chat of a validated body and its target; raises InvalidRequest."""
         services = self.services
         limit_s = self.settings.request_timeout_s
-        brought = read_brought(body, services.models, self.targets)
-        is_brought = brought is not None
+        only_model = find_only_model(body)
+        fused = only_model in FUSIONS and only_model not in self.targets
+        is_brought = fused or not body.keys().isdisjoint(BRINGING)
+        if is_brought:
+            document, name = read_brought(body, services.models, fused=fused)
         chat = read_chat(body, sent, services.new_id(), tenant, limit_s)
         ignored = find_ignored(body, sent, is_brought=is_brought)
-        if brought is None:
-            models = read_models(body)
-            graph = self.targets.choose(models)
-            return chat, Target(graph, graph.name, graph.name, models, ignored, is_brought)
-        document, name = brought
-        models = read_models(body) if "model" in body else (name,)
-        graph = await services.topologies.inline(document)
-        return chat, Target(graph, name, models[0], models, ignored, is_brought)
+        if is_brought:
+            models = read_models(body) if "model" in body else (name,)
+            graph = await services.topologies.inline(document)
+            return chat, Target(graph, name, models[0], models, ignored, is_brought)
+        models = read_models(body)
+        graph = self.targets.choose(models)
+        return chat, Target(graph, graph.name, graph.name, models, ignored, is_brought)
 
     async def begin(self, sent: Mapping[str, Any], tenant: str) -> tuple[Run, ChatFrames]:
         """Return a run to be answered as one object; raises InvalidRequest."""
@@ -159,7 +164,7 @@ class ChatCall:
 
 async def chat_completions(request: Request) -> Reply:
     """Answer a chat with a topology, a model or a panel."""
-    return await answer_chat(request, parse_object(await read_body(request)))
+    return await answer_chat(request, await read_object(request))
 
 
 async def answer_chat(

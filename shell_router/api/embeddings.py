@@ -9,8 +9,9 @@ import numpy as np
 from annotated_types import Interval, MaxLen, MinLen
 from typing_extensions import TypedDict
 
+from shell_router.api.bodies import read_object
 from shell_router.api.drain import DRAIN
-from shell_router.api.fields import NoEffect, read_body
+from shell_router.api.fields import NoEffect
 from shell_router.api.keys import permit
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TOKENS
@@ -20,7 +21,6 @@ from shell_router.core.validation import (
     JsonObject,
     Name,
     field_error,
-    parse_object,
 )
 from shell_router.errors import DeadlineExceeded, UnknownModel
 from shell_router.http.app import Key, Reply, Request
@@ -57,7 +57,7 @@ EMBEDDING = Key[asyncio.Semaphore]("EMBEDDING")
 
 async def create_embeddings(request: Request) -> Reply:
     """Embed the texts, and answer with their vectors in order."""
-    sent = parse_object(await read_body(request))
+    sent = await read_object(request)
     body = EMBEDDINGS.read(sent)
     services = request.app[SERVICES]
     name = body["model"]

@@ -11,27 +11,27 @@ from typing import Annotated, Any, Required
 import orjson
 from annotated_types import Interval
 
-from shell_router.api.chat_body import (
-    CHAT,
-    ENGINE_FIELDS,
-    MAX_TOP_LOGPROBS,
-    NOT_SERVED,
-    ChatBody,
-    ForwardedFields,
-)
-from shell_router.api.conversation import check_order, read_calls, read_tools
-from shell_router.api.fields import (
-    EndUserFields,
-    Names,
-    ResponseFormat,
-    SamplingFields,
-    StopField,
-    Tokens,
+from shell_router.api.bodies import (
     as_json,
     check_asks_nothing,
     check_few,
     check_template_kwargs,
     read_sampling,
+)
+from shell_router.api.conversation import check_order, read_calls, read_tools
+from shell_router.api.fields import (
+    CHAT,
+    ENGINE_FIELDS,
+    MAX_TOP_LOGPROBS,
+    NOT_SERVED,
+    ChatBody,
+    EndUserFields,
+    ForwardedFields,
+    Names,
+    ResponseFormat,
+    SamplingFields,
+    StopField,
+    Tokens,
 )
 from shell_router.core.engine import ChatServing
 from shell_router.core.sampling import RANGES

@@ -6,21 +6,21 @@ still write. So a framework that knows nothing of the router overlaps its agents
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from shell_router.api.admission import ADMISSION
-from shell_router.api.agents import check_identifier, read_prefill
-from shell_router.api.chat_body import SharedFields
+from shell_router.api.agents import read_prefill
+from shell_router.api.bodies import Wish, query_number
 from shell_router.api.conversation import MARKER, PLAIN, marker_of, split_text
 from shell_router.api.drain import DRAIN
-from shell_router.api.fields import query_number
+from shell_router.api.fields import SharedFields
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
 from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.core.validation import field_error
-from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
+from shell_router.errors import PrecursorTimeout, UnknownProgram
 from shell_router.http.app import Request, Response
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import (
@@ -34,47 +34,8 @@ from shell_router.moa.requests import (
 from shell_router.routing.increments import tokens_per_event
 from shell_router.topology import AUTO, Prefill
 
-PROGRAM_HEADER = "x-shell-router-program"
-LAZY_HEADER = "x-shell-router-lazy"
-
 OUTPUT_WAIT_S = 30.0
 C = TypeVar("C", bound=MoaRequest)
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """The program that a chat completion belongs to, and whether its answer is lazy."""
-
-    program: str | None = None
-    is_lazy: bool = False
-
-
-NO_WISH = Wish()
-
-
-def read_wish(body: SharedFields, headers: Mapping[str, str]) -> Wish:
-    """Return the wish in a validated body or in the headers; raises InvalidField."""
-    program = body.get("program")
-    is_lazy = body.get("lazy", False)
-    header = headers.get(PROGRAM_HEADER)
-    lazy_header = headers.get(LAZY_HEADER)
-    if program is header is lazy_header is None and not is_lazy:
-        return NO_WISH
-    if header is not None:
-        check_identifier(header, PROGRAM_HEADER)
-        if program not in (None, header):
-            what = f"differs from the header {PROGRAM_HEADER}"
-            raise field_error("program", what, "Send only one of them.")
-        program = header
-    if lazy_header is not None:
-        if lazy_header.lower() not in ("true", "false"):
-            what = f"The header {LAZY_HEADER} must be true or false."
-            raise InvalidField(what, field=LAZY_HEADER)
-        is_lazy = is_lazy or lazy_header.lower() == "true"
-    if is_lazy and program is None:
-        remedy = "A lazy answer needs one: name it with an id of your own per run."
-        raise field_error("program", "is missing", remedy)
-    return Wish(program, is_lazy)
 
 
 async def read_program(

@@ -11,14 +11,14 @@ from annotated_types import MinLen
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from shell_router.api.bodies import read_object
 from shell_router.api.chat import answer_chat
-from shell_router.api.chat_body import SharedFields
 from shell_router.api.conversation import FunctionName
-from shell_router.api.fields import NoEffect, Tokens, read_body
+from shell_router.api.fields import NoEffect, SharedFields, Tokens
 from shell_router.api.replies import anthropic_error, note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
-from shell_router.core.validation import Array, JsonObject, Name, parse_object
+from shell_router.core.validation import Array, JsonObject, Name
 from shell_router.http.app import Reply, Request
 
 
@@ -407,7 +407,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 async def create_message(request: Request) -> Reply:
     """Answer in the shape of Anthropic's messages, by way of a chat completion."""
-    sent = parse_object(await read_body(request))
+    sent = await read_object(request)
     body = MESSAGES.read(sent)
     warnings = note_ignored(request, MESSAGES.find_unknown(sent))
     translation = MessageTranslation(request.app[SERVICES].new_id(), sent, warnings)

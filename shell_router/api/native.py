@@ -10,11 +10,11 @@ import orjson
 from typing_extensions import TypedDict
 
 from shell_router.api.admission import ADMISSION
+from shell_router.api.bodies import read_body, read_end_user, read_models, read_object
 from shell_router.api.choices import forward_choices
 from shell_router.api.conversation import WORD, holds_marker
 from shell_router.api.drain import DRAIN
 from shell_router.api.engine_chat import COMPLETION, read_completion
-from shell_router.api.fields import read_body, read_end_user, read_models
 from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import json_reply, stream_error, whole_reply
@@ -101,7 +101,7 @@ def _list_known(relays: Mapping[str, Relay]) -> str:
 
 async def completions(request: Request) -> Reply:
     """Complete a prompt as it is, without a chat template."""
-    sent = parse_object(await read_body(request))
+    sent = await read_object(request)
     body = COMPLETION.read(sent)
     models = read_models(body)
     permit(request, models)

@@ -8,9 +8,9 @@ from pydantic import TypeAdapter
 
 from shell_router import __version__
 from shell_router.api.agents import AGENT
-from shell_router.api.chat_body import CHAT
 from shell_router.api.embeddings import EMBEDDINGS
 from shell_router.api.engine_chat import COMPLETION
+from shell_router.api.fields import CHAT
 from shell_router.api.messages import MESSAGES
 from shell_router.api.native import NATIVE
 from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE, ErrorBody, json_reply

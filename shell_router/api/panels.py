@@ -1,16 +1,11 @@
 """Topologies that requests bring: their own, or a panel of models and a judge (fusion)."""
 
-from collections.abc import Container, Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from annotated_types import Ge, Interval
-from pydantic import ConfigDict, with_config
-from typing_extensions import TypedDict
-
-from shell_router.api.fields import Names, Tokens
+from shell_router.api.fields import BRINGING
 from shell_router.core.engine import ServedModel
-from shell_router.core.sampling import RANGES
-from shell_router.core.validation import Array, field_error, without_nulls
+from shell_router.core.validation import field_error
 from shell_router.topology import INLINE
 from shell_router.topology.prompting import AGGREGATOR
 
@@ -22,81 +17,23 @@ PANEL = "fusion"
 
 Brought = tuple[Mapping[str, Any], str]
 """The document of a topology inside of a request, and its name in metrics and traces."""
-closed_object = with_config(ConfigDict(extra="forbid"))
-Models = str | Array[str]
-
-
-@closed_object
-class JudgeFields(TypedDict):
-    """A judge and its criteria, as LiteLLM's."""
-
-    model: Names
-    criteria: NotRequired[str | None]
-
-
-Judge = Models | Annotated[JudgeFields, without_nulls]
-
-
-class PanelFields(TypedDict, total=False):
-    """A panel as fields of a chat."""
-
-    models: Models
-    quorum: Annotated[int, Ge(1)]
-    grace_s: Annotated[float, Interval(ge=0, le=86_400)]
-    criteria: str
-
-
-@closed_object
-class FusionFields(PanelFields, total=False):
-    """A panel as an object of its own, in the names of OpenRouter, LiteLLM and Merge, too."""
-
-    judge: Judge
-    analysis_models: Models
-    synthesis_model: Judge
-    model: Judge
-    max_completion_tokens: Tokens
-    temperature: Annotated[float, RANGES["temperature"]]
-
-
-@closed_object
-class PluginFields(FusionFields, total=False):
-    """A panel as OpenRouter's plugin."""
-
-    id: Literal["fusion"]
-    enabled: Literal[True]
-
-
-class BringingFields(TypedDict, total=False):
-    """Fields with which a request brings its topology."""
-
-    topology: dict[str, Any]
-    fusion: Annotated[FusionFields, without_nulls]
-    judge: Judge
-    plugins: Array[Annotated[PluginFields, without_nulls]]
-
-
-BRINGING = frozenset(BringingFields.__annotations__)
-PANEL_FIELDS = frozenset(PanelFields.__annotations__)
 
 
 def read_brought(
-    body: Mapping[str, Any], models: Mapping[str, ServedModel], served: Container[str]
-) -> Brought | None:
-    """Return the topology that the validated body brings; None if its `model` names one.
+    body: Mapping[str, Any], models: Mapping[str, ServedModel], *, fused: bool
+) -> Brought:
+    """Return the topology that a validated body brings.
 
     Args:
-        body: The body.
+        body: The body, which has a field of BRINGING unless it is `fused`.
         models: The models that may be on a panel.
-        served: Names that are no panel's, although they are in FUSIONS.
+        fused: Whether the body's `model` stands for a panel.
 
     Raises:
         InvalidField: The body brings two topologies, or its panel cannot be.
     """
     name = body.get("model")
-    fused = isinstance(name, str) and name in FUSIONS and name not in served
     brings = [field for field in body if field in BRINGING]
-    if not (fused or brings):
-        return None
     if "topology" in brings:
         if fused or len(brings) > 1:
             raise field_error("topology", "goes without a panel of models", "Send one of the two.")

@@ -7,9 +7,8 @@ from annotated_types import MinLen
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
-from shell_router.api.chat_body import SharedFields
 from shell_router.api.conversation import FunctionName
-from shell_router.api.fields import EndUserFields, Labels, NoEffect, StopField, Tokens
+from shell_router.api.fields import EndUserFields, Labels, NoEffect, SharedFields, StopField, Tokens
 from shell_router.api.replies import shared_fields
 from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
 from shell_router.core.sampling import check_depth

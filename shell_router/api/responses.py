@@ -5,8 +5,8 @@ from hashlib import blake2b
 import orjson
 
 from shell_router.api.background import PREFIX, BackgroundResponse, find_response
+from shell_router.api.bodies import as_json, read_object
 from shell_router.api.chat import answer_chat
-from shell_router.api.fields import as_json, read_body
 from shell_router.api.replies import note_ignored
 from shell_router.api.response_translation import (
     RESPONSE,
@@ -16,13 +16,12 @@ from shell_router.api.response_translation import (
 )
 from shell_router.api.runs import KEY_HEADER, make_reuse_error, read_key, read_position
 from shell_router.api.services import SERVICES
-from shell_router.core.validation import parse_object
 from shell_router.http.app import Reply, Request
 
 
 async def create_response(request: Request) -> Reply:
     """Answer in the shape of OpenAI's responses, by way of a chat completion."""
-    sent = parse_object(await read_body(request))
+    sent = await read_object(request)
     body, chat = as_chat(sent)
     ignored = RESPONSE.find_unknown(sent, STATEFUL)
     if body.get("store") and not body.get("background"):

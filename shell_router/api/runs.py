@@ -18,8 +18,8 @@ import orjson
 
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
 from shell_router import errors
+from shell_router.api.bodies import as_json
 from shell_router.api.drain import Drain
-from shell_router.api.fields import as_json
 from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import TypedDict
 
-from shell_router.api.fields import query_number, read_body
+from shell_router.api.bodies import query_number, read_body, read_object
 from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import json_reply, note_ignored, whole_reply
@@ -160,7 +160,7 @@ async def list_engines(request: Request) -> Response:
 
 async def add_engines(request: Request) -> Response:
     """Serve a model by one more pair, whose servers are up and are probed first."""
-    sent = parse_object(await read_body(request))
+    sent = await read_object(request)
     body = ENGINES.read(sent)
     warnings = note_ignored(request, ENGINES.find_unknown(sent))
     model = body["model"]

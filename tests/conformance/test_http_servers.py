@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.api.fields import read_body
+from shell_router.api.bodies import read_body
 from shell_router.api.replies import json_reply
 from shell_router.api.streaming import open_stream
 from shell_router.http.app import App, Reply, Request, Route

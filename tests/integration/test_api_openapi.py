@@ -11,7 +11,7 @@ import pytest
 from openai import types
 
 from shell_router.api.app import ROUTES
-from shell_router.api.fields import NATIVE_NAMES
+from shell_router.api.bodies import NATIVE_NAMES
 from shell_router.api.openapi import ROUTER_BODIES as BODIES
 from shell_router.core.sampling import RANGES
 from shell_router.engines.native_body import GENERATE_FIELDS

@@ -22,7 +22,7 @@ import pytest_asyncio
 from benchmarks.scripted.server import Fault
 from benchmarks.stalls import large_bodies
 from shell_router.api import ApiSettings
-from shell_router.api.fields import LONG_BODY_BYTES, MAX_BODY_NUMBERS, MAX_BODY_VALUES
+from shell_router.api.bodies import LONG_BODY_BYTES, MAX_BODY_NUMBERS, MAX_BODY_VALUES
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import open_folder
 from shell_router.config import BatchesSettings

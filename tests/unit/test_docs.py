@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import stale_pages
-from shell_router.api.chat_body import CHAT, NOT_SERVED
+from shell_router.api.fields import CHAT, NOT_SERVED
 from shell_router.app import load_config
 from shell_router.batch.pool import load_pool
 from shell_router.lab.simulation.settings import load, load_profiles

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, Required
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from shell_router.api.bodies import read_labels, read_object
 from shell_router.api.chat import CHATS
 from shell_router.api.drain import DRAIN
-from shell_router.api.fields import Labels, read_body, read_labels
+from shell_router.api.fields import Labels
 from shell_router.api.openapi import BODIES
 from shell_router.api.replies import json_reply, note_ignored, whole_reply
 from shell_router.api.services import KEY, SERVICES, SETTINGS, TENANT
@@ -29,7 +30,7 @@ from shell_router.batch.api.storage import (
 )
 from shell_router.batch.api.uploads import CHUNK_BYTES, UploadQuota, receive_upload
 from shell_router.config import BatchesSettings, Config
-from shell_router.core.validation import JsonObject, Name, field_error, parse_object
+from shell_router.core.validation import JsonObject, Name, field_error
 from shell_router.errors import Forbidden, InvalidField, Overloaded, StorageFailed
 from shell_router.http.app import App, Key, Reply, Request, Response, Route
 
@@ -191,7 +192,7 @@ async def create_batch(request: Request) -> Response:
         )
     services = request.app[SERVICES]
     folder = _get_folder(request)
-    sent = parse_object(await read_body(request))
+    sent = await read_object(request)
     body = BATCH.read(sent)
     ignored = BATCH.find_unknown(sent)
     record = read_batch(body, f"batch_{services.new_id()}", request[TENANT], int(services.wall()))

@@ -7,10 +7,10 @@ import pytest
 
 from shell_router.api import messages, response_translation
 from shell_router.api.agents import AGENT, read_agent
-from shell_router.api.chat_body import CHAT, find_ignored, read_chat
+from shell_router.api.bodies import find_ignored, read_chat, read_models
 from shell_router.api.embeddings import EMBEDDINGS, MAX_CHARACTERS, MAX_TEXTS
 from shell_router.api.engine_chat import COMPLETION, read_completion, read_engine_chat
-from shell_router.api.fields import read_models
+from shell_router.api.fields import CHAT
 from shell_router.api.views import ENGINES
 from shell_router.core.engine import ChatServing
 from shell_router.engines.native_body import NativeRules, read_native

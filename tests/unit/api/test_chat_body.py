@@ -2,7 +2,8 @@
 
 import pytest
 
-from shell_router.api.chat_body import CHAT, ChatRequest, find_ignored, read_chat
+from shell_router.api.bodies import ChatRequest, find_ignored, read_chat
+from shell_router.api.fields import CHAT
 from shell_router.core.validation import parse_object
 from shell_router.errors import InvalidRequest
 

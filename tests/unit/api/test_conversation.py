@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shell_router.api.chat_body import CHAT
 from shell_router.api.conversation import read_messages, read_tools
+from shell_router.api.fields import CHAT
 from shell_router.errors import InvalidField
 from shell_router.moa.calls import ToolOffer
 

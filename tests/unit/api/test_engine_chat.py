@@ -7,13 +7,13 @@ from typing import Any
 import orjson
 import pytest
 
-from shell_router.api.chat_body import CHAT
 from shell_router.api.choices import forward_choices
 from shell_router.api.engine_chat import (
     COMPLETION,
     read_completion,
     read_engine_chat,
 )
+from shell_router.api.fields import CHAT
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.native_body import read_native
 from shell_router.errors import EngineUnreachable, InvalidField, InvalidRequest

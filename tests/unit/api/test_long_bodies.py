@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.api import ApiSettings
-from shell_router.api.fields import LONG_BODY_BYTES, count_values, read_body
+from shell_router.api.bodies import LONG_BODY_BYTES, count_values, read_body
 from shell_router.api.services import SETTINGS
 
 texts = st.text(st.sampled_from('"\\[]{},:u\nx'), max_size=6)

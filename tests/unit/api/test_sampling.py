@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from shell_router.api.chat_body import CHAT
-from shell_router.api.fields import read_sampling
+from shell_router.api.bodies import read_sampling
+from shell_router.api.fields import CHAT
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from shell_router.api.chat_body import CHAT
-from shell_router.api.fields import NATIVE_NAMES, read_sampling
+from shell_router.api.bodies import NATIVE_NAMES, read_sampling
+from shell_router.api.fields import CHAT
 from shell_router.core.sampling import RANGES, Range, check_sampling
 from shell_router.engines.native_body import read_native
 from shell_router.errors import InvalidRequest
