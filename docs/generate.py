@@ -101,10 +101,11 @@ def _settings(argument: str, old: str) -> str:
     kept = _kept(old)
     rows = []
     hidden = tuple(section[1:] for section in sections if section.startswith("-"))
+    shown = [section for section in sections if not section.startswith("-")]
     for path, form, is_required in _rows_of(schema, schema, "", elsewhere):
         if hidden and path.startswith(hidden):
             continue
-        if not sections or path.split(".")[0] in sections:
+        if not shown or path.split(".")[0] in shown:
             before = kept.get(f"`{path}`", ["", _about(form, schema) or MISSING_MEANING])
             default = "required" if is_required else _default(form) or before[0]
             meaning = _cell(form.get("description", "")) or before[-1]
