@@ -211,7 +211,8 @@ class Exchange:
             self._pieces.append(piece)
             self._body_bytes += len(piece)
             if self._streamed:
-                self._pause_if_behind()
+                if self._body_bytes > self._limits.unread and not self._paused:
+                    self._pause()
             elif self._body_bytes > self._max_bytes:
                 part = "an error" if self.status >= _FIRST_ERROR else "a body"
                 self.fail(AnswerTooLong(part, self._max_bytes))
@@ -219,8 +220,8 @@ class Exchange:
         if reader is not None and self.status and not reader.done():
             reader.set_result(None)
 
-    def _pause_if_behind(self) -> None:
-        if self._body_bytes > self._limits.unread and not self._paused and self._carrier:
+    def _pause(self) -> None:
+        if self._carrier is not None:
             self._paused = True
             self._carrier.pause()
 
@@ -360,7 +361,11 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.abort()
             return
         try:
-            self._parse(self._buffer[:nbytes])
+            self._frame_bytes += nbytes
+            if self._frame_bytes < self._max_head_bytes:
+                self._parser.feed_data(self._buffer[:nbytes])
+            else:
+                self._parse_up_to_limit(self._buffer[:nbytes])
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._spoil(ConnectionError(f"the answer is not HTTP/1.1 ({error})"))
         except AnswerTooLong as error:
@@ -384,17 +389,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is not None and not self._ended:
             self._exchange.fail(error)
 
-    def _parse(self, data: memoryview) -> None:
-        """Parse `data`; the parser's callbacks reset `_frame_bytes` at the head and at each piece.
+    def _parse_up_to_limit(self, data: memoryview) -> None:
+        """Parse `data`, which reaches the limit of a head unless a head or a piece ends in it.
 
-        Raises AnswerTooLong where neither comes within `max_head_bytes`.
+        The parser's callbacks reset `_frame_bytes` there. Raises AnswerTooLong.
         """
-        before = self._frame_bytes
-        self._frame_bytes = before + len(data)
-        if self._frame_bytes < self._max_head_bytes:
-            self._parser.feed_data(data)
-            return
-        room = self._max_head_bytes - before
+        room = self._max_head_bytes - (self._frame_bytes - len(data))
         self._parser.feed_data(data[:room])
         if self._frame_bytes:
             part = "the frame of a body" if self._exchange and self._exchange.status else "a head"
@@ -423,7 +423,8 @@ class Connection(asyncio.BufferedProtocol):
         self._exchange = None
         self._ended = False
         if self._reusable:
-            self.resume()
+            if self._paused:
+                self.resume()
             self._client.keep(self)
         else:
             self.transport.close()
