@@ -134,7 +134,7 @@ class PoolModel:
     context_length: Annotated[Count | None, "Tokens of prompt and output together."] = None
     adapter: Annotated[
         FilePath | None,
-        "Folder of a LoRA adapter with which it answers; needs SGLang pairs, and no Ray cluster.",
+        "Folder of a LoRA adapter; needs SGLang pairs, and no Ray cluster.",
     ] = None
 
 
@@ -188,7 +188,7 @@ class Pool:
     concurrency: Annotated[Count, "Prompts that a worker gives its engine at a time."] = 32
     replan_above: Annotated[
         Amount,
-        "If a session is off its planned time by this share, the rest is replanned; 0: all stays.",
+        "If a session is off its planned time by this share, the rest is replanned; 0: never.",
     ] = 0.25
     sampling: Sampling = field(default_factory=Sampling)
     recruit: Recruiting = field(default_factory=Recruiting)

@@ -58,11 +58,7 @@ class Config:
     ] = field(default_factory=dict, repr=False)
     api_keys_file: Annotated[
         FilePath | None,
-        (
-            "File with further `api_keys`; what it says from then on counts within seconds, "
-            "without "
-            "a restart."
-        ),
+        ("File with further `api_keys`; its changes count within seconds."),
     ] = None
     limits: Limits = field(default_factory=Limits)
     cache: CacheSettings = field(default_factory=CacheSettings)

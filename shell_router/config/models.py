@@ -236,16 +236,13 @@ class SwappingSettings:
     ] = ()
     pairs: Annotated[
         tuple[PairSettings, ...],
-        (
-            "SGLang pairs whose weights are replaced; without them models have their own, which "
-            "sleep, or embedded pairs."
-        ),
+        ("SGLang pairs whose weights are replaced."),
     ] = ()
     usage: Annotated[
         Mapping[str, Share],
         (
-            "Share of the requests that ask for a model, where known: the most used are loaded "
-            "first and leave last."
+            "Share of the requests that ask for a model: the most used are loaded first and "
+            "leave last."
         ),
     ] = field(default_factory=dict)
     window_s: Annotated[
@@ -320,8 +317,8 @@ class ModelSettings:
     adapters: Annotated[
         Mapping[Name, FilePath],
         (
-            "LoRA adapters by name, which become models of their own: `<alias>:<name>`. The "
-            "folders are in PEFT's form, at the same path on the engines' machines."
+            "LoRA adapters by name, served as `<alias>:<name>`: folders in PEFT's form, at "
+            "the same path on the engines' machines."
         ),
     ] = field(default_factory=dict)
     drafts: Annotated[

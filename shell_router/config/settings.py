@@ -86,7 +86,7 @@ class ApiKey:
     ] = ()
     tokens_per_minute: Annotated[
         Count | None,
-        "Tokens of prompts and outputs that its tenant may use a minute; then it is answered 429.",
+        "Tokens of prompts and outputs of its tenant a minute; then it is answered 429.",
     ] = None
     native_fields: Annotated[
         tuple[str, ...], "Fields that it may send to engines besides `limits.native_fields`."
@@ -138,50 +138,44 @@ class Limits:
     max_running: Annotated[Count, "Requests that run at a time; one more is answered 429."] = 1024
     max_agents_per_tenant: Annotated[
         Count,
-        "Agents that one of several tenants may have running or waiting at a time; more "
-        "are "
-        "answered 429.",
+        "Running and waiting agents of one of several tenants; more are answered 429.",
     ] = 512
     max_connections: Annotated[
         Count, "Open connections; for one more the longest idle one is closed."
     ] = 4096
     idle_timeout_s: Annotated[
-        Seconds, "How long a connection may be idle; make it longer than your reverse proxy's."
+        Seconds, "How long a connection may be idle; longer than your reverse proxy's."
     ] = 620.0
     max_body_bytes: Annotated[Count, "Largest body of a request and line of a batch."] = 8 * 2**20
     request_timeout_s: Annotated[Seconds, "Longest time that a request may take."] = 600.0
     body_timeout_s: Annotated[
         Seconds,
-        "Longest time to send a body, and pause while a file is uploaded; raise it for "
-        "slow "
-        "uplinks.",
+        "Longest time to send a body, and pause of an upload; raise it for slow uplinks.",
     ] = 30.0
     write_timeout_s: Annotated[
         Seconds, "How long a client may read nothing of its stream before its run is canceled."
     ] = 60.0
     native_fields: Annotated[
         tuple[str, ...],
-        "Further fields that are forwarded to engines. Some of SGLang's load code or files, or "
-        "choose servers; "
-        "`image_url` lets engines fetch images from any host.",
+        "Further fields that are forwarded to engines. Some load code or files; "
+        "`image_url` fetches images from any host.",
     ] = ()
     isolate_tenants: Annotated[
         Switch,
-        "Give each tenant a prefix cache of its own on the engines, so that `cached_tokens` "
-        "tells of no other tenant's "
-        "prompts; prefixes that tenants share are then prefilled for each.",
+        "Give each tenant its own prefix cache on the engines; shared prefixes are then "
+        "prefilled for each.",
     ] = False
     engine_stall_s: Annotated[
         Seconds,
-        "How long an engine may be silent on a request, queue included; raise it for long "
-        "prefills.",
+        "How long an engine may be silent on a request, queue included; raise it for "
+        "long prefills.",
     ] = 60.0
     engine_start_s: Annotated[
         Seconds, "How long engines may take to start; then models with engines are served."
     ] = 180.0
     engine_attempts: Annotated[
         Count,
-        "How often a request that fails before its first token is sent in all; 1 never retries.",
+        "How often a request that fails before its first token is sent; 1 never retries.",
     ] = 3
     breaker_failures: Annotated[
         Count, "Failures in a row that open a server's circuit breaker."
@@ -191,16 +185,12 @@ class Limits:
     ] = 5.0
     lame_duck_s: Annotated[
         Amount,
-        (
-            "How long `/ready` says no after SIGTERM before requests are refused, for load "
-            "balancers to leave in time."
-        ),
+        ("How long `/ready` says no after SIGTERM before requests are refused."),
     ] = 0.0
     drain_s: Annotated[
         Seconds,
-        "How long running requests may go on after SIGTERM and `lame_duck_s`. Then, or at a "
-        "second signal, they "
-        "end with `router_stopping`; stay below your orchestrator's grace period.",
+        "How long running requests may go on after SIGTERM and `lame_duck_s`; then they "
+        "end with `router_stopping`.",
     ] = 30.0
 
 
@@ -234,7 +224,7 @@ class CacheSettings:
     ] = "agent-prompt-cache"
     ttl_s: Annotated[
         Seconds,
-        "When outputs expire that were not removed; must be above `limits.request_timeout_s`.",
+        "When outputs expire; above `limits.request_timeout_s`.",
     ] = 3600.0
     run_ttl_s: Annotated[
         Seconds,
@@ -267,9 +257,8 @@ class EmbedderSettings:
 
     model: Annotated[
         str,
-        "`default` (small, needs no download), a sentence-transformers name or folder (`./...` "
-        "counts from the file), "
-        "`hash` (no model, for tests), or `none` (topologies that embed are refused).",
+        "`default` (small, needs no download), a sentence-transformers name or folder, "
+        "`hash` (for tests), or `none`.",
     ] = "default"
     device: Annotated[str, "Where it runs: `cpu`, `cuda`, `cuda:1`, ..."] = "cpu"
 
@@ -297,8 +286,8 @@ class Traces:
     otlp: Annotated[
         Url | None,
         (
-            "Takes OpenTelemetry spans of finished requests: the URL of an OTLP/HTTP receiver, "
-            "such as `http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`."
+            "URL of an OTLP/HTTP receiver of spans, such as "
+            "`http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`."
         ),
     ] = None
 

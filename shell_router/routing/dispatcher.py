@@ -42,9 +42,7 @@ class SchedulingSettings:
 
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
-    poll_s: Annotated[
-        Seconds, "Seconds between polls of the engines, below 5; longer costs less and knows less."
-    ] = 1.0
+    poll_s: Annotated[Seconds, "Seconds between polls of the engines, below 5."] = 1.0
     stale_s: Annotated[float, CODE_ONLY] = 5.0
 
     def __post_init__(self) -> None:

@@ -200,11 +200,7 @@ class GimbalThresholds:
     load_factor: Annotated[
         float,
         Ge(1),
-        (
-            "Requests that an engine may have, over the mean, before users leave it; more keeps "
-            "more "
-            "prefixes warm."
-        ),
+        ("Requests that an engine may have, over the mean, before users leave it."),
     ] = 1.5
     theta_diff: Annotated[float, CODE_ONLY] = 0.1
     theta_load: Annotated[int, CODE_ONLY] = 3000

@@ -39,10 +39,7 @@ class HoldoutSettings:
     share: Annotated[
         float,
         Interval(ge=0, le=0.5),
-        (
-            "Share of programs that run without incremental prefill or drafts, for comparison; 0 "
-            "compares nothing."
-        ),
+        ("Share of programs that run without incremental prefill or drafts; 0 compares nothing."),
     ] = 0.05
     retry_s: Annotated[Seconds, "Seconds from switching it off to the next trial."] = 600.0
 

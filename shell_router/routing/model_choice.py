@@ -167,7 +167,7 @@ class ModelChoiceSettings:
     )
     latency_slack: Annotated[
         Amount,
-        "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest.",
+        "Chimera's tau: a model may take (1 + tau) times as long as the fastest.",
     ] = 1.0
     score_margin: Annotated[
         Amount, "Chimera's Delta s: by how much a slower model's score must be higher."

@@ -144,10 +144,7 @@ class QueueSettings:
     ] = "place"
     max_running: Annotated[
         Count | None,
-        (
-            "Limit of running requests per engine. Without any of these three limits, requests do "
-            "not wait in the router."
-        ),
+        ("Limit of running requests per engine. Without these three limits no request waits."),
     ] = None
     max_prefill_tokens: Annotated[Count | None, "Limit of prompt tokens to prefill per engine."] = (
         None
@@ -155,9 +152,7 @@ class QueueSettings:
     max_tokens: Annotated[
         Count | None, "Limit of KV tokens per engine, expected outputs included."
     ] = None
-    max_waiting: Annotated[
-        Count, "Requests that may wait; more are answered 429, with a time to try again."
-    ] = 1000
+    max_waiting: Annotated[Count, "Requests that may wait; more are answered 429."] = 1000
     wait_s: Annotated[
         Seconds, "Longest wait in the queue, in seconds; then the request is refused."
     ] = 60.0

@@ -43,8 +43,7 @@ class Agent:
     )
     on_failure: Annotated[
         Literal["fail", "drop"],
-        "A failed agent fails the request, or is dropped and its slot left out; a failed root "
-        "always fails it.",
+        "A failed agent fails the request, or its slot is left out; a failed root always fails it.",
     ] = "fail"
     timeout_s: Annotated[
         float,
@@ -63,13 +62,11 @@ class Agent:
     )
     max_thinking_tokens: Annotated[
         Count | None,
-        "Tokens after which its thinking is ended and it has to answer; needs the model's "
-        "`reasoning_parser`.",
+        "Tokens after which its thinking is ended; needs the model's `reasoning_parser`.",
     ] = None
     readers_get: Annotated[
         Literal["answer", "all"],
-        "What of its output other agents read, and early exit compares: 'answer', or 'all', with "
-        "its thinking.",
+        "What other agents read and early exit compares: 'answer', or 'all', with its thinking.",
     ] = "answer"
     fallbacks: tuple[str, ...] = ()
 
@@ -100,8 +97,7 @@ class Prefill:
     incremental: Annotated[Switch, "Prefill successors while precursors decode."] = True
     chunk_tokens: Annotated[
         Count | Literal["adaptive"],
-        "New tokens per prefill-only update; with 'adaptive' an update goes out when it pays, by "
-        "measured costs.",
+        "New tokens per prefill-only update; with 'adaptive' an update goes out when it pays.",
     ] = "adaptive"
     slot_order: Annotated[
         SlotOrder,

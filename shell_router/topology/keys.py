@@ -68,13 +68,11 @@ MODELS = ALIAS | Annotated[Array[ALIAS], Len(1, MAX_AGENTS), DISTINCT]
 WORDS = str | Annotated[Array[str], Len(1)]
 MODEL = Annotated[
     MODELS,
-    "Model alias, from the deployment's configuration; a list of them, or `auto` for the "
-    "deployment's, to have one chosen for each request.",
+    "Model alias; a list of them, or `auto` for the deployment's, of which one is chosen.",
 ]
 VOTE = Annotated[
     Literal["majority"],
-    "Asks no model: forwards the output whose stated answer most precursors share; goes without "
-    "a model and a prompt.",
+    "Asks no model: forwards the output whose stated answer most precursors share.",
 ]
 
 PROMPT = _block("prompt", class_text(Prompt), described_fields(Prompt))
@@ -120,8 +118,7 @@ OF_STEPS = {key: hint for key, hint in SHARED.items() if key != "on_failure"}
 EARLY_EXIT_BLOCK = _block("early_exit", class_text(EarlyExit), described_fields(EarlyExit))
 EARLY_EXIT = Annotated[
     EARLY_EXIT_BLOCK | Switch,
-    "Early exit: settings; `on` for the topology's settings, or the defaults; `off` lets all "
-    "agents finish.",
+    "Settings; `on` for the topology's settings or the defaults; `off` lets all agents finish.",
 ]
 
 DEFAULTS = _block(
@@ -138,8 +135,7 @@ AGENT = _block(
         "fallbacks": Annotated[
             Array[ALIAS],
             Len(0, 16),
-            "Models that take its place, one after the other, where its model fails before it has "
-            "written anything.",
+            "Models that take its place in turn if its model fails before its first token.",
         ],
         "vote": VOTE,
         "precursors": Annotated[
@@ -205,8 +201,8 @@ WHEN = _block(
         "score_below": Annotated[
             dict[ALIAS, Annotated[float, Interval(gt=0, le=1)]],
             Len(1),
-            "Holds when the deployment's trained router gives each of these models a lower chance "
-            "of being right.",
+            "Holds when the trained router gives each of these models a lower chance of "
+            "being right.",
         ],
         "of": Annotated[
             Literal[SUBJECTS],
@@ -235,7 +231,7 @@ STEP = _block(
         "topology": Annotated[ModelName, "A topology's name: the step asks all of it."],
         "then": Annotated[
             RULES,
-            "What follows: a step's id, or rules, of which the first that holds is taken; by "
+            "The next step's id, or rules, of which the first that holds is taken; by "
             "default `end`.",
         ],
     },
@@ -253,8 +249,7 @@ CLASSIFIER = _block(
         "min_similarity": Annotated[
             float,
             Interval(ge=-1, le=1),
-            "Least cosine similarity to the nearest example; a text that is less like any has no "
-            "class.",
+            "Least cosine similarity to the nearest example; else a text has no class.",
         ],
     },
     required=("examples",),
@@ -279,7 +274,7 @@ TOPOLOGY = _block(
             dict[Name, STEP], Len(1), "Steps that run one after the other, chosen by rules."
         ],
         "start": Annotated[
-            RULES, "Which step is first: its id, or rules, of which the first that holds is taken."
+            RULES, "The first step's id, or rules, of which the first that holds is taken."
         ],
         "classifiers": Annotated[dict[Name, CLASSIFIER], Len(1), "Classifiers of texts, by name."],
         "clusters": Annotated[

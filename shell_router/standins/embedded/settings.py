@@ -28,8 +28,7 @@ class EmbeddedSection:
     ] = ()
     max_total_tokens: Annotated[
         Count,
-        "KV capacity in tokens: of running requests, and on the prefill side again of its "
-        "prefix cache.",
+        "KV capacity in tokens of running requests, and again of the prefix cache.",
     ] = 65_536
     max_running_requests: Annotated[Count, "Requests that each process runs at a time."] = 32
     draft_width: Annotated[
