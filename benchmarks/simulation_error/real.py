@@ -187,7 +187,7 @@ class Deployment:
         return {
             alias: Timings(
                 model.served.engine,
-                amount.within(model.served.context_length, model.limits),
+                amount.limit_to(model.served.context_length, model.limits),
                 model.limits,
                 model.vocabulary,
                 random.Random(),

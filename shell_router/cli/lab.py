@@ -239,7 +239,7 @@ def simulate(
 
 def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:
     from shell_router.lab.simulation.run import simulate
-    from shell_router.lab.simulation.summary import as_json, bound, summarize, tables
+    from shell_router.lab.simulation.summary import build_tables, describe_bound, summarize, to_json
 
     done = {
         " ".join(filter(None, (stem, name))): simulate(file.simulation, topology, file.costs, seed)
@@ -248,15 +248,15 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
     }
     answered = {name: simulated for name, simulated in done.items() if simulated.answered} or done
     summaries = {name: summarize(simulated) for name, simulated in answered.items()}
-    for title, rows in tables(summaries):
+    for title, rows in build_tables(summaries):
         print_table(title, rows)
     for name, summary in summaries.items():
-        print(bound(name, summary))
+        print(describe_bound(name, summary))
     for name, simulated in done.items():
         if name not in answered:
             print(f"{name} answered no request: {simulated.runs[0].error}")
     if json:
-        write(json, jsonlib.dumps(as_json(summaries), indent=2) + "\n")
+        write(json, jsonlib.dumps(to_json(summaries), indent=2) + "\n")
 
 
 @app.command(
@@ -297,7 +297,7 @@ def trace(
 
     from rich.console import Console
 
-    from shell_router.lab.traces import as_perfetto, draw_timeline, fetch_trace, list_rows
+    from shell_router.lab.traces import draw_timeline, fetch_trace, list_rows, to_perfetto
 
     key = read_key(api_key_env)
     if id is None:
@@ -331,7 +331,7 @@ def trace(
     if request.get("error"):
         console.print(request["error"], markup=False)
     if perfetto:
-        write(perfetto, jsonlib.dumps(as_perfetto(request)) + "\n")
+        write(perfetto, jsonlib.dumps(to_perfetto(request)) + "\n")
         say(f"Open {perfetto} at https://ui.perfetto.dev or in chrome://tracing.")
 
 

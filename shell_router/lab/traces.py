@@ -36,18 +36,18 @@ async def list_rows(
         listed = await Client(session, url, api_key=api_key, limit_s=LIMIT_S).traces(filters)
     return [
         {
-            "id": one["id"],
-            "model": one["model"],
-            "began (UTC)": f"{datetime.fromtimestamp(one['created'], UTC):%Y-%m-%d %H:%M:%S}",
-            "status": one["status"],
-            "ms": "" if one["duration_ms"] is None else f"{one['duration_ms']:,.0f}",
-            "agents": str(one["agents"]),
+            "id": row["id"],
+            "model": row["model"],
+            "began (UTC)": f"{datetime.fromtimestamp(row['created'], UTC):%Y-%m-%d %H:%M:%S}",
+            "status": row["status"],
+            "ms": "" if row["duration_ms"] is None else f"{row['duration_ms']:,.0f}",
+            "agents": str(row["agents"]),
         }
-        for one in listed
+        for row in listed
     ]
 
 
-def as_perfetto(trace: Trace) -> Entry:
+def to_perfetto(trace: Trace) -> Entry:
     """Return the trace as Chrome's JSON: a track per agent, and an arrow from output to reader."""
     return {"traceEvents": list(_Tracks(trace).entries()), "displayTimeUnit": "ms"}
 
@@ -97,16 +97,16 @@ class _Tracks:
                     if key not in ("name", "start_s", "end_s")
                 }
                 yield self._slice(number, span["name"], span["start_s"], span["end_s"], facts)
-        yield from self._arrows()
+        yield from self._draw_arrows()
 
-    def _arrows(self) -> Iterator[Entry]:
+    def _draw_arrows(self) -> Iterator[Entry]:
         ids = count(1)
         for agent, record in self._agents.items():
-            for precursor, read_s in _inputs(record):
+            for precursor, read_s in _list_inputs(record):
                 written = [
-                    one
-                    for one in self._agents.get(precursor, {}).get("spans", ())
-                    if one["name"] == "decode"
+                    span
+                    for span in self._agents.get(precursor, {}).get("spans", ())
+                    if span["name"] == "decode"
                 ]
                 if written and written[-1]["end_s"] is not None:
                     leaves_s = max(written[-1]["start_s"], written[-1]["end_s"] - INSIDE_S)
@@ -136,7 +136,7 @@ class _Tracks:
         return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}
 
 
-def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _list_inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the agents whose outputs the agent read or forwarded, and when."""
     if record["state"] == "skipped":
         yield record["source"], max(record["started_s"], record["ended_s"] - INSIDE_S)
@@ -168,24 +168,26 @@ def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterat
     width = max(20, columns - margin - 8)
     for agent, record in agents.items():
         line = Text(agent.ljust(margin))
-        line.append_text(bar(record["spans"], duration_s, width))
+        line.append_text(draw_bar(record["spans"], duration_s, width))
         line.append(" ✂" if record["state"] in CUT_OFF else "", "red")
         line.append(" »" if record["state"] == "skipped" else "", "green")
         if accepted := record.get("accepted_tokens"):
             line.append(f" ⇉{accepted / record['completion_tokens']:.0%}", "green")
         yield line
-    yield Text(" " * margin + axis(duration_s, width), "dim")
+    yield Text(" " * margin + draw_axis(duration_s, width), "dim")
     for words in LEGEND:
         yield Text(" " * margin + words, "dim")
 
 
-def bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Text:
+def draw_bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Text:
     """Paint the spans on `width` cells for `duration_s`, each on at least one."""
     cells = [(" ", "")] * width
     for kind, paint in PAINT.items():
         for span in spans:
             if span["name"] == kind and span["end_s"] is not None:
-                first, last = (_cell(span[end], duration_s, width) for end in ("start_s", "end_s"))
+                first, last = (
+                    _draw_cell(span[end], duration_s, width) for end in ("start_s", "end_s")
+                )
                 cells[first : last + 1] = [paint] * (last + 1 - first)
     line = Text()
     for character, style in cells:
@@ -193,7 +195,7 @@ def bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Te
     return line
 
 
-def axis(duration_s: float, width: int) -> str:
+def draw_axis(duration_s: float, width: int) -> str:
     """Five marks from 0 to `duration_s`."""
     marks = [" "] * (width + 8)
     for quarter in range(5):
@@ -203,7 +205,7 @@ def axis(duration_s: float, width: int) -> str:
     return "".join(marks).rstrip()
 
 
-def _cell(at_s: float, duration_s: float, width: int) -> int:
+def _draw_cell(at_s: float, duration_s: float, width: int) -> int:
     if duration_s > 0:
         return min(width - 1, max(0, int(at_s / duration_s * width)))
     return 0

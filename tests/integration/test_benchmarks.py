@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.overlap.measure import tokens_by_model
 from shell_router.app import load_config
-from shell_router.lab.simulation.summary import prefilled_tokens
+from shell_router.lab.simulation.summary import count_prefilled_tokens
 
 ROOT = Path(__file__).parents[2]
 SHORT = {
@@ -100,8 +100,8 @@ def test_tokens_are_late_unless_an_update_with_them_had_ended_with_the_inputs() 
         {"name": "prefill_increment", "end_s": 2.0, "prompt_tokens": 60, "cached_tokens": 40},
     ]
     agent = {"cached_tokens": 60, "spans": [{"name": "queue", "end_s": 0.0}, *updates]}
-    assert [prefilled_tokens(agent, at_s) for at_s in (0.5, 1.5, 2.0)] == [8, 40, 60]
-    assert prefilled_tokens({"cached_tokens": 24, "spans": []}, 1.0) == 24
+    assert [count_prefilled_tokens(agent, at_s) for at_s in (0.5, 1.5, 2.0)] == [8, 40, 60]
+    assert count_prefilled_tokens({"cached_tokens": 24, "spans": []}, 1.0) == 24
 
 
 def test_outputs_have_different_lengths_only_where_one_pair_serves_all_sizes() -> None:

@@ -11,7 +11,7 @@ import pytest
 from shell_router.api import ApiSettings
 from shell_router.cli import main
 from shell_router.errors import EngineUnreachable
-from shell_router.lab.traces import as_perfetto
+from shell_router.lab.traces import to_perfetto
 from tests.fakes.api_server import api, chat
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Script
@@ -125,7 +125,7 @@ async def test_a_run_that_goes_on_is_drawn_up_to_now(capsys: pytest.CaptureFixtu
         "duration_s": None,
         "exits": [],
     }
-    written = as_perfetto({**trace, "agents": {"a": record, "b": other}})
+    written = to_perfetto({**trace, "agents": {"a": record, "b": other}})
     (decode,) = (one for one in written["traceEvents"] if one["name"] == "decode")
     assert (decode["ts"], decode["dur"]) == (6_000_000, 1_500_000)
 
@@ -159,7 +159,7 @@ def test_a_skipped_agent_gets_an_arrow_from_the_output_that_it_forwards() -> Non
         "duration_s": 1.5,
         "exits": [],
     }
-    written = as_perfetto({**trace, "agents": agents})
+    written = to_perfetto({**trace, "agents": agents})
     check_perfetto(written, tracks={"run", "a", "b", "root"}, arrows=1)
     assert [one["name"] for one in written["traceEvents"] if one["ph"] == "s"] == ["output of a"]
 

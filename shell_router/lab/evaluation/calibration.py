@@ -56,14 +56,14 @@ class Tried:
 
     def settings(self) -> list[Settings]:
         """Without the keys that a policy does not read."""
-        found: list[Settings] = []
+        candidates: list[Settings] = []
         for policy, scope in product(self.policies, self.scopes):
             taus: Sequence[Settings] = (
                 [{"tau": tau} for tau in self.taus] if POLICIES[policy].embeds else [{}]
             )
             for tau, threshold in product(taus, self.thresholds):
-                found.append({"policy": policy, "scope": scope, **tau, "threshold": threshold})
-        return found
+                candidates.append({"policy": policy, "scope": scope, **tau, "threshold": threshold})
+        return candidates
 
 
 Variants = Mapping[str, Settings | None]
@@ -87,7 +87,7 @@ def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit
     """
     within = list[CalibratedExit]()
     ended = list[Settings]()
-    for settings, row in sorted(rows, key=lambda one: -one[0]["threshold"]):
+    for settings, row in sorted(rows, key=lambda pair: -pair[0]["threshold"]):
         others = {key: value for key, value in settings.items() if key != "threshold"}
         loss = compute_loss(row)
         if others in ended or loss.value > bound:
@@ -98,7 +98,7 @@ def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit
                 settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio
             )
         )
-    return min(within, key=lambda one: one.latency, default=None)
+    return min(within, key=lambda calibrated: calibrated.latency, default=None)
 
 
 def compute_loss(row: Row) -> Interval:
@@ -123,7 +123,8 @@ def replace_exit(
         for holder in holders:
             holder["early_exit"] = False
         return changed
-    for holder in [one for one in holders if one.get("early_exit", "off") not in OFF] or [changed]:
+    exiting = [holder for holder in holders if holder.get("early_exit", "off") not in OFF]
+    for holder in exiting or [changed]:
         own = holder.get("early_exit")
         block = {**(own if isinstance(own, dict) else {}), **settings}
         if not POLICIES[settings["policy"]].names_sources or settings["scope"] == "layer":

@@ -59,7 +59,7 @@ class Client:
         """
         try:
             async with asyncio.timeout(limit_s):
-                while not await self._ready():  # noqa: ASYNC110 - readiness over HTTP can only be asked for
+                while not await self._wait_until_ready():  # noqa: ASYNC110 - readiness over HTTP can only be asked for
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise EngineStalled(
@@ -67,50 +67,52 @@ class Client:
                 remedy="Ask its /ready, or look at its log, for the reason.",
             ) from None
 
-    async def _ready(self) -> bool:
-        status, _, _ = await self._answered("GET", "/ready")
+    async def _wait_until_ready(self) -> bool:
+        status, _, _ = await self._request("GET", "/ready")
         if status not in (OK, UNAVAILABLE):
-            raise _no_router(self.url, f"its /ready answered {status}")
+            raise _report_no_router(self.url, f"its /ready answered {status}")
         return status == OK
 
     async def list_settings(self) -> list[Setting]:
         """Return what the router serves, in its order. Raises ShellRouterError."""
-        listed, _ = await self._fetched("GET", "/v1/models")
-        if not all("kind" in one for one in listed["data"]):
-            raise _no_router(self.url, "its models have no kind")
-        return [Setting(one["id"], one["kind"], one.get("engine", "")) for one in listed["data"]]
+        listed, _ = await self._fetch("GET", "/v1/models")
+        if not all("kind" in model for model in listed["data"]):
+            raise _report_no_router(self.url, "its models have no kind")
+        return [
+            Setting(model["id"], model["kind"], model.get("engine", "")) for model in listed["data"]
+        ]
 
     async def ask(self, body: Mapping[str, Any]) -> Reply:
         """Return the reply to a chat completion's `body`; its trace is fetched untimed."""
         sent_s = self._clock()
-        completion, headers = await self._fetched("POST", "/v1/chat/completions", body)
+        completion, headers = await self._fetch("POST", "/v1/chat/completions", body)
         latency_s = self._clock() - sent_s
         return read_reply(completion, await self.trace(headers["x-trace-id"]), latency_s)
 
     async def trace(self, trace_id: str) -> Mapping[str, Any]:
         """Fetch a request's trace. Raises ShellRouterError."""
-        return (await self._fetched("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
+        return (await self._fetch("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
 
     async def traces(self, filters: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
         """Fetch the latest requests, the last first. Raises ShellRouterError."""
-        found: Sequence[Mapping[str, Any]] = (
-            await self._fetched("GET", f"/v1/traces?{urlencode(filters)}")
+        traces: Sequence[Mapping[str, Any]] = (
+            await self._fetch("GET", f"/v1/traces?{urlencode(filters)}")
         )[0]["data"]
-        return found
+        return traces
 
-    async def _fetched(
+    async def _fetch(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
         """Fetch an object and its headers. Raises ShellRouterError with the router's own words."""
-        status, answer, headers = await self._answered(method, path, body)
+        status, answer, headers = await self._request(method, path, body)
         try:
-            found = orjson.loads(answer)
+            content = orjson.loads(answer)
         except orjson.JSONDecodeError:
-            found = None
-        if status == OK and isinstance(found, dict):
-            return found, headers
-        if isinstance(found, dict):
-            error = found.get("error")
+            content = None
+        if status == OK and isinstance(content, dict):
+            return content, headers
+        if isinstance(content, dict):
+            error = content.get("error")
         else:
             error = None
         if isinstance(error, dict) and "message" in error:
@@ -123,7 +125,7 @@ class Client:
             )
         raise ShellRouterError(f"The router answered {status}: {words}")
 
-    async def _answered(
+    async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[int, bytes, Mapping[str, str]]:
         try:
@@ -143,7 +145,7 @@ class Client:
             ) from None
 
 
-def _no_router(url: str, why: str) -> ShellRouterError:
+def _report_no_router(url: str, why: str) -> ShellRouterError:
     return ShellRouterError(
         f"What listens at {url} is no shell-router: {why}.", remedy="Correct the URL."
     )
@@ -168,7 +170,7 @@ async def connect_router(
                 config, listen=Listen(port=0, ui=config.listen.ui), api_keys={}, api_keys_file=None
             )
             config = replace(config, topologies=options.topologies or config.topologies)
-            url = await _started(config, options.config, stack, on_progress)
+            url = await _start_deployment(config, options.config, stack, on_progress)
             models = tuple(config.models)
         connector = aiohttp.TCPConnector(limit=0)  # all members of a vote ask at the same time
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -177,7 +179,7 @@ async def connect_router(
         yield client, models
 
 
-async def _started(
+async def _start_deployment(
     config: Config, file: Path, stack: AsyncExitStack, on_progress: Callable[[str], None]
 ) -> str:
     """Start the deployment, which ends with `stack`, and return its URL."""

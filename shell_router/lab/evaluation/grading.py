@@ -26,7 +26,7 @@ _PACKAGES = {
 def require_graders(items: Iterable[Item]) -> None:
     """Raise DataError where a package that grades these questions is missing."""
     for grader in {item.grader for item in items} & set(_PACKAGES):
-        _package(grader)
+        _import_package(grader)
 
 
 def grade(item: Item, text: str) -> tuple[bool, str | None]:
@@ -35,7 +35,9 @@ def grade(item: Item, text: str) -> tuple[bool, str | None]:
     Raises DataError.
     """
     if item.grader == "instructions":
-        return follows(item, text, _package("instructions").INSTRUCTION_DICT), None
+        return follows_instructions(
+            item, text, _import_package("instructions").INSTRUCTION_DICT
+        ), None
     if item.grader == "math":
         return _equals(item.answer, text)
     value = read_answer(text, item.grader)
@@ -45,28 +47,30 @@ def grade(item: Item, text: str) -> tuple[bool, str | None]:
 
 
 def _equals(answer: str, text: str) -> tuple[bool, str | None]:
-    math_verify = _package("math")
-    found = math_verify.parse(text)
+    math_verify = _import_package("math")
+    parsed = math_verify.parse(text)
     right = math_verify.parse(f"\\boxed{{{answer}}}")
-    return bool(math_verify.verify(right, found)), str(found[-1]) if found else None
+    return bool(math_verify.verify(right, parsed)), str(parsed[-1]) if parsed else None
 
 
-def follows(item: Item, text: str, known: Mapping[str, Any]) -> bool:
+def follows_instructions(item: Item, text: str, checks: Mapping[str, Any]) -> bool:
     """Return whether the text follows every instruction strictly.
 
     `known` are IFBench's classes of checks by name.
     """
     if not text.strip():
         return False
-    for name, given in zip(item.facts["instruction_id_list"], item.facts["kwargs"], strict=True):
-        if name not in known:
+    for name, arguments in zip(
+        item.facts["instruction_id_list"], item.facts["kwargs"], strict=True
+    ):
+        if name not in checks:
             raise DataError(
                 f"IFBench's checks know no instruction {name!r}.",
                 remedy="Install another release of it.",
             )
-        instruction = known[name](name)
+        instruction = checks[name](name)
         instruction.build_description(
-            **{key: value for key, value in given.items() if value is not None}
+            **{key: value for key, value in arguments.items() if value is not None}
         )
         if "prompt" in (instruction.get_instruction_args() or ()):
             instruction.build_description(prompt=item.facts["prompt"])
@@ -75,7 +79,7 @@ def follows(item: Item, text: str, known: Mapping[str, Any]) -> bool:
     return True
 
 
-def _package(grader: str) -> ModuleType:
+def _import_package(grader: str) -> ModuleType:
     name, install = _PACKAGES[grader]
     try:
         return import_module(name)

@@ -99,25 +99,25 @@ def read_items(
         raise DataError(
             f"{file} has {len(rows)} questions, none of them from {offset} on.", remedy=FORM
         )
-    return [_item(f"{file}:{number}", index, found, grader) for index, (number, found) in chosen]
+    return [_read_item(f"{file}:{number}", index, row, grader) for index, (number, row) in chosen]
 
 
-def _item(
-    where: str, index: int, found: Row | str, grader: EvaluationGrader | Literal["auto"]
+def _read_item(
+    where: str, index: int, row: Row | str, grader: EvaluationGrader | Literal["auto"]
 ) -> Item:
-    if isinstance(found, str):
-        raise DataError(f"{where}: {found}.", remedy=FORM)
+    if isinstance(row, str):
+        raise DataError(f"{where}: {row}.", remedy=FORM)
     for name in ("question", "answer"):
-        text = found.get(name)
+        text = row.get(name)
         if not isinstance(text, str) or not text.strip():
             if text is None:
                 wrong = "is missing"
             else:
                 wrong = f"must be a string that is not empty, not {text!r}"
             raise DataError(f"{where}: {name} {wrong}.", remedy=FORM)
-    question = found.pop("question")
-    answer = found.pop("answer")
-    own = found.pop("grader", None)
+    question = row.pop("question")
+    answer = row.pop("answer")
+    own = row.pop("grader", None)
     if own is not None and own not in GRADERS:
         raise DataError(
             f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(GRADERS)}."
@@ -130,26 +130,28 @@ def _item(
             f"{where}: the grader {chosen} cannot compare the answer {answer!r}.",
             remedy="Correct the answer, or let another grader judge it.",
         )
-    names = found.get("instruction_id_list")
-    given = found.get("kwargs")
-    are_lists = isinstance(names, list) and isinstance(given, list) and len(names) == len(given)
+    names = row.get("instruction_id_list")
+    arguments = row.get("kwargs")
+    are_lists = (
+        isinstance(names, list) and isinstance(arguments, list) and len(names) == len(arguments)
+    )
     if chosen == "instructions" and not are_lists:
         raise DataError(
             f"{where}: the grader instructions needs instruction_id_list and as many kwargs.",
             remedy="Name a file of IFBench, or let another grader judge it.",
         )
-    labels = found.get("metadata", {})
+    labels = row.get("metadata", {})
     if not isinstance(labels, dict) or not all(isinstance(text, str) for text in labels.values()):
         raise DataError(
             f"{where}: metadata, which is sent as a request's labels, is not an object of texts.",
             remedy="Write labels and their values, or give the key another name.",
         )
-    return Item(index, question, answer, chosen, found, labels)
+    return Item(index, question, answer, chosen, row, labels)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """An agent of an answer. `layer` counts from the leaves (0); `state` is the trace's word.
+    """An agent of an answer. `find_layer` counts from the leaves (0); `state` is the trace's word.
 
     It is `started` once its complete prompt was sent to its engine. `completion_tokens` are those
     that it wrote, also when it was cut off; the other counts are 0 unless it finished.
@@ -212,29 +214,31 @@ class Reply:
 def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_s: float) -> Reply:
     """Read a chat completion and its trace, both in the form of docs/reference/api.md."""
     usage = completion["usage"]
-    found = trace["agents"]
-    layers = compute_layers({agent: one.get("precursors", ()) for agent, one in found.items()})
+    records = trace["agents"]
+    layers = compute_layers(
+        {agent: record.get("precursors", ()) for agent, record in records.items()}
+    )
     agents = (
         AgentRecord(
             agent,
-            one["model"],
+            record["model"],
             layers[agent],
-            one["state"],
-            any(span["name"] == "prefill" for span in one["spans"]),
-            one.get("prompt_tokens", 0),
-            one.get("cached_tokens", 0),
-            one.get("completion_tokens", one["decoded_tokens"]),
+            record["state"],
+            any(span["name"] == "prefill" for span in record["spans"]),
+            record.get("prompt_tokens", 0),
+            record.get("cached_tokens", 0),
+            record.get("completion_tokens", record["decoded_tokens"]),
         )
-        for agent, one in found.items()
+        for agent, record in records.items()
     )
     exits = (
         ExitRecord(
-            one["cluster"],
-            max((layers[agent] for agent in one["completed"]), default=0),
-            one["exited"],
-            one["end_s"] - one["start_s"],
+            check["cluster"],
+            max((layers[agent] for agent in check["completed"]), default=0),
+            check["exited"],
+            check["end_s"] - check["start_s"],
         )
-        for one in trace["exits"]
+        for check in trace["exits"]
     )
     text = completion["choices"][0]["message"]["content"] or ""
     counts = usage["prompt_tokens"], usage["completion_tokens"]
@@ -245,10 +249,11 @@ def compute_layers(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Return each agent's longest distance from a leaf, by the agents that each one reads."""
 
     @cache
-    def layer(agent: str) -> int:
-        return 1 + max((layer(one) for one in precursors[agent] if one in precursors), default=-1)
+    def find_layer(agent: str) -> int:
+        read = [precursor for precursor in precursors[agent] if precursor in precursors]
+        return 1 + max(map(find_layer, read), default=-1)
 
-    return {agent: layer(agent) for agent in precursors}
+    return {agent: find_layer(agent) for agent in precursors}
 
 
 def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:
@@ -258,16 +263,16 @@ def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:
     out. Raises ConfigError and DataError.
     """
     texts = {item.index: item.question for item in read_items(data)}
-    found = [graded for file in records for graded in _graded(file, texts)]
-    if not found:
+    graded = [record for file in records for record in _read_answers(file, texts)]
+    if not graded:
         raise ConfigError(
             "The records hold no answer of a plain model.",
             remedy="Write them with `shell-router eval --records FILE small medium large`.",
         )
-    return found
+    return graded
 
 
-def _graded(file: Path, texts: Mapping[int, str]) -> Iterator[Graded]:
+def _read_answers(file: Path, texts: Mapping[int, str]) -> Iterator[Graded]:
     remedy = "Name records, and as --data the file of their questions."
     for where, record in read_json_lines(file, remedy):
         try:

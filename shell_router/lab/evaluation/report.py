@@ -43,7 +43,7 @@ class Exits:
 
     `clusters_exited` is a share of the clusters that were judged, `questions_with_exit` of the
     answers. `exposed_share` is the part of the end-to-end latency that judging which led to an exit
-    took at most, `exposed_s` the same in seconds; both are means.
+    took at most, `measure_exposed_s` the same in seconds; both are means.
     """
 
     clusters_judged: int
@@ -53,7 +53,7 @@ class Exits:
     exposed_share: float
 
 
-def model_uses(records: Sequence[Record]) -> dict[str, ModelUse]:
+def count_uses(records: Sequence[Record]) -> dict[str, ModelUse]:
     """Return the use per model, in the order of the agents; votes ask no model.
 
     A setting has as many agents as its answer with the most.
@@ -63,27 +63,27 @@ def model_uses(records: Sequence[Record]) -> dict[str, ModelUse]:
             agent.model for record in records for agent in record.agents if agent.model != VOTE
         )
     )
-    found = {}
+    uses = {}
     for model in models:
-        ran = [[one for one in record.agents if one.model == model] for record in records]
+        ran = [[agent for agent in record.agents if agent.model == model] for record in records]
         agents = max(map(len, ran))
-        completed = fmean(sum(one.state == "finished" for one in of) for of in ran)
-        found[model] = ModelUse(
+        completed = fmean(sum(agent.state == "finished" for agent in group) for group in ran)
+        uses[model] = ModelUse(
             agents,
-            fmean(sum(one.started for one in of) for of in ran),
+            fmean(sum(agent.started for agent in group) for group in ran),
             completed,
             completed / agents,
         )
-    return found
+    return uses
 
 
-def exits_of(records: Sequence[Record]) -> Exits | None:
+def sum_exits(records: Sequence[Record]) -> Exits | None:
     """Sums over all `records`; see Exits."""
     judged = [{judged.cluster for judged in record.exits} for record in records]
     exited = [{judged.cluster for judged in record.exits if judged.exited} for record in records]
     if not any(judged):
         return None
-    exposed = [exposed_s(record) for record in records]
+    exposed = [measure_exposed_s(record) for record in records]
     return Exits(
         sum(map(len, judged)),
         sum(map(len, exited)) / sum(map(len, judged)),
@@ -93,7 +93,7 @@ def exits_of(records: Sequence[Record]) -> Exits | None:
     )
 
 
-def exposed_s(record: Record) -> float:
+def measure_exposed_s(record: Record) -> float:
     """At most how long the judgements that led to exits kept the answer waiting.
 
     Clusters of a layer are judged side by side, so that each layer counts with the longest of its
@@ -136,54 +136,64 @@ class Row:
 
 def build_rows(records: Sequence[Record], settings: Sequence[str], baseline: str) -> list[Row]:
     """Return a row for each of `settings` that has a record."""
-    grouped = {name: [one for one in records if one.setting == name] for name in settings}
+    grouped = {name: [record for record in records if record.setting == name] for name in settings}
     return [
-        _row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group
+        _build_row(group, grouped[baseline], name == baseline)
+        for name, group in grouped.items()
+        if group
     ]
 
 
-def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: bool) -> Row:
-    answered = [one for one in records if not one.error]
+def _build_row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: bool) -> Row:
+    answered = [record for record in records if not record.error]
     finished = [
         agent for record in answered for agent in record.agents if agent.state == "finished"
     ]
     cached = sum(agent.cached_tokens for agent in finished)
-    waits = [one.latency_s for one in answered]
-    theirs = {(one.question, one.seed): one.latency_s for one in baseline if not one.error}
-    both = [one for one in answered if (one.question, one.seed) in theirs]
+    waits = [record.latency_s for record in answered]
+    theirs = {
+        (record.question, record.seed): record.latency_s for record in baseline if not record.error
+    }
+    both = [record for record in answered if (record.question, record.seed) in theirs]
     rights: dict[int, list[bool]] = defaultdict(list)
-    for one in records:
-        rights[one.question].append(one.right)
+    for record in records:
+        rights[record.question].append(record.right)
     return Row(
         setting=records[0].setting,
         questions=len(rights),
         answers=len(records),
         failed=len(records) - len(answered),
         accuracy=clustered_share([*rights.values()]),
-        difference=None if is_baseline else _difference(records, baseline),
+        difference=None if is_baseline else _estimate_difference(records, baseline),
         latency_p50_s=quantile(waits, 0.5) if waits else None,
         latency_p95_s=quantile(waits, 0.95) if waits else None,
-        latency_ratio=median(one.latency_s / theirs[one.question, one.seed] for one in both)
+        latency_ratio=median(
+            record.latency_s / theirs[record.question, record.seed] for record in both
+        )
         if both
         else None,
-        prompt_tokens=fmean(one.prompt_tokens for one in answered) if answered else None,
-        completion_tokens=fmean(one.completion_tokens for one in answered) if answered else None,
+        prompt_tokens=fmean(record.prompt_tokens for record in answered) if answered else None,
+        completion_tokens=fmean(record.completion_tokens for record in answered)
+        if answered
+        else None,
         cached_share=cached / sum(agent.prompt_tokens for agent in finished) if finished else None,
-        models=model_uses(answered),
-        agents_cut=fmean(sum(agent.state in CUT_OFF for agent in one.agents) for one in answered)
+        models=count_uses(answered),
+        agents_cut=fmean(
+            sum(agent.state in CUT_OFF for agent in record.agents) for record in answered
+        )
         if answered
         else 0.0,
-        exits=exits_of(answered),
+        exits=sum_exits(answered),
     )
 
 
-def _difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interval | None:
+def _estimate_difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interval | None:
     """Return the mean per question over the seeds that both have, and then over questions."""
-    theirs = {(one.question, one.seed): one.right for one in baseline}
+    theirs = {(record.question, record.seed): record.right for record in baseline}
     differences: dict[int, list[int]] = defaultdict(list)
-    for one in records:
-        if (one.question, one.seed) in theirs:
-            differences[one.question].append(one.right - theirs[one.question, one.seed])
+    for record in records:
+        if (record.question, record.seed) in theirs:
+            differences[record.question].append(record.right - theirs[record.question, record.seed])
     if differences:
         return paired_difference([fmean(of) for of in differences.values()])
     return None
@@ -226,25 +236,26 @@ class Report:
 
 def describe_engines(settings: Sequence[Setting], served: Sequence[Setting]) -> str:
     """Return in words what serves the models; topologies may use any of them."""
-    every = any(one.kind in ("topology", "auto") for one in settings)
-    models = [one for one in (served if every else settings) if one.kind == "model"]
-    if not models or not all(one.engine for one in models):
+    every = any(setting.kind in ("topology", "auto") for setting in settings)
+    models = [setting for setting in (served if every else settings) if setting.kind == "model"]
+    if not models or not all(setting.engine for setting in models):
         return "engines unknown: the router does not name them"
-    return "; ".join(dict.fromkeys(one.engine for one in models))
+    return "; ".join(dict.fromkeys(setting.engine for setting in models))
 
 
 NOTHING = "-"
 
 
-def tables(report: Report) -> Iterator[Table]:
+def build_tables(report: Report) -> Iterator[Table]:
     """Accuracy and latency; agents and exits."""
-    yield _table(report.title, {row.setting: _figures(row) for row in report.rows})
-    yield _table(
-        "Per answer: agents and early exit", {row.setting: _activity(row) for row in report.rows}
+    yield _build_table(report.title, {row.setting: _format_figures(row) for row in report.rows})
+    yield _build_table(
+        "Per answer: agents and early exit",
+        {row.setting: _format_activity(row) for row in report.rows},
     )
 
 
-def _table(title: str, cells: Mapping[str, Mapping[str, str]]) -> Table:
+def _build_table(title: str, cells: Mapping[str, Mapping[str, str]]) -> Table:
     table = Table("setting", title=Text(title), title_justify="left")
     for label in next(iter(cells.values())):
         table.add_column(Text(label), justify="right")
@@ -253,29 +264,32 @@ def _table(title: str, cells: Mapping[str, Mapping[str, str]]) -> Table:
     return table
 
 
-def _figures(row: Row) -> dict[str, str]:
-    found = row.difference
-    if found:
-        points = [f"{100 * one:+.1f}" for one in (found.value, found.low, found.high)]
+def _format_figures(row: Row) -> dict[str, str]:
+    difference = row.difference
+    if difference:
+        points = [
+            f"{100 * points_value:+.1f}"
+            for points_value in (difference.value, difference.low, difference.high)
+        ]
     else:
         points = []
     return {
         "answers": str(row.answers),
         "failed": str(row.failed),
-        "accuracy [95 %]": _share(row.accuracy),
+        "accuracy [95 %]": _format_share(row.accuracy),
         "vs baseline, points [95 %]": f"{points[0]} [{points[1]}, {points[2]}]"
         if points
         else NOTHING,
-        "p50 s": _number(row.latency_p50_s, ".2f"),
-        "p95 s": _number(row.latency_p95_s, ".2f"),
-        "latency ratio": _number(row.latency_ratio, ".2f"),
-        "prompt tokens": _number(row.prompt_tokens, ".0f"),
-        "cached": _number(row.cached_share, ".0%"),
-        "new tokens": _number(row.completion_tokens, ".0f"),
+        "p50 s": _format_number(row.latency_p50_s, ".2f"),
+        "p95 s": _format_number(row.latency_p95_s, ".2f"),
+        "latency ratio": _format_number(row.latency_ratio, ".2f"),
+        "prompt tokens": _format_number(row.prompt_tokens, ".0f"),
+        "cached": _format_number(row.cached_share, ".0%"),
+        "new tokens": _format_number(row.completion_tokens, ".0f"),
     }
 
 
-def _activity(row: Row) -> dict[str, str]:
+def _format_activity(row: Row) -> dict[str, str]:
     uses = (
         f"{model} {use.started:.3g}, {use.completed:.3g} of {use.agents}"
         for model, use in row.models.items()
@@ -284,17 +298,17 @@ def _activity(row: Row) -> dict[str, str]:
     return {
         "started, completed": "\n".join(uses) or NOTHING,
         "cut off": f"{row.agents_cut:.2f}",
-        "clusters exited": _number(exits.clusters_exited if exits else None, ".0%"),
-        "answers with exit": _number(exits.questions_with_exit if exits else None, ".0%"),
-        "exit cost": _number(exits.exposed_share if exits else None, ".1%"),
+        "clusters exited": _format_number(exits.clusters_exited if exits else None, ".0%"),
+        "answers with exit": _format_number(exits.questions_with_exit if exits else None, ".0%"),
+        "exit cost": _format_number(exits.exposed_share if exits else None, ".1%"),
     }
 
 
-def _share(found: Interval) -> str:
-    return f"{found.value:.1%} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+def _format_share(interval: Interval) -> str:
+    return f"{interval.value:.1%} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
-def _number(found: float | None, form: str) -> str:
-    if found is None:
+def _format_number(value: float | None, form: str) -> str:
+    if value is None:
         return NOTHING
-    return format(found, form)
+    return format(value, form)

@@ -23,41 +23,43 @@ from shell_router.lab.evaluation.records import (
     Setting,
     read_items,
 )
-from shell_router.lab.evaluation.report import Report, build_rows, describe_engines, tables
+from shell_router.lab.evaluation.report import Report, build_rows, build_tables, describe_engines
 
 TABLE_COLUMNS = 170
 WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
 
 
-def choose_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
+def choose_settings(names: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
     """Return the settings `named`, each once, or all models and then all topologies.
 
     Raises UnknownModel.
     """
-    known = {one.name: one for one in served}
-    for name in named:
-        if name not in known:
-            close = get_close_matches(name, known, 1)
+    by_name = {setting.name: setting for setting in served}
+    for name in names:
+        if name not in by_name:
+            close = get_close_matches(name, by_name, 1)
             if close:
                 hint = f" Did you mean {close[0]!r}?"
             else:
                 hint = ""
-            remedy = f"It serves: {', '.join(known) or 'nothing'}."
+            remedy = f"It serves: {', '.join(by_name) or 'nothing'}."
             raise UnknownModel(f"The router serves no {name!r}.{hint}", remedy=remedy)
-    every = [one for kind in ("model", "topology") for one in served if one.kind == kind]
-    return [known[name] for name in dict.fromkeys(named)] or every
+    every = [
+        setting for kind in ("model", "topology") for setting in served if setting.kind == kind
+    ]
+    return [by_name[name] for name in dict.fromkeys(names)] or every
 
 
-def choose_baseline(settings: Sequence[Setting], named: str | None) -> Setting:
+def choose_baseline(settings: Sequence[Setting], name: str | None) -> Setting:
     """Return the baseline: the setting that is named, the first topology, or the first."""
-    if named is None:
-        return next((one for one in settings if one.kind == "topology"), settings[0])
-    for one in settings:
-        if one.name == named:
-            return one
-    known = ", ".join(one.name for one in settings)
+    if name is None:
+        return next((setting for setting in settings if setting.kind == "topology"), settings[0])
+    for setting in settings:
+        if setting.name == name:
+            return setting
+    names = ", ".join(setting.name for setting in settings)
     raise ConfigError(
-        f"the baseline {named!r} is not among the settings.", remedy=f"They are: {known}."
+        f"the baseline {name!r} is not among the settings.", remedy=f"They are: {names}."
     )
 
 
@@ -198,17 +200,17 @@ async def evaluate(
     """Evaluate `items` on a running router; models are listed in this `order`, others last."""
     served = sorted(
         await client.list_settings(),
-        key=lambda one: order.index(one.name) if one.name in order else len(order),
+        key=lambda setting: order.index(setting.name) if setting.name in order else len(order),
     )
     settings = choose_settings(options.settings, served)
     baseline = choose_baseline(settings, options.baseline).name
-    wanted = len(items) * len(options.seeds) * len(settings)
+    total = len(items) * len(options.seeds) * len(settings)
     records: list[Record] = []
     try:
         await _ask_all(client, items, settings, options, records, console)
     finally:
         if records:
-            names = tuple(one.name for one in settings)
+            names = tuple(setting.name for setting in settings)
             report = Report(
                 data=f"{options.data.name}, {len(items)} questions",
                 engine=describe_engines(settings, served),
@@ -218,10 +220,10 @@ async def evaluate(
                 concurrency=options.concurrency,
                 sampling={"temperature": options.temperature, "max_tokens": options.max_tokens},
                 asked=len(records),
-                wanted=wanted,
+                wanted=total,
                 rows=build_rows(records, names, baseline),
             )
-            for table in tables(report):
+            for table in build_tables(report):
                 console.print(table)
             if options.json is not None:
                 content = orjson.dumps(report.as_json(), option=orjson.OPT_INDENT_2) + b"\n"
@@ -280,7 +282,7 @@ async def _ask_all(
                         for item, seed in questions:
                             tasks.create_task(ask(setting, item, seed))
                 finally:  # graded while nothing is asked, as that holds up the event loop
-                    records += [build_record(*one) for one in answered]
+                    records += [build_record(*answer) for answer in answered]
             if options.records is not None:
                 lines = b"".join(orjson.dumps(record) + b"\n" for record in records[written:])
                 _write("--records", options.records, "ab", lines)

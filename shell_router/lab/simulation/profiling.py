@@ -14,6 +14,7 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Collection,
+    Container,
     Hashable,
     Iterator,
     Mapping,
@@ -75,14 +76,14 @@ class Amount:
                 "A profile takes 8 new tokens or more and a round or more.", remedy="Raise them."
             )
 
-    def within(self, context_length: int, limits: PairCosts) -> "Amount":
+    def limit_to(self, context_length: int, limits: PairCosts) -> "Amount":
         """Return the part that fits the model and engines. Raises ConfigError for too little."""
         capacity = min(context_length, limits.prefill.cache_tokens, limits.decode.cache_tokens)
         batches = tuple(
-            sorted({one for one in self.batches if one <= limits.decode.max_batch_size})
+            sorted({size for size in self.batches if size <= limits.decode.max_batch_size})
         )
         written = self.new_tokens + max(batches, default=0)
-        lengths = tuple(sorted({one for one in self.lengths if one + written < capacity}))
+        lengths = tuple(sorted({size for size in self.lengths if size + written < capacity}))
         if len(lengths) < 3 or not batches:
             raise ConfigError(
                 (
@@ -94,18 +95,18 @@ class Amount:
         return Amount(lengths, batches, self.new_tokens, self.rounds)
 
 
-def prefill_timing(cached: int, new: int, seconds: float, limits: PrefillCosts) -> Timing:
+def build_prefill_timing(cached: int, new: int, seconds: float, limits: PrefillCosts) -> Timing:
     """`new` tokens were prefilled behind `cached` ones, alone on the engine."""
     terms = (ceil(new / limits.chunk_tokens), new, attended_pairs(new, cached))
     return Timing((cached, new), terms, seconds)
 
 
-def first_token_timing(tokens: int, prefill_s: float, seconds: float) -> Timing:
+def build_first_token_timing(tokens: int, prefill_s: float, seconds: float) -> Timing:
     """Build the timing of a prompt: first token after `seconds`, `prefill_s` of it prefill."""
     return Timing(tokens, (1, tokens), seconds, prefill_s)
 
 
-def decode_timing(sequences: int, context: int, steps: int, seconds: float) -> Timing:
+def build_decode_timing(sequences: int, context: int, steps: int, seconds: float) -> Timing:
     """Build the timing of `steps` of a batch with `context` tokens at the beginning."""
     grown = sequences * steps * (steps - 1) / 2
     return Timing(sequences, (steps, steps * sequences, steps * context + grown), seconds)
@@ -116,9 +117,9 @@ def fit_terms(what: str, timings: Sequence[Timing], least: int, option: str) -> 
 
     Raises ConfigError for fewer than `least` different timings.
     """
-    if (found := len({one.terms for one in timings})) < least:
+    if (different := len({timing.terms for timing in timings})) < least:
         raise ConfigError(
-            f"{what} cannot be fitted to {found} different timings; it takes {least}.",
+            f"{what} cannot be fitted to {different} different timings; it takes {least}.",
             remedy=f"Name more with {option}.",
         )
     return fit_costs(timings)
@@ -142,7 +143,7 @@ def fit_pair(
     forward_s, token_s, attention_s = fit_terms("Prefill", prefills, 3, "--lengths")
     transfer = TransferCosts(*fit_terms("The transfer", firsts, 2, "--lengths"))
     step_s, sequence_s, context_s = fit_terms("Decoding", decodes, 3, "--batches and --lengths")
-    found = {
+    errors = {
         "prefill": held_out_error(prefills, least=3),
         "first token": held_out_error(firsts),
         "decode": held_out_error(decodes),
@@ -153,7 +154,7 @@ def fit_pair(
             replace(limits.decode, step_s=step_s, sequence_s=sequence_s, context_s=context_s),
             transfer,
         ),
-        {what: error for what, error in found.items() if error is not None},
+        {what: error for what, error in errors.items() if error is not None},
     )
 
 
@@ -198,15 +199,18 @@ class Timings:
 
     def fit(self) -> ProfiledCosts:
         """Fit the costs as far as they are known. Raises ConfigError for too few timings."""
-        prefills = {place: _middle(timed) for place, timed in self._prefills.items()}
+        prefills = {place: _choose_middle(timed) for place, timed in self._prefills.items()}
         firsts = [
-            first_token_timing(
+            build_first_token_timing(
                 length, prefills[0, length].seconds, sorted(timed)[(len(timed) - 1) // 2]
             )
             for length, timed in self._firsts.items()
         ]
         return fit_pair(
-            [*prefills.values()], firsts, [*map(_middle, self._decodes.values())], self.limits
+            [*prefills.values()],
+            firsts,
+            [*map(_choose_middle, self._decodes.values())],
+            self.limits,
         )
 
     async def round(self) -> None:
@@ -222,48 +226,48 @@ class Timings:
         for length in self.amount.lengths:
             await self._prefill([], length)
             begun_s = self.clock()
-            await self._arrivals(self._request(self._prompt(length)))
+            await self._note_arrivals(self._request(self._draw_prompt(length)))
             self._firsts[length].append(self.clock() - begun_s)
         for before in longer:
-            prefix = self._prompt(before - shortest)
+            prefix = self._draw_prompt(before - shortest)
             await self.engine.prefill(self._request(prefix))
             await self._prefill(prefix, shortest)
         for sequences in self.amount.batches:
-            for length in self._decoded_lengths(sequences):
+            for length in self._choose_lengths(sequences):
                 await self._decode(sequences, length)
 
     async def _prefill(self, prefix: Sequence[int], new: int) -> None:
-        request = self._request([*prefix, *self._prompt(new)])
+        request = self._request([*prefix, *self._draw_prompt(new)])
         begun_s = self.clock()
         done = await self.engine.prefill(request)
         seconds = self.clock() - begun_s
         # what the engine found, which need not be what was there: a cache has pages, or does not
         # keep what is prefilled
         new_tokens = done.prompt_tokens - done.cached_tokens
-        timing = prefill_timing(done.cached_tokens, new_tokens, seconds, self.limits.prefill)
+        timing = build_prefill_timing(done.cached_tokens, new_tokens, seconds, self.limits.prefill)
         self._prefills[len(prefix), new].append(timing)
 
     async def _decode(self, sequences: int, length: int) -> None:
         """Time a batch whose prompts were prefilled, so that all sequences begin together."""
         prompts = self._kept.setdefault(
-            (sequences, length), [self._prompt(length) for _ in range(sequences)]
+            (sequences, length), [self._draw_prompt(length) for _ in range(sequences)]
         )
         for prompt in prompts:
             await self.engine.prefill(self._request(prompt))
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
-                    self._arrivals(
+                    self._note_arrivals(
                         self._request(prompt, new_tokens=self.amount.new_tokens + sequences)
                     )
                 )
                 for prompt in prompts
             ]
-        timing = together([task.result() for task in tasks], length)
+        timing = find_joint_steps([task.result() for task in tasks], length)
         if timing is not None:
             self._decodes[sequences, length].append(timing)
 
-    def _decoded_lengths(self, sequences: int) -> Sequence[int]:
+    def _choose_lengths(self, sequences: int) -> Sequence[int]:
         """Return the shortest, middle and longest lengths that fit into the KV cache together."""
         each = self.limits.decode.cache_tokens // sequences - self.amount.new_tokens - sequences
         fitting = [length for length in self.amount.lengths if length <= each]
@@ -271,7 +275,7 @@ class Timings:
             return sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]})
         return ()
 
-    async def _arrivals(self, request: Generation) -> Arrivals:
+    async def _note_arrivals(self, request: Generation) -> Arrivals:
         arrivals = []
         come = 0
         async with aclosing(self.engine.generate(request)) as stream:
@@ -286,7 +290,7 @@ class Timings:
         rid = f"profile-{self.draws.getrandbits(64):016x}-{self._requests:08d}"
         return Generation(rid, ids, {"max_new_tokens": new_tokens, "ignore_eos": True, **DRAWN})
 
-    def _prompt(self, tokens: int) -> list[int]:
+    def _draw_prompt(self, tokens: int) -> list[int]:
         """Fresh ids from the middle of the vocabulary: special tokens stand at either end."""
         return self.draws.choices(
             range(self.vocabulary // 4, max(1 + self.vocabulary // 4, 3 * self.vocabulary // 4)),
@@ -294,7 +298,7 @@ class Timings:
         )
 
 
-def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
+def find_joint_steps(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
     """Return the steps that a batch made while all its sequences decoded; None if it made none.
 
     They are counted on the sequence that ended first, from its first tokens after all others had
@@ -310,15 +314,17 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
     (begun_s, begun), (ended_s, ended) = counted[0], counted[-1]
     written = [max(come for came_s, come in arrivals if came_s <= begun_s) for arrivals in outputs]
     context = len(outputs) * prompt_tokens + sum(written)
-    return decode_timing(len(outputs), context, ended - begun, ended_s - begun_s)
+    return build_decode_timing(len(outputs), context, ended - begun, ended_s - begun_s)
 
 
-def _middle(timings: Sequence[Timing]) -> Timing:
+def _choose_middle(timings: Sequence[Timing]) -> Timing:
     """Return the timing of the median seconds per first term, which are passes or steps.
 
     Of two in the middle it is the lower.
     """
-    return sorted(timings, key=lambda one: one.seconds / one.terms[0])[(len(timings) - 1) // 2]
+    return sorted(timings, key=lambda timing: timing.seconds / timing.terms[0])[
+        (len(timings) - 1) // 2
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,19 +351,19 @@ async def start_models(
     `machine`, as `shell-router launch` does under `name`; others must run. Raises ConfigError and
     EngineError.
     """
-    wanted = keep_one_pair_each(config, aliases)
+    kept = keep_one_pair_each(config, aliases)
     async with AsyncExitStack() as stack:
-        if any(pair.launch for model in wanted.models.values() for pair in model.pairs):
-            planned = plan_launch(wanted, name, machine, os.environ)
+        if any(pair.launch for model in kept.models.values() for pair in model.pairs):
+            planned = plan_launch(kept, name, machine, os.environ)
             on_progress(
                 f"starting {len(planned.engines)} engines; their logs are in {planned.folder}"
             )
             await stack.enter_async_context(launched_engines(planned))
-            wanted = planned.config
-        running = await stack.enter_async_context(running_models(wanted, on_progress))
+            kept = planned.config
+        running = await stack.enter_async_context(running_models(kept, on_progress))
         yield {
             alias: ProfiledModel(
-                model.served, model.engine.name, model.vocabulary, read_limits(wanted.models[alias])
+                model.served, model.engine.name, model.vocabulary, read_limits(kept.models[alias])
             )
             for alias, model in running.items()
         }
@@ -410,34 +416,32 @@ def require_extensible(file: Path) -> None:
         load_profiles(file)
 
 
-def write_profile(file: Path, model: str, found: ProfiledCosts, amount: Amount, on: str) -> None:
+def write_profile(file: Path, model: str, profiled: ProfiledCosts, amount: Amount, on: str) -> None:
     """Put a model's profile into `file`, in the place of an earlier one. Raises ConfigError.
 
     `on` says when and on what it was measured.
     """
     lengths, batches = (", ".join(map(str, some)) for some in (amount.lengths, amount.batches))
     how = f"medians of {amount.rounds} rounds, prompts of {lengths} tokens, batches of {batches}"
-    known = ", ".join(f"{what} {error:.1%}" for what, error in found.errors.items())
+    errors = ", ".join(f"{what} {error:.1%}" for what, error in profiled.errors.items())
     off = (
         "mean relative error on what the costs were not fitted to: "
-        f"{known or 'not known, too little was timed'}"
+        f"{errors or 'not known, too little was timed'}"
     )
-    said = {"measured": f"{on}: {how}; {off}"}
-    write_measured(file, "models", {model: {**said, **asdict(found.costs)}}, HEAD)
+    profile = {"measured": f"{on}: {how}; {off}", **asdict(profiled.costs)}
+    write_measured(file, "models", {model: profile}, HEAD)
 
 
-def replace_limits(known: PairCosts, given: Mapping[str, int | None]) -> PairCosts:
-    """Return `known` with the limits that replace its own. Raises ConfigError for one below 1."""
-    prefill, decode = (
-        {
-            name: most
-            for name, most in given.items()
-            if most is not None and name in costs.__dataclass_fields__
-        }
-        for costs in (known.prefill, known.decode)
-    )
+def replace_limits(costs: PairCosts, limits: Mapping[str, int | None]) -> PairCosts:
+    """Return `costs` with the given limits. Raises ConfigError for a limit below 1."""
+
+    def choose(names: Container[str]) -> dict[str, int]:
+        return {name: most for name, most in limits.items() if most is not None and name in names}
+
     return replace(
-        known, prefill=replace(known.prefill, **prefill), decode=replace(known.decode, **decode)
+        costs,
+        prefill=replace(costs.prefill, **choose(PrefillCosts.__dataclass_fields__)),
+        decode=replace(costs.decode, **choose(DecodeCosts.__dataclass_fields__)),
     )
 
 
@@ -461,24 +465,29 @@ async def run_profile(
     config = load_config(file, os.environ, with_keys=False)
     async with start_models(config, models, file.stem, machine, on_progress) as running:
         for alias, model in running.items():
-            known = replace_limits(model.limits, limits)
-            timed = amount.within(model.served.context_length, known)
+            limits_of_pair = replace_limits(model.limits, limits)
+            timed = amount.limit_to(model.served.context_length, limits_of_pair)
             on_progress(f"measuring {alias}: 1 round to warm up, {timed.rounds} that count")
             vocabulary = model.vocabulary
             draws = random.Random()
             clock = time.perf_counter
-            found = await profile_engine(
-                model.served.engine, timed, known, vocabulary=vocabulary, draws=draws, clock=clock
+            profiled = await profile_engine(
+                model.served.engine,
+                timed,
+                limits_of_pair,
+                vocabulary=vocabulary,
+                draws=draws,
+                clock=clock,
             )
-            write_profile(out, alias, found, timed, f"{date} on {model.engine}")
-            for line in _lines(alias, found):
+            write_profile(out, alias, profiled, timed, f"{date} on {model.engine}")
+            for line in _describe_costs(alias, profiled):
                 on_progress(line)
 
 
-def _lines(alias: str, found: ProfiledCosts) -> Iterator[str]:
-    prefill = found.costs.prefill
-    decode = found.costs.decode
-    transfer = found.costs.transfer
+def _describe_costs(alias: str, profiled: ProfiledCosts) -> Iterator[str]:
+    prefill = profiled.costs.prefill
+    decode = profiled.costs.decode
+    transfer = profiled.costs.transfer
     for words, first_s, rest, work in (
         (
             "prefill {} a pass",
@@ -499,8 +508,8 @@ def _lines(alias: str, found: ProfiledCosts) -> Iterator[str]:
             "decode",
         ),
     ):
-        if work in found.errors:
-            off = f" (held out: off by {found.errors[work]:.1%})"
+        if work in profiled.errors:
+            off = f" (held out: off by {profiled.errors[work]:.1%})"
         else:
             off = ""
         yield f"{alias}: {words.format(f'{1e3 * first_s:.3g} ms')}, {rest}{off}"

@@ -53,8 +53,8 @@ class Fleet:
     ) -> None:
         self.alias = alias
         self.pairs = pairs
-        named = [(pair, f"pair-{index}", Breaker()) for index, pair in enumerate(pairs)]
-        self.dispatcher = Dispatcher(named, scheduling, asyncio.get_running_loop().time)
+        members = [(pair, f"pair-{index}", Breaker()) for index, pair in enumerate(pairs)]
+        self.dispatcher = Dispatcher(members, scheduling, asyncio.get_running_loop().time)
 
     @asynccontextmanager
     async def poll_pairs(self) -> AsyncIterator[None]:
@@ -62,7 +62,7 @@ class Fleet:
         if len(self.pairs) == 1:
             yield
             return
-        async with Monitor(self.dispatcher, _reported):
+        async with Monitor(self.dispatcher, _report_metrics):
             yield
 
     async def prefill(self, request: Generation) -> Prefilled:
@@ -90,7 +90,7 @@ class Fleet:
             slot.close()
 
 
-async def _reported(pair: SimulatedPair) -> EngineReport:
+async def _report_metrics(pair: SimulatedPair) -> EngineReport:
     return pair.report_load()
 
 
@@ -109,21 +109,21 @@ class Outputs:
             for agent in topology.agents.values()
         }
 
-    def question(self, question: str) -> str:
+    def write_question(self, question: str) -> str:
         """Return the text that the client asks."""
-        draws = self._draws(question)
+        draws = self._seed_draws(question)
         return filler(
             self._workload.question.at(draws.random(), draws.gauss()), f"{self._seed}/{question}"
         )
 
-    def by(self, model: str) -> Callable[[Generation], Written]:
+    def make_writer(self, model: str) -> Callable[[Generation], Written]:
         """Return the output of an agent; the router calls requests `question.number.agent`."""
         outputs = self._workload.outputs
 
         def write(request: Generation) -> Written:
             question, _, agent = request.rid.split(".", 2)
             length = outputs.get(agent) or outputs[model]
-            draws = self._draws(f"{question}/{agent}")
+            draws = self._seed_draws(f"{question}/{agent}")
             tokens = length.at(draws.random(), draws.gauss())
             if draws.random() < self._workload.right:
                 answer = RIGHT
@@ -140,7 +140,7 @@ class Outputs:
 
         return write
 
-    def _draws(self, name: str) -> Random:
+    def _seed_draws(self, name: str) -> Random:
         return Random(f"{self._seed}/{name}")
 
 
@@ -192,29 +192,29 @@ def simulate(
     Equal arguments give equal results, to the last bit. Python's garbage collector rests meanwhile.
     Raises ConfigError if the topology or the workload names a model that the simulation lacks.
     """
-    wanted = topology.models
-    for name, known in (
+    models = topology.models
+    for name, available in (
         ("models", simulation.models),
         ("workload.outputs", simulation.workload.outputs),
     ):
-        if missing := sorted(wanted - known.keys()):
+        if missing := sorted(models - available.keys()):
             raise ConfigError(
                 f"{topology.name!r} needs {', '.join(missing)}.", remedy=f"Add them to {name}."
             )
     gc.disable()  # thousands of requests at a time live long, and leave no cycles
     try:
-        return run_virtual(_simulated(simulation, topology, costs, seed))
+        return run_virtual(_simulate_pairs(simulation, topology, costs, seed))
     finally:
         gc.enable()
 
 
-def _probed(prefill: PrefillCosts, few: int = 1, many: int = 256) -> PrefillCost:
+def _probe_capacity(prefill: PrefillCosts, few: int = 1, many: int = 256) -> PrefillCost:
     """Return what the router would measure of the pair at its start. A fitted term may be 0."""
     short_s, long_s = (prefill.pass_s(tokens, attended_pairs(tokens, 0)) for tokens in (few, many))
     return PrefillCost.through(few, short_s, many, long_s)
 
 
-async def _simulated(
+async def _simulate_pairs(
     simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int
 ) -> Simulated:
     loop = asyncio.get_running_loop()
@@ -225,7 +225,9 @@ async def _simulated(
         shared = Processor(simulation.cores)
     fleets = {
         alias: Fleet(
-            alias, _pairs(model, costs[alias], outputs.by(alias), shared), simulation.scheduling
+            alias,
+            _list_pairs(model, costs[alias], outputs.make_writer(alias), shared),
+            simulation.scheduling,
         )
         for alias, model in simulation.models.items()
         if alias in simulation.workload.outputs
@@ -238,7 +240,7 @@ async def _simulated(
             fleet,
             tokenizer,
             length,
-            prefill_cost=_probed(costs[alias].prefill),
+            prefill_cost=_probe_capacity(costs[alias].prefill),
             prefill_servers=len(fleet.pairs),
         )
         for alias, fleet in fleets.items()
@@ -272,7 +274,7 @@ async def _simulated(
     return Simulated(topology, elapsed_s, runs, uses)
 
 
-def _pairs(
+def _list_pairs(
     model: SimulatedModel,
     costs: PairCosts,
     write: Callable[[Generation], Written],
@@ -322,10 +324,10 @@ async def _ask_all(
             wall_s=clock(),
             precursors={agent.id: agent.precursors for agent in topology.agents.values()},
         )
-        asked = ({"role": "user", "content": outputs.question(name)},)
+        messages = ({"role": "user", "content": outputs.write_question(name)},)
         limit_s = simulation.timeout_s
         request = MoaRequest(
-            name, "simulation", asked, sampling=pieces, seed=number, timeout_s=limit_s
+            name, "simulation", messages, sampling=pieces, seed=number, timeout_s=limit_s
         )
         error = ""
         try:

@@ -110,7 +110,7 @@ class Length:
         assert self.mean is not None
         if uniform < self.runaways:
             return ENDLESS_TOKENS
-        return max(1, round(self.mean * _lognormal(self.cv, normal)))
+        return max(1, round(self.mean * _scale_lognormal(self.cv, normal)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,10 @@ class Drafted:
 
     def at(self, normal: float) -> float:
         """Return the tokens per pass for a standard normal draw."""
-        return min(float(self.width), max(1.0, self.per_pass * _lognormal(self.cv, normal)))
+        return min(float(self.width), max(1.0, self.per_pass * _scale_lognormal(self.cv, normal)))
 
 
-def _lognormal(cv: float, normal: float) -> float:
+def _scale_lognormal(cv: float, normal: float) -> float:
     """Return a log-normal value with mean 1 and this deviation."""
     variance = math.log(1 + cv**2)
     return math.exp(math.sqrt(variance) * normal - variance / 2)

@@ -47,7 +47,7 @@ def compute_figures(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     prompts = sum(agent["prompt_tokens"] for agent in readers.values()) or 1
     in_time = sum(
         # an update may have held a slot that an early exit then left out
-        min(prefilled_tokens(agent, inputs_end_s[name]), agent["cached_tokens"])
+        min(count_prefilled_tokens(agent, inputs_end_s[name]), agent["cached_tokens"])
         for name, agent in readers.items()
     )
     return Figures(
@@ -59,13 +59,13 @@ def compute_figures(topology: Topology, trace: Mapping[str, Any]) -> Figures:
         reader_exposed_s=_mean([agent["exposed_prefill_s"] for agent in readers.values()]) or 0.0,
         late_share=1 - in_time / prompts if readers else 0.0,
         cached_share=sum(agent["cached_tokens"] for agent in readers.values()) / prompts,
-        bound_s=critical_path_s(topology, agents),
-        token_bound_s=critical_path_s(topology, agents, pass_per_token=True),
+        bound_s=bound_path_s(topology, agents),
+        token_bound_s=bound_path_s(topology, agents, pass_per_token=True),
         cut_off=sum(agent["state"] == "early_exit" for agent in agents.values()),
     )
 
 
-def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
+def count_prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
     """Return the tokens of an agent's prompt that were in the prefix cache at `at_s`.
 
     They come from its updates and its request. Without an update by then they are those that its
@@ -80,7 +80,7 @@ def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
     return int(max(done, default=first))
 
 
-def critical_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = False) -> float:
+def bound_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = False) -> float:
     """Return the root's end if each agent decoded as soon as its last needed precursor ended.
 
     With `pass_per_token` no draft had been accepted, and the passes had taken as long each. An
@@ -165,15 +165,15 @@ def summarize(simulated: Simulated) -> Summary:
             remedy="Ask less, or allow more time.",
         )
     latencies = [trace["duration_s"] for trace in traces]
-    p50_s, p95_s, p99_s = (float(one) for one in np.percentile(latencies, (50, 95, 99)))
+    p50_s, p95_s, p99_s = (float(value) for value in np.percentile(latencies, (50, 95, 99)))
     if len(topology.agents) > 1:
         figures = [compute_figures(topology, trace) for trace in traces]
     else:
         figures = []
-    paths = [path_s(trace) for trace in traces]
+    paths = [split_path_s(trace) for trace in traces]
     agents = Counter(agent.model for agent in topology.agents.values() if not agent.votes)
-    each = [one for trace in traces for one in trace["agents"].values()]
-    completed = Counter(one["model"] for one in each if one["state"] == "finished")
+    runs = [agent for trace in traces for agent in trace["agents"].values()]
+    completed = Counter(run["model"] for run in runs if run["state"] == "finished")
     return Summary(
         len(simulated.runs),
         len(simulated.runs) - len(traces),
@@ -182,15 +182,15 @@ def summarize(simulated: Simulated) -> Summary:
         p50_s,
         p95_s,
         p99_s,
-        _mean(one.bound_s for one in figures) or statistics.mean(latencies),
-        _mean(one.token_bound_s for one in figures) or statistics.mean(latencies),
-        _mean(one.second_layer_s for one in figures),
-        _mean(one.reader_exposed_s for one in figures),
-        _mean(one.late_share for one in figures),
-        sum(one["decoded_tokens"] for one in each) / len(traces),
+        _mean(figure.bound_s for figure in figures) or statistics.mean(latencies),
+        _mean(figure.token_bound_s for figure in figures) or statistics.mean(latencies),
+        _mean(figure.second_layer_s for figure in figures),
+        _mean(figure.reader_exposed_s for figure in figures),
+        _mean(figure.late_share for figure in figures),
+        sum(run["decoded_tokens"] for run in runs) / len(traces),
         {
             kind: sum(path.get(kind, 0.0) for path in paths) / len(paths)
-            for kind in sorted({k for one in paths for k in one})
+            for kind in sorted({name for path in paths for name in path})
         },
         dict(agents),
         {model: completed[model] / len(traces) for model in agents},
@@ -200,11 +200,11 @@ def summarize(simulated: Simulated) -> Summary:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are known."""
-    known = [value for value in values if value is not None]
-    return statistics.mean(known) if known else None
+    present = [value for value in values if value is not None]
+    return statistics.mean(present) if present else None
 
 
-def path_s(trace: Mapping[str, Any]) -> dict[str, float]:
+def split_path_s(trace: Mapping[str, Any]) -> dict[str, float]:
     """Seconds along a finished run's critical path, by what they were spent on."""
     spent: Counter[str] = Counter()
     for name in trace["overlap"]["critical_path"]:
@@ -221,80 +221,94 @@ BUSY = 0.9
 Row = Mapping[str, str]
 
 
-def tables(summaries: Mapping[str, Summary]) -> list[tuple[str, list[Row]]]:
+def build_tables(summaries: Mapping[str, Summary]) -> list[tuple[str, list[Row]]]:
     """Titles and rows. Ratios are to the first simulation."""
     first = next(iter(summaries.values()))
-    models = list(dict.fromkeys(model for one in summaries.values() for model in one.agents))
-    kinds = sorted({kind for one in summaries.values() for kind in one.path})
-    named = summaries.items()
+    models = list(
+        dict.fromkeys(model for summary in summaries.values() for model in summary.agents)
+    )
+    kinds = sorted({kind for summary in summaries.values() for kind in summary.path})
+    named_summaries = summaries.items()
     return [
-        ("Simulated", [{"simulation": name, **_latency(one, first)} for name, one in named]),
+        (
+            "Simulated",
+            [
+                {"simulation": name, **_format_latency(summary, first)}
+                for name, summary in named_summaries
+            ],
+        ),
         (
             "What an answer takes, in the mean",
-            [{"simulation": name, **_overlap(one)} for name, one in named],
+            [{"simulation": name, **_format_overlap(summary)} for name, summary in named_summaries],
         ),
         (
             "Agents that were not cut off, in the mean",
             [
                 {"simulation": name}
                 | {
-                    m: f"{one.completed[m]:.2f} of {one.agents[m]}" if m in one.agents else "-"
+                    m: f"{summary.completed[m]:.2f} of {summary.agents[m]}"
+                    if m in summary.agents
+                    else "-"
                     for m in models
                 }
-                for name, one in named
+                for name, summary in named_summaries
             ],
         ),
         (
             "Where the time of an answer goes: along its critical path",
             [
-                {"simulation": name} | {kind: _spent(one, kind) for kind in kinds}
-                for name, one in named
+                {"simulation": name} | {kind: _format_spent(summary, kind) for kind in kinds}
+                for name, summary in named_summaries
             ],
         ),
         (
             "Engine pairs",
-            [{"simulation": name, **_use(pair)} for name, one in named for pair in one.engines],
+            [
+                {"simulation": name, **_format_use(pair)}
+                for name, summary in named_summaries
+                for pair in summary.engines
+            ],
         ),
     ]
 
 
-def _seconds(found: float | None) -> str:
-    return "-" if found is None else f"{found:.3g}"
+def _format_seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
-def _latency(one: Summary, first: Summary) -> Row:
+def _format_latency(summary: Summary, first: Summary) -> Row:
     return {
-        "answered": str(one.requests - one.failed),
-        "failed": str(one.failed),
-        "mean s": _seconds(one.mean_s),
-        "p50 s": _seconds(one.p50_s),
-        "p95 s": _seconds(one.p95_s),
-        "p99 s": _seconds(one.p99_s),
-        "p50 ratio": f"{one.p50_s / first.p50_s:.2f}" if first.p50_s else "-",
-        "per s": f"{one.per_s:.3g}",
+        "answered": str(summary.requests - summary.failed),
+        "failed": str(summary.failed),
+        "mean s": _format_seconds(summary.mean_s),
+        "p50 s": _format_seconds(summary.p50_s),
+        "p95 s": _format_seconds(summary.p95_s),
+        "p99 s": _format_seconds(summary.p99_s),
+        "p50 ratio": f"{summary.p50_s / first.p50_s:.2f}" if first.p50_s else "-",
+        "per s": f"{summary.per_s:.3g}",
     }
 
 
-def _overlap(one: Summary) -> Row:
+def _format_overlap(summary: Summary) -> Row:
     return {
-        "bound s": _seconds(one.bound_s),
-        "over bound": f"{one.over_bound:.1%}",
-        "bound s, a pass per token": _seconds(one.token_bound_s),
-        "second layer s": _seconds(one.second_layer_s),
-        "exposed prefill s": _seconds(one.exposed_s),
-        "late": "-" if one.late is None else f"{one.late:.1%}",
-        "new tokens": f"{one.new_tokens:.0f}",
+        "bound s": _format_seconds(summary.bound_s),
+        "over bound": f"{summary.over_bound:.1%}",
+        "bound s, a pass per token": _format_seconds(summary.token_bound_s),
+        "second layer s": _format_seconds(summary.second_layer_s),
+        "exposed prefill s": _format_seconds(summary.exposed_s),
+        "late": "-" if summary.late is None else f"{summary.late:.1%}",
+        "new tokens": f"{summary.new_tokens:.0f}",
     }
 
 
-def _spent(one: Summary, kind: str) -> str:
+def _format_spent(summary: Summary, kind: str) -> str:
     return (
-        f"{one.path.get(kind, 0.0):.3g} s, "
-        f"{one.path.get(kind, 0.0) / (sum(one.path.values()) or 1.0):.0%}"
+        f"{summary.path.get(kind, 0.0):.3g} s, "
+        f"{summary.path.get(kind, 0.0) / (sum(summary.path.values()) or 1.0):.0%}"
     )
 
 
-def _use(pair: EngineUse) -> Row:
+def _format_use(pair: EngineUse) -> Row:
     return {
         "pair": pair.model,
         "prefill busy": f"{pair.prefill_busy:.0%}",
@@ -306,13 +320,13 @@ def _use(pair: EngineUse) -> Row:
     }
 
 
-def bound(name: str, one: Summary) -> str:
+def describe_bound(name: str, summary: Summary) -> str:
     """Say in a sentence what bounds the latency."""
-    kind, seconds = max(one.path.items(), key=lambda item: item[1])
-    share = seconds / (sum(one.path.values()) or 1.0)
+    kind, seconds = max(summary.path.items(), key=lambda item: item[1])
+    share = seconds / (sum(summary.path.values()) or 1.0)
     full = [
         f"{role} of {pair.model}"
-        for pair in one.engines
+        for pair in summary.engines
         for role, busy in (("prefill", pair.prefill_busy), ("decode", pair.decode_busy))
         if busy >= BUSY
     ]
@@ -323,9 +337,9 @@ def bound(name: str, one: Summary) -> str:
     return f"{name} is bound by {kind}, {share:.0%} of an answer's time.{engines}"
 
 
-def as_json(summaries: Mapping[str, Summary]) -> dict[str, Any]:
+def to_json(summaries: Mapping[str, Summary]) -> dict[str, Any]:
     """Return all figures by simulation."""
     return {
-        name: asdict(one) | {"per_s": one.per_s, "over_bound": one.over_bound}
-        for name, one in summaries.items()
+        name: asdict(summary) | {"per_s": summary.per_s, "over_bound": summary.over_bound}
+        for name, summary in summaries.items()
     }

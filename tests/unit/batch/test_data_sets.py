@@ -12,7 +12,7 @@ import pytest
 
 from shell_router.batch.questions import read_questions
 from shell_router.errors import DataError
-from shell_router.lab.evaluation.grading import follows, grade
+from shell_router.lab.evaluation.grading import follows_instructions, grade
 from shell_router.lab.evaluation.records import Item, read_items
 
 MATH = {
@@ -177,11 +177,11 @@ def test_ifbench_is_graded_by_its_own_checks(tmp_path: Path) -> None:
     item = only(tmp_path, IFBENCH)
     assert (item.question, item.grader) == (IFBENCH["prompt"], "instructions")
     known = {"count:word": Counted}
-    assert follows(item, "nebula nebula", known)
-    assert not follows(item, "nebula", known)
-    assert not follows(item, " ", known)
+    assert follows_instructions(item, "nebula nebula", known)
+    assert not follows_instructions(item, "nebula", known)
+    assert not follows_instructions(item, " ", known)
     with pytest.raises(DataError, match="count:word"):
-        follows(item, "nebula", {})
+        follows_instructions(item, "nebula", {})
     with pytest.raises(DataError, match="as many kwargs"):
         only(tmp_path, IFBENCH | {"kwargs": []})
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shell_router.lab.traces import LEGEND, PAINT, axis, bar, draw_timeline
+from shell_router.lab.traces import LEGEND, PAINT, draw_axis, draw_bar, draw_timeline
 
 
 def _span(name: str, start_s: float, end_s: float | None) -> dict[str, Any]:
@@ -33,21 +33,21 @@ def test_a_bar_paints_spans_in_proportion_with_decode_on_top() -> None:
         _span("prefill_increment", 4.0, 6.0),
         _span("decode", 6.0, 9.9),
     ]
-    assert bar(spans, 10.0, 10).plain == "····▒▒████"
+    assert draw_bar(spans, 10.0, 10).plain == "····▒▒████"
 
 
 def test_a_span_too_short_for_a_cell_still_gets_one_and_an_open_one_none() -> None:
     spans = [_span("prefill_increment", 5.0, 5.001), _span("decode", 7.0, None)]
-    assert bar(spans, 10.0, 10).plain == "     ▒    "
+    assert draw_bar(spans, 10.0, 10).plain == "     ▒    "
 
 
 def test_the_axis_ends_with_the_duration() -> None:
-    assert axis(2.0, 40).startswith("0.0s")
-    assert axis(2.0, 40).endswith("2.0s")
+    assert draw_axis(2.0, 40).startswith("0.0s")
+    assert draw_axis(2.0, 40).endswith("2.0s")
 
 
 def test_marks_of_a_short_run_differ() -> None:
-    assert axis(0.33, 40).split() == ["0.00s", "0.08s", "0.17s", "0.25s", "0.33s"]
+    assert draw_axis(0.33, 40).split() == ["0.00s", "0.08s", "0.17s", "0.25s", "0.33s"]
 
 
 def test_the_timeline_marks_agents_that_were_cut_off() -> None:

@@ -7,10 +7,10 @@ from shell_router.core.statistics import Timing, fit_non_negative
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.profiling import (
     ProfiledCosts,
-    decode_timing,
-    first_token_timing,
+    build_decode_timing,
+    build_first_token_timing,
+    build_prefill_timing,
     fit_pair,
-    prefill_timing,
 )
 from shell_router.standins.simulated.costs import (
     DecodeCosts,
@@ -37,7 +37,7 @@ def prefills(noise: float = 0.0, seed: int = 0) -> list[Timing]:
         seconds = -(-new // 512) * PREFILL.forward_s + new * PREFILL.token_s
         seconds += attended_pairs(new, cached) * PREFILL.attention_s
         found.append(
-            prefill_timing(cached, new, seconds * (1 + draws.uniform(-noise, noise)), PREFILL)
+            build_prefill_timing(cached, new, seconds * (1 + draws.uniform(-noise, noise)), PREFILL)
         )
     return found
 
@@ -45,7 +45,7 @@ def prefills(noise: float = 0.0, seed: int = 0) -> list[Timing]:
 def decodes(noise: float = 0.0, seed: int = 0) -> list[Timing]:
     draws = random.Random(seed)
     return [
-        decode_timing(
+        build_decode_timing(
             n,
             n * length,
             60,
@@ -58,7 +58,7 @@ def decodes(noise: float = 0.0, seed: int = 0) -> list[Timing]:
 
 def firsts() -> list[Timing]:
     return [
-        first_token_timing(length, length * 1e-4, length * 1e-4 + TRANSFER.seconds(length))
+        build_first_token_timing(length, length * 1e-4, length * 1e-4 + TRANSFER.seconds(length))
         for length in LENGTHS
     ]
 
@@ -115,10 +115,10 @@ def test_the_held_out_error_is_not_known_where_too_little_would_be_left() -> Non
 
 
 def test_no_cost_is_negative_even_where_that_would_fit_best() -> None:
-    faster_the_longer = [prefill_timing(0, length, 1 / length, PREFILL) for length in LENGTHS]
+    faster_the_longer = [build_prefill_timing(0, length, 1 / length, PREFILL) for length in LENGTHS]
     costs = fitted(faster_the_longer).costs.prefill
     assert min(costs.forward_s, costs.token_s, costs.attention_s) >= 0
-    before_its_prefill = [first_token_timing(length, 0.02, 0.01) for length in LENGTHS]
+    before_its_prefill = [build_first_token_timing(length, 0.02, 0.01) for length in LENGTHS]
     assert fitted(first=before_its_prefill).costs.transfer == TransferCosts(0.0, 0.0)
 
 

@@ -12,9 +12,9 @@ from shell_router.errors import ConfigError
 from shell_router.lab.simulation.profiling import (
     Amount,
     ProfiledCosts,
-    decode_timing,
+    build_decode_timing,
+    find_joint_steps,
     profile_engine,
-    together,
 )
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.standins.simulated.costs import (
@@ -121,14 +121,14 @@ def test_an_engine_that_keeps_nothing_of_a_prefill_is_profiled_by_what_it_says()
 
 def test_only_what_fits_the_model_and_its_engines_is_timed() -> None:
     few = PairCosts(LIMITS.prefill, DecodeCosts(0.0, cache_tokens=65_536, max_batch_size=4))
-    found = Amount().within(1024, few)
+    found = Amount().limit_to(1024, few)
     assert found.lengths == (32, 128, 512)
     assert found.batches == (1, 2, 4)
 
 
 def test_a_context_that_holds_too_few_lengths_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"100 tokens of context.*--lengths"):
-        Amount().within(100, LIMITS)
+        Amount().limit_to(100, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,10 @@ def test_lengths_and_batches_that_tell_nothing_are_refused(
 def test_steps_count_from_where_all_decode_to_where_the_first_ends() -> None:
     first = [(0.0, 1), (1.0, 2), (2.0, 3), (3.0, 4)]
     second = [(0.5, 1), (1.0, 2), (2.0, 3), (3.0, 4), (4.0, 5)]
-    assert together([first, second], prompt_tokens=10) == decode_timing(2, 24, steps=2, seconds=2.0)
+    assert find_joint_steps([first, second], prompt_tokens=10) == build_decode_timing(
+        2, 24, steps=2, seconds=2.0
+    )
 
 
 def test_sequences_that_did_not_decode_at_the_same_time_tell_nothing() -> None:
-    assert together([[(0.0, 1), (1.0, 2)], [(2.0, 1), (3.0, 2)]], prompt_tokens=10) is None
+    assert find_joint_steps([[(0.0, 1), (1.0, 2)], [(2.0, 1), (3.0, 2)]], prompt_tokens=10) is None
