@@ -6,18 +6,31 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 from shell_router.api.access_log import format_line
-from shell_router.api.browsers import require_local, require_unlisted_type
 from shell_router.api.drain import Drain
-from shell_router.api.keys import LOCAL, Keys, require_route
+from shell_router.api.keys import (
+    LOCAL,
+    Keys,
+    require_local,
+    require_route,
+    require_unlisted_type,
+)
 from shell_router.api.replies import INTERNAL, problem_of, problem_reply
-from shell_router.api.services import AGENTS, KEY, REQUEST_ID, TENANT, ApiSettings, Services
+from shell_router.api.services import (
+    AGENTS,
+    KEY,
+    MODELS_ASKED,
+    REQUEST_ID,
+    TENANT,
+    ApiSettings,
+    Services,
+)
 from shell_router.config import ApiKey
 from shell_router.core.spans import CURRENT, read_client_span
-from shell_router.errors import InvalidRequest, Overloaded
+from shell_router.errors import Forbidden, InvalidRequest, Overloaded
 from shell_router.http.app import (
     ClientGone,
     Handler,
@@ -81,7 +94,7 @@ class Admission:
 
     def _admit(self, request: Request) -> None:
         """Note the request's key and count it; raise the error of one that is not served."""
-        key = self._key(request)
+        key = self._find_key(request)
         tenant = key.tenant or ""
         request[KEY] = key
         request[TENANT] = tenant
@@ -102,19 +115,19 @@ class Admission:
             )
         self.count(request, 1)
 
-    def _key(self, request: Request) -> ApiKey:
+    def _find_key(self, request: Request) -> ApiKey:
         if request.path in OPEN_ROUTES:
             return LOCAL
         headers = request.headers
-        if self.keys:
+        if self.keys.by_digest:
             x_api_key = headers.get("x-api-key", "")  # Anthropic's
             secret = headers.get("authorization") or f"Bearer {x_api_key}"
-            return self.keys.caller(secret, request.peer, self._services.wall)
-        if request.peer is not None:
-            require_local(headers.get("host", ""), headers.get("origin"))
+            return self.keys.find(secret, self._services.wall)
+        if request.peer is not None:  # only this machine reaches a Unix socket
+            require_local(request.peer, headers.get("host", ""), headers.get("origin"))
             if request.method == "POST" and request.path != "/v1/files":
-                require_unlisted_type(request.content_type)
-        return self.keys.caller("", request.peer, self._services.wall)
+                require_unlisted_type(headers.get("content-type", ""))
+        return LOCAL
 
     def _require_tokens(self, limit: int, tenant: str) -> None:
         wait_s = self._services.rates.wait_s(tenant, limit, self._services.clock())
@@ -183,8 +196,10 @@ class Admission:
             release()
 
     def _release_agents(self, tenant: str, agents: int, _: object = None) -> None:
-        self._drain.release()
         self._agents[tenant] -= agents
+        self._drain.running -= 1
+        if not self._drain.running:
+            self._drain.idle.set()
 
     def _record(self, request: Request, status: int, started_s: float) -> None:
         services = self._services
@@ -209,6 +224,19 @@ class Admission:
         if isinstance(error, MethodNotAllowed):
             headers["Allow"] = allowed_methods(error)
         return problem_reply(request, error, status, **headers)
+
+
+def permit(request: Request, models: Collection[str], asked: str = "") -> None:
+    """Raise Forbidden unless the request's key is for all of these models.
+
+    The access log names them, or what is `asked` for.
+    """
+    allowed = request[KEY].models
+    request[MODELS_ASKED] = (asked or ",".join(models))[:200]
+    if allowed and not set(models) <= set(allowed):
+        raise Forbidden(
+            "The API key is not for all of the models.", remedy=f"It is for: {', '.join(allowed)}."
+        )
 
 
 ADMISSION = Key[Admission]("ADMISSION")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required
 from annotated_types import Ge
 from typing_extensions import TypedDict
 
-from shell_router.api.admission import ADMISSION
+from shell_router.api.admission import ADMISSION, permit
 from shell_router.api.bodies import (
     check_identifier,
     check_template_kwargs,
@@ -18,7 +18,6 @@ from shell_router.api.bodies import (
     read_sampling,
 )
 from shell_router.api.conversation import holds_marker
-from shell_router.api.drain import DRAIN
 from shell_router.api.fields import (
     Identifier,
     Names,
@@ -27,7 +26,6 @@ from shell_router.api.fields import (
     PrefillFields,
 )
 from shell_router.api.frames import AgentFrames
-from shell_router.api.keys import permit
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
@@ -39,6 +37,7 @@ from shell_router.core.validation import (
 )
 from shell_router.errors import InvalidRequest
 from shell_router.http.app import BodyTooLarge, Reply, Request, Response
+from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
@@ -179,7 +178,7 @@ async def run_agent(request: Request) -> Reply:
         require_no_key(request, "a topology as an agent")
     services = request.app[SERVICES]
     kept = request.app[KEPT_RUNS]
-    run = Run(services, request.app[DRAIN], services.new_id(), agent_request, graph, AGENT_REQUEST)
+    run = Run(services, services.new_id(), agent_request, graph, AGENT_REQUEST)
     request.app[ADMISSION].count(request, run.agents - 1)
     if KEY_HEADER in request.headers:
         run = kept.join(run, read_key(request), sent)
@@ -233,7 +232,7 @@ async def write_output(request: Request) -> Response:
     settings = request.app[SETTINGS]
     programs = request.app[SERVICES].programs
     wrote = partial(programs.count_written, agent_request.tenant, program)
-    with request.app[DRAIN].deadline():
+    with Deadline(None, request.app[SERVICES].deadlines):
         answer = await programs.write(agent_request, _decode(request, settings, wrote))
     body = {
         "object": "agent.output",

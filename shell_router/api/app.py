@@ -67,7 +67,7 @@ def create_app(services: Services, settings: ApiSettings) -> App:
 
     Raises ConfigError where a topology and a model share a name.
     """
-    drain = Drain()
+    drain = Drain(services.deadlines)
     gate = Admission(services, settings, drain)
     app = App(gate.serve)
     app[ADMISSION] = gate
@@ -76,8 +76,8 @@ def create_app(services: Services, settings: ApiSettings) -> App:
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
     app[openapi.BODIES] = dict(openapi.ROUTER_BODIES)
-    app[CHATS] = Chats(services, settings, app[TARGETS], drain)
-    app[KEPT_RUNS] = KeptRuns(services.journals, drain)
+    app[CHATS] = Chats(services, settings, app[TARGETS])
+    app[KEPT_RUNS] = KeptRuns(services.journals, services.deadlines)
     app[embeddings.EMBEDDING] = asyncio.Semaphore()
     app[STARTED_AT] = int(services.wall())
     app.routes.extend(ROUTES)

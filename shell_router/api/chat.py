@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shell_router.api.admission import ADMISSION
+from shell_router.api.admission import ADMISSION, permit
 from shell_router.api.bodies import (
     ChatRequest,
     Wish,
@@ -31,11 +31,9 @@ from shell_router.api.bodies import (
     read_wish,
 )
 from shell_router.api.conversation import has_markers
-from shell_router.api.drain import Drain
 from shell_router.api.engine_chat import asks_engine, read_engine_chat
 from shell_router.api.fields import BRINGING, CHAT, ChatBody
 from shell_router.api.frames import ChatFrames
-from shell_router.api.keys import permit
 from shell_router.api.lazy import begin_lazy, read_program
 from shell_router.api.models import Targets
 from shell_router.api.native import forward
@@ -87,7 +85,6 @@ class Chats:
     services: Services
     settings: ApiSettings
     targets: Targets
-    drain: Drain
 
     async def read(
         self, body: ChatBody, sent: Mapping[str, Any], tenant: str
@@ -123,8 +120,8 @@ class Chats:
         """Return the run of the target's graph, or of an agent of a program."""
         services = self.services
         if isinstance(task, AgentRequest):
-            return Run(services, self.drain, services.new_id(), task, None, AGENT_REQUEST)
-        return Run(services, self.drain, task.id, task, target.graph, target.name)
+            return Run(services, services.new_id(), task, None, AGENT_REQUEST)
+        return Run(services, task.id, task, target.graph, target.name)
 
 
 CHATS = Key[Chats]("CHATS")

@@ -5,7 +5,7 @@ import logging
 
 from shell_router.errors import RouterStopping
 from shell_router.http.app import Key
-from shell_router.moa.deadline import Deadline
+from shell_router.moa.deadline import Deadlines
 
 log = logging.getLogger(__name__)
 
@@ -19,26 +19,11 @@ class Drain:
     A stop of the server waits for them, and cuts the ones that take too long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadlines: Deadlines) -> None:
         self.running = 0
-        self.cut = False
-        self.deadlines: set[Deadline] = set()
-        self._idle = asyncio.Event()
-
-    def release(self) -> None:
-        """Count one running request less."""
-        self.running -= 1
-        if not self.running:
-            self._idle.set()
-
-    def deadline(self, limit_s: float | None = None) -> Deadline:
-        """Return the context for work that may take long.
-
-        It raises TimeoutError after `limit_s`, and RouterStopping if the server ends first.
-        """
-        if self.cut:
-            raise _stopping()
-        return Deadline(limit_s, self.deadlines)
+        self.idle = asyncio.Event()
+        """Set when the last running request ends."""
+        self._deadlines = deadlines
 
     async def finish(self, limit_s: float, force_shutdown: asyncio.Event) -> None:
         """Wait until no request runs; cut the ones that still run after `limit_s`.
@@ -49,14 +34,12 @@ class Drain:
             await self._wait_idle(limit_s, force_shutdown)
         if self.running:
             log.warning("%d requests still run and are cut", self.running)
-            self.cut = True
-            for deadline in self.deadlines:
-                deadline.end(_stopping())
+            self._deadlines.end(_make_stopping)
             await self._wait_idle(FAREWELL_S, asyncio.Event())
 
     async def _wait_idle(self, limit_s: float, force_shutdown: asyncio.Event) -> None:
-        self._idle.clear()
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, force_shutdown)]
+        self.idle.clear()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.idle, force_shutdown)]
         try:
             await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -64,7 +47,7 @@ class Drain:
                 wait.cancel()
 
 
-def _stopping() -> RouterStopping:
+def _make_stopping() -> RouterStopping:
     return RouterStopping(
         "The router stopped before this request had ended.",
         remedy="Send it again, to another router or once this one is back.",

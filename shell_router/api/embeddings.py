@@ -9,10 +9,9 @@ import numpy as np
 from annotated_types import Interval, MaxLen, MinLen
 from typing_extensions import TypedDict
 
+from shell_router.api.admission import permit
 from shell_router.api.bodies import read_object
-from shell_router.api.drain import DRAIN
 from shell_router.api.fields import NoEffect
-from shell_router.api.keys import permit
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TOKENS
 from shell_router.core.predictors import Embedder, TokenStates
@@ -24,6 +23,7 @@ from shell_router.core.validation import (
 )
 from shell_router.errors import DeadlineExceeded, UnknownModel
 from shell_router.http.app import Key, Reply, Request
+from shell_router.moa.deadline import Deadline
 
 MAX_TEXTS = 1024
 MAX_CHARACTERS = 2**15
@@ -72,7 +72,7 @@ async def create_embeddings(request: Request) -> Reply:
     warnings = note_ignored(request, EMBEDDINGS.find_unknown(sent))
     limit_s = request.app[SETTINGS].request_timeout_s
     try:
-        with request.app[DRAIN].deadline(limit_s):
+        with Deadline(limit_s, request.app[SERVICES].deadlines):
             vectors = []
             tokens = 0
             embedded = _embed(services.embedders[name], texts, request.app[EMBEDDING])

@@ -1,18 +1,24 @@
-"""API keys: who may call, for which routes and models.
+"""The callers that are served: the holders of API keys, or else those on this machine.
 
-Without keys only callers on this machine are served, who may do everything.
+Pages of other sites that a browser shows on this machine are not served: such a page may have its
+own name resolved to this machine, and may post bodies of the types that need no permission.
 """
 
 import functools
 import ipaddress
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 
-from shell_router.api.services import KEY, MODELS_ASKED
 from shell_router.config import ApiKey
-from shell_router.errors import ConfigError, Forbidden, RemoteRefused, Unauthorized
-from shell_router.http.app import Request
+from shell_router.errors import (
+    ConfigError,
+    Forbidden,
+    RemoteRefused,
+    Unauthorized,
+    UnsupportedMediaType,
+)
 
 LOCAL = ApiKey(key="", tenant="local", operator=True)
 """The key of callers on this machine where no keys are set."""
@@ -46,37 +52,19 @@ class Keys:
                     f"the keys of {other.tenant!r} and {name!r} are the same.",
                     remedy="Give each its own secret.",
                 )
-        self._by_digest = by_digest
+        self.by_digest = by_digest
         self.several = len({key.tenant for key in by_digest.values() if not key.operator}) > 1
         """Whether there are several tenants; operators are none."""
 
-    def __bool__(self) -> bool:
-        return bool(self._by_digest)
-
-    def caller(self, authorization: str, peer: str | None, wall: Callable[[], float]) -> ApiKey:
-        """Return the caller's key, or LOCAL where no keys are set.
-
-        Args:
-            authorization: The header's value.
-            peer: The caller's address; None for a Unix socket, which only this machine reaches.
-            wall: Gives Unix time.
+    def find(self, authorization: str, wall: Callable[[], float]) -> ApiKey:
+        """Return the key in the header's value; `wall` gives Unix time.
 
         Raises:
-            RemoteRefused: No keys are set, and the caller is on another machine.
             Unauthorized: The key is missing, wrong or expired.
         """
-        if not self._by_digest:
-            if peer is not None and not is_loopback(peer):
-                raise RemoteRefused(
-                    "No API keys are set, so only callers on this machine are served, and "
-                    f"{peer} is not.",
-                    remedy="Add api_keys to the configuration and send one as 'Authorization: "
-                    "Bearer <key>'.",
-                )
-            return LOCAL
         scheme, _, secret = authorization.partition(" ")
         # looked up by digest, so that timing says nothing of any key
-        key = self._by_digest.get(_digest(secret.strip()))
+        key = self.by_digest.get(_digest(secret.strip()))
         if scheme.lower() != "bearer" or key is None:
             raise Unauthorized(
                 "The API key is missing or wrong.",
@@ -111,21 +99,63 @@ def _covers(allowed: str, path: str) -> bool:
     return path == allowed or path.startswith(f"{allowed.rstrip('/')}/")
 
 
-def permit(request: Request, models: Collection[str], asked: str = "") -> None:
-    """Raise Forbidden unless the request's key is for all of these models.
+# --- without keys
 
-    The access log names them, or what is `asked` for.
-    """
-    allowed = request[KEY].models
-    request[MODELS_ASKED] = (asked or ",".join(models))[:200]
-    if allowed and not set(models) <= set(allowed):
-        raise Forbidden(
-            "The API key is not for all of the models.", remedy=f"It is for: {', '.join(allowed)}."
+SAFELISTED_TYPES = frozenset(
+    {"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"}
+)
+"""Fetch's "CORS-safelisted" types. https://fetch.spec.whatwg.org/#cors-safelisted-request-header"""
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]+)?", re.ASCII)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _HOST.pattern, re.ASCII)
+
+
+@functools.lru_cache(maxsize=1024)
+def require_local(peer: str, host: str, origin: str | None) -> None:
+    """Raise RemoteRefused unless the address and the headers Host and Origin name this machine."""
+    _require_own_name("Host", host or "127.0.0.1", _HOST)
+    if origin is not None:
+        _require_own_name("Origin", origin, _ORIGIN)
+    if not _is_loopback(peer):
+        raise RemoteRefused(
+            f"No API keys are set, so only callers on this machine are served, and {peer} is not.",
+            remedy="Add api_keys to the configuration and send one as 'Authorization: "
+            "Bearer <key>'.",
+        )
+
+
+def _require_own_name(header: str, value: str, form: re.Pattern[str]) -> None:
+    match = form.fullmatch(value)
+    if match is None or not _names_this_machine(match[1].strip("[]").lower()):
+        raise RemoteRefused(
+            f"No API keys are set, so only this machine is served, and the header {header} "
+            "names another.",
+            remedy="Ask 127.0.0.1 or localhost, or add api_keys to the configuration.",
         )
 
 
 @functools.lru_cache(maxsize=1024)
-def is_loopback(address: str) -> bool:
+def require_unlisted_type(content_type: str) -> None:
+    """Raise UnsupportedMediaType for a header of a type that pages of other sites can send."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type in SAFELISTED_TYPES:
+        raise UnsupportedMediaType(
+            f"The body has the Content-Type {media_type}, as pages of other sites can send it.",
+            remedy="Send it with -H 'Content-Type: application/json', or add api_keys to the "
+            "configuration.",
+        )
+
+
+def _names_this_machine(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return _is_loopback(name)
+    except ValueError:
+        return False
+
+
+def _is_loopback(address: str) -> bool:
     """Whether the IP address is this machine's own. Raises ValueError."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(ip, "ipv4_mapped", None)

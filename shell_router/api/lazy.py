@@ -13,7 +13,6 @@ from shell_router.api.admission import ADMISSION
 from shell_router.api.agents import read_prefill
 from shell_router.api.bodies import Wish, query_number
 from shell_router.api.conversation import MARKER, PLAIN, marker_of, split_text
-from shell_router.api.drain import DRAIN
 from shell_router.api.fields import SharedFields
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, require_no_key
@@ -22,6 +21,7 @@ from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.core.validation import field_error
 from shell_router.errors import PrecursorTimeout, UnknownProgram
 from shell_router.http.app import Request, Response
+from shell_router.moa.deadline import Deadline
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import (
     AgentRequest,
@@ -183,7 +183,7 @@ async def _outputs(
     services = request.app[SERVICES]
     texts = {}
     ends_s = services.clock() + limit_s
-    with request.app[DRAIN].deadline():
+    with Deadline(None, request.app[SERVICES].deadlines):
         for agent in reads:
             left_s = max(0.0, ends_s - services.clock())
             text = await services.programs.read_output(request[TENANT], program, agent, left_s)
@@ -213,7 +213,7 @@ async def show_output(request: Request) -> Response:
         )
     limit_s = request.app[SETTINGS].request_timeout_s
     wait_s = query_number(request.query, "wait_s", min(OUTPUT_WAIT_S, limit_s), limit_s)
-    with request.app[DRAIN].deadline():
+    with Deadline(None, request.app[SERVICES].deadlines):
         text = await services.programs.read_output(tenant, program, agent, wait_s)
     state = "running" if text is None else "finished"
     body = {

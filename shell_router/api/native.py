@@ -9,13 +9,11 @@ from typing import Any
 import orjson
 from typing_extensions import TypedDict
 
-from shell_router.api.admission import ADMISSION
+from shell_router.api.admission import ADMISSION, permit
 from shell_router.api.bodies import read_body, read_end_user, read_models, read_object
 from shell_router.api.choices import forward_choices
 from shell_router.api.conversation import WORD, holds_marker
-from shell_router.api.drain import DRAIN
 from shell_router.api.engine_chat import COMPLETION, read_completion
-from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import require_no_key
@@ -37,6 +35,7 @@ from shell_router.engines.wire import EventSplitter, index_of
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 from shell_router.http.app import ClientGone, Reply, Request, Stream
 from shell_router.http.sse import data_frame
+from shell_router.moa.deadline import Deadline
 
 
 class NativeBody(TypedDict, total=False):
@@ -154,7 +153,7 @@ async def forward(
         )
 
     try:
-        with request.app[DRAIN].deadline(limit_s):
+        with Deadline(limit_s, request.app[SERVICES].deadlines):
             async with (
                 forward_choices(send, bodies) if len(bodies) > 1 else send(bodies[0]) as relayed
             ):

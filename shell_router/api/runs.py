@@ -19,12 +19,12 @@ import orjson
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
 from shell_router import errors
 from shell_router.api.bodies import as_json
-from shell_router.api.drain import Drain
 from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in
 from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.http.app import Key, Request
+from shell_router.moa.deadline import Deadline, Deadlines
 from shell_router.moa.journal import END, RunJournal
 from shell_router.moa.requests import AgentRequest, Answer, MoaRequest
 from shell_router.telemetry import RunMetrics, Trace
@@ -86,7 +86,6 @@ class Run:
     def __init__(
         self,
         services: Services,
-        drain: Drain,
         id: str,
         asked: Any,
         graph: Graph | None,
@@ -98,7 +97,6 @@ class Run:
         the run `target`.
         """
         self._services = services
-        self._drain = drain
         self._graph = graph
         self.asked = asked
         self.id = id
@@ -148,7 +146,7 @@ class Run:
         self._also = also
         outcome = "failed"
         text = ""
-        with self._drain.deadline():
+        with Deadline(among=services.deadlines):
             services.traces.add(self.trace)
             if self._spans is not None:
                 CURRENT.set(self.trace.span)  # engine requests are part of its spans
@@ -211,9 +209,9 @@ class Run:
 class KeptRuns:
     """The runs under keys at this router; `store` is None if the deployment shares no cache."""
 
-    def __init__(self, store: Journals | None, drain: Drain) -> None:
+    def __init__(self, store: Journals | None, deadlines: Deadlines) -> None:
         self.store = store
-        self._drain = drain
+        self._deadlines = deadlines
         self._runs: WeakValueDictionary[tuple[type, str, str], Run] = WeakValueDictionary()
 
     def join(self, run: Run, key: str, sent: Mapping[str, Any], head: str = "") -> Run:
@@ -242,7 +240,7 @@ class KeptRuns:
             # draws are the same at every router
             request = replace(request, seed=zlib.crc32(key.encode()))
         self._runs[address] = run
-        run.kept = KeptRun(request, run.id, key, head, self.store, self._drain, run.run)
+        run.kept = KeptRun(request, run.id, key, head, self.store, self._deadlines, run.run)
         return run
 
 
@@ -267,7 +265,7 @@ class KeptRun:
         key: str,
         head: str,
         store: Journals,
-        drain: Drain,
+        deadlines: Deadlines,
         run: Callable[[Any, Emit], Awaitable[Answer]],
     ) -> None:
         self._asked = asked
@@ -275,7 +273,7 @@ class KeptRun:
         self._key = key
         self.head = head
         self._store = store
-        self._drain = drain
+        self._deadlines = deadlines
         self._run: Callable[[Any, Emit], Awaitable[Answer]] | None = run
         self.last_record: Callable[[Answer | Exception], Any] | None = None
         self._events: list[Event] = []
@@ -365,7 +363,7 @@ class KeptRun:
         store = self._store
         limit_s = self._asked.timeout_s
         try:
-            with self._drain.deadline(limit_s):
+            with Deadline(limit_s, self._deadlines):
                 records = await self._claim()
         except JournalDiffers:
             raise make_reuse_error() from None

@@ -22,6 +22,7 @@ from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Emit
 from shell_router.core.predictors import Embedder
 from shell_router.http.app import Key
+from shell_router.moa.deadline import Deadlines
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.routing.holdout import Holdouts
@@ -48,17 +49,7 @@ class ApiSettings(Limits):
     ping_s: float = 15.0
 
 
-def _ids() -> Iterator[str]:
-    """Yield ids that cannot be guessed: 32 hexadecimal digits.
-
-    They are drawn 256 at a time, because a system call is dear.
-    """
-    while True:
-        drawn = secrets.token_hex(16 * 256)
-        yield from (drawn[at : at + 32] for at in range(0, len(drawn), 32))
-
-
-new_run_id: Callable[[], str] = partial(next, _ids())
+new_run_id: Callable[[], str] = partial(secrets.token_hex, 16)
 
 ENGINE_CHECK = "engine "
 """The name of a check of a model's engines begins with this; the model's alias follows."""
@@ -111,6 +102,7 @@ class Services:
         spans: Gets the finished runs.
         holdouts: The savings of incremental prefill and drafts.
         rates: The tokens that tenants used of late.
+        deadlines: The open deadlines of requests, which a stop of the server ends.
         clock: The runs' clock, in monotonic seconds.
         wall: Gives Unix time.
         new_id: Gives a fresh id that cannot be guessed.
@@ -135,6 +127,7 @@ class Services:
     spans: "SpanExport | None" = None
     holdouts: Holdouts = field(default_factory=Holdouts)
     rates: TokenRates = field(default_factory=TokenRates)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     new_id: Callable[[], str] = new_run_id

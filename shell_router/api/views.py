@@ -12,8 +12,8 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import TypedDict
 
+from shell_router.api.admission import permit
 from shell_router.api.bodies import query_number, read_body, read_object
-from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import json_reply, note_ignored, whole_reply
 from shell_router.api.services import (

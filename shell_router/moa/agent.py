@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import Any
 
 from agent_cache import AgentPromptCache, Chunk, LogKey, LogWriter
@@ -274,12 +275,14 @@ class AgentRun:
             hints=task.hints,
             on_placed=self._report_placement,
         )
-        late = (
-            f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on {task.model.alias!r}."
+        late = partial(
+            EngineStalled,
+            f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on "
+            f"{task.model.alias!r}.",
+            remedy="Raise the agent's timeout_s or lower its max_new_tokens.",
         )
-        remedy = "Raise the agent's timeout_s or lower its max_new_tokens."
         try:
-            with Deadline(task.timeout_s, late=EngineStalled(late, remedy=remedy)):
+            with Deadline(task.timeout_s, late=late):
                 if self._thinking is None:
                     finish = await self._consume(request)
                 else:

@@ -1,14 +1,30 @@
 """The time limit of a block of code, which others may end before its time."""
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 
-class Deadline:
-    """A context that cancels its body after `limit_s` and then raises `late`.
+class Deadlines:
+    """The open deadlines of a server, which its stop ends together."""
 
-    While it is open it is registered in `among`, so that a shutdown can end it. It costs a third of
+    def __init__(self) -> None:
+        self.open: set[Deadline] = set()
+        self.stopped: Callable[[], Exception] | None = None
+        """Makes the error of a deadline that is opened from now on."""
+
+    def end(self, error: Callable[[], Exception]) -> None:
+        """End all deadlines, also the ones that are opened later, with what `error` makes."""
+        self.stopped = error
+        for deadline in self.open:
+            deadline.end(error())
+
+
+class Deadline:
+    """A context that cancels its body after `limit_s` and then raises what `late` makes.
+
+    While it is open it is one of `among`, so that a shutdown can end it. It costs a third of
     asyncio's own timeout, which small requests feel.
     """
 
@@ -17,9 +33,9 @@ class Deadline:
     def __init__(
         self,
         limit_s: float | None = None,
-        among: "set[Deadline] | None" = None,
+        among: Deadlines | None = None,
         *,
-        late: Exception | None = None,
+        late: Callable[[], Exception] = TimeoutError,
     ) -> None:
         self._among = among
         self._limit_s = limit_s
@@ -32,16 +48,18 @@ class Deadline:
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
+        if self._among is not None:
+            if self._among.stopped is not None:
+                raise self._among.stopped()
+            self._among.open.add(self)
         if self._limit_s is not None:
             self._timer = task.get_loop().call_later(self._limit_s, self.end)
-        if self._among is not None:
-            self._among.add(self)
         return self
 
     def end(self, error: Exception | None = None) -> None:
         """Cancel the body, after which the context raises `error`; later calls have no effect."""
         if self._error is None:
-            self._error = error or self._late or TimeoutError()
+            self._error = error or self._late()
             self._task.cancel()
 
     def __exit__(
@@ -53,7 +71,7 @@ class Deadline:
         if self._timer is not None:
             self._timer.cancel()
         if self._among is not None:
-            self._among.discard(self)
+            self._among.open.discard(self)
         if self._error is None:
             return
         is_cancelled_by_others = self._task.uncancel() > self._cancelling

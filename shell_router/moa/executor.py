@@ -110,7 +110,8 @@ class Executor:
         plan = await plan_run(resources, topology, request)
         if journal is not None:
             journal.record_choices(plan.choices)
-        late = DeadlineExceeded(
+        late = partial(
+            DeadlineExceeded,
             f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
             remedy="Allow more time, or ask a smaller topology.",
         )

@@ -288,7 +288,8 @@ class Programs:
         """Do the agent's work within its time limit, and end its log."""
         writer = await self._create_log(request, record)
         limit_s = None if record.request is None else request.timeout_s
-        late = errors.DeadlineExceeded(
+        late = partial(
+            errors.DeadlineExceeded,
             f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.",
             remedy="Allow more time.",
         )

@@ -5,6 +5,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -88,9 +89,12 @@ class Walk:
     async def answer(self) -> Answer:
         """Return the output of the last step, with the usage of all steps that ran."""
         limit_s = self._request.timeout_s
-        late = f"{self._topology.name!r} gave no answer within {limit_s:g} s."
-        remedy = "Allow more time, or ask a topology with fewer steps."
-        with Deadline(limit_s, late=DeadlineExceeded(late, remedy=remedy)):
+        late = partial(
+            DeadlineExceeded,
+            f"{self._topology.name!r} gave no answer within {limit_s:g} s.",
+            remedy="Allow more time, or ask a topology with fewer steps.",
+        )
+        with Deadline(limit_s, late=late):
             step = await self._choose_next(START, self._topology.start)
             assert step is not None, "the start leads to a step"
             while True:

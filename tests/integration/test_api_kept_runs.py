@@ -19,9 +19,9 @@ import pytest
 from agent_cache import CacheUnavailable, Journals
 from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
-from shell_router.api.drain import Drain
 from shell_router.api.runs import KeptRun, KeptRuns, Run
 from shell_router.core.events import Emit
+from shell_router.moa.deadline import Deadlines
 from shell_router.moa.requests import Answer, MoaRequest
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
 from tests.fakes.journals import MemoryJournals
@@ -413,7 +413,7 @@ def joined(runs: KeptRuns, whole: GatedRun | None = None) -> GatedRun:
 
 
 async def test_a_retry_that_comes_as_the_last_client_leaves_is_answered() -> None:
-    runs = KeptRuns(MemoryJournals(head=HEAD), Drain())
+    runs = KeptRuns(MemoryJournals(head=HEAD), Deadlines())
     first = joined(runs)
     leaves = asyncio.create_task(first.answer())
     await first.begun.wait()
@@ -427,7 +427,7 @@ async def test_a_retry_that_comes_as_the_last_client_leaves_is_answered() -> Non
 
 
 async def test_a_client_that_comes_after_the_last_one_left_has_a_run_of_its_own() -> None:
-    runs = KeptRuns(MemoryJournals(head=HEAD), Drain())
+    runs = KeptRuns(MemoryJournals(head=HEAD), Deadlines())
     first = joined(runs)
     leaves = asyncio.create_task(first.answer())
     await first.begun.wait()
@@ -455,14 +455,14 @@ async def test_a_run_waits_for_its_journal_where_the_store_is_away_for_a_moment(
 
     store = Scripted(head=HEAD)
     store.lease_s = 0.2
-    whole = joined(KeptRuns(store, Drain()))
+    whole = joined(KeptRuns(store, Deadlines()))
     whole.gate.set()
     assert (await whole.answer()).text == "done"
     assert whole.ran is not None and whole.ran.journal is not None
 
 
 async def test_a_run_that_ended_is_not_held_by_itself() -> None:
-    runs, whole = KeptRuns(MemoryJournals(head=HEAD), Drain()), GatedRun()
+    runs, whole = KeptRuns(MemoryJournals(head=HEAD), Deadlines()), GatedRun()
     joined(runs, whole).gate.set()
     gone = weakref.ref(whole)
     gc.disable()

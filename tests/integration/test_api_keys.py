@@ -241,18 +241,16 @@ async def test_a_file_that_changes_counts_and_a_wrong_one_does_not(
 
     reread = Reread("keys", lambda: (file,), take)
     await reread.look()
-    assert keys.caller("Bearer old", None, now).tenant == "alice", (
-        "nothing has changed since it was added"
-    )
+    assert keys.find("Bearer old", now).tenant == "alice", "nothing has changed since it was added"
     file.write_text("newer")
     await reread.look()
-    assert keys.caller("Bearer newer", None, now).tenant == "alice"
+    assert keys.find("Bearer newer", now).tenant == "alice"
     with pytest.raises(Unauthorized):
-        keys.caller("Bearer old", None, now)
+        keys.find("Bearer old", now)
     for spoil in (lambda: file.write_text(""), lambda: file.write_text("spoilt"), file.unlink):
         spoil()
         await reread.look()
-        assert keys.caller("Bearer newer", None, now).tenant == "alice"
+        assert keys.find("Bearer newer", now).tenant == "alice"
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 3 and "what was before stays" in errors[0].message
 

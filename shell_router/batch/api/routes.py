@@ -11,7 +11,6 @@ from typing_extensions import TypedDict
 
 from shell_router.api.bodies import read_labels, read_object
 from shell_router.api.chat import CHATS
-from shell_router.api.drain import DRAIN
 from shell_router.api.fields import Labels
 from shell_router.api.openapi import BODIES
 from shell_router.api.replies import json_reply, note_ignored, whole_reply
@@ -33,6 +32,7 @@ from shell_router.config import BatchesSettings, Config
 from shell_router.core.validation import JsonObject, Name, field_error
 from shell_router.errors import Forbidden, InvalidField, Overloaded, StorageFailed
 from shell_router.http.app import App, Key, Reply, Request, Response, Route
+from shell_router.moa.deadline import Deadline
 
 MAX_LISTED_FILES = 10_000
 ENDPOINT = "/v1/chat/completions"
@@ -119,7 +119,7 @@ async def upload_file(request: Request) -> Response:
     draft = folder.draft(id)
     with request.app[QUOTA].reserve(tenant, id, request.content_length) as max_bytes:
         try:
-            with request.app[DRAIN].deadline():
+            with Deadline(None, request.app[SERVICES].deadlines):
                 upload = await receive_upload(request, draft, max_bytes)
             record = FileRecord.create(
                 id,

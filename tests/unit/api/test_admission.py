@@ -4,32 +4,40 @@ import asyncio
 
 from shell_router.api.drain import Drain
 from shell_router.errors import RouterStopping
+from shell_router.moa.deadline import Deadline, Deadlines
 
 
 async def test_a_stop_cuts_what_still_runs_and_leaves_what_has_reached_its_own_limit_to_end() -> (
     None
 ):
-    drain, begun, all_cut, forced = Drain(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+    deadlines = Deadlines()
+    drain = Drain(deadlines)
+    begun, all_cut, forced = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def end_one() -> None:
+        drain.running -= 1
+        if not drain.running:
+            drain.idle.set()
 
     async def overdue() -> None:
         """Its limit is over, and it still has to leave its engine."""
         try:
-            with drain.deadline(0):
+            with Deadline(0, deadlines):
                 try:
                     await asyncio.Event().wait()
                 finally:
                     begun.set()
                     await all_cut.wait()
         finally:
-            drain.release()
+            end_one()
 
     async def running() -> None:
         try:
-            with drain.deadline(3600):
+            with Deadline(3600, deadlines):
                 await asyncio.Event().wait()
         finally:
             all_cut.set()
-            drain.release()
+            end_one()
 
     drain.running = 2
     requests = [asyncio.create_task(one) for one in (overdue(), running())]
