@@ -208,11 +208,18 @@ def _errors(_: str, old: str) -> str:
     problems = {
         problem.code: problem for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)
     }
-    rows = [
-        (f"`{code}`", str(found.status), found.type)
-        for code, found in sorted(problems.items(), key=lambda item: (item[1].status, item[0]))
-    ]
-    return _table(("Code", "Status", "Type", "When"), _with_meaning(rows, old))
+    parts = []
+    for kind in dict.fromkeys(problem.type for problem in problems.values()):
+        rows = [
+            (f"`{code}`", str(problem.status))
+            for code, problem in sorted(
+                problems.items(), key=lambda item: (item[1].status, item[0])
+            )
+            if problem.type == kind
+        ]
+        table = _table(("Code", "Status", "When"), _with_meaning(rows, old))
+        parts.append(f"`type` is `{kind}`:\n\n{table}")
+    return "\n".join(parts)
 
 
 # topology [DEFINITION [without DEFINITION]]: the keys of a topology file, from its JSON Schema;
