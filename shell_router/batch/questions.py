@@ -217,7 +217,7 @@ def _read_question(
             if name not in proposers:
                 raise TypeError(f"there is no proposer {name!r}; there are {', '.join(proposers)}.")
         skills = frozenset(_read_texts(row, "skills"))
-        text = _read_text(row, "question")
+        text = read_text(row, "question")
         answer = None
         if row.get("grader") not in UNGRADED:
             answer = _read_right_answer(row)
@@ -239,7 +239,8 @@ def _read_id(row: Row, number: int, asked: Mapping[str, Question]) -> str:
     return id
 
 
-def _read_text(row: Row, name: str) -> str:
+def read_text(row: Row, name: str) -> str:
+    """Return the row's text `name`. Raises TypeError if it is missing or empty."""
     value = row.get(name)
     if isinstance(value, str) and value.strip():
         return value
@@ -259,7 +260,7 @@ def _read_texts(row: Row, name: str) -> tuple[str, ...]:
 def _read_right_answer(row: Row) -> str | None:
     if row.get("answer") is None:
         return None
-    answer = _read_text(row, "answer")
+    answer = read_text(row, "answer")
     if read_answer(answer, choose_grader(answer)) is None:
         raise TypeError(f"the answer {answer!r} cannot be compared with another.")
     return answer

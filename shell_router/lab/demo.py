@@ -21,7 +21,8 @@ from shell_router.lab.evaluation.client import Client, connect_router
 from shell_router.lab.evaluation.grading import grade
 from shell_router.lab.evaluation.records import EvaluationOptions, Item, Reply, Setting, read_items
 from shell_router.lab.evaluation.report import CUT_OFF
-from shell_router.lab.evaluation.run import evaluate, report_console, request_body
+from shell_router.lab.evaluation.run import evaluate, request_body
+from shell_router.lab.tables import open_console
 from shell_router.lab.traces import draw_timeline
 
 DEPLOYMENT = SHIPPED / "configs" / "evaluation.yaml"
@@ -59,7 +60,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
     `rounds` is the number of word problems. `seed` fixes what the agents draw, and the early exits.
     Nothing is left running. Raises ConfigError if a package is missing, and EngineError.
     """
-    console = report_console()
+    console = open_console()
     real = question is not None
     if real:
         deployment = await asyncio.to_thread(_write_deployment, console)

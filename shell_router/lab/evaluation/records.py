@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from shell_router.batch.data_sets import Row, read_rows
-from shell_router.batch.questions import Grader, choose_grader, read_answer
+from shell_router.batch.questions import Grader, choose_grader, read_answer, read_text
 from shell_router.errors import ConfigError, DataError, require
 from shell_router.files.document import read_json_lines
 from shell_router.prediction.scores import Graded
@@ -65,7 +65,7 @@ FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A question. `index` counts the file's questions from 0; `facts` are the line's further keys.
+    """A question. `index` counts the file's questions from 0; `facts` are the line's keys.
 
     `labels` are sent along, for rules that read them.
     """
@@ -107,17 +107,12 @@ def _read_item(
 ) -> Item:
     if isinstance(row, str):
         raise DataError(f"{where}: {row}.", remedy=FORM)
-    for name in ("question", "answer"):
-        text = row.get(name)
-        if not isinstance(text, str) or not text.strip():
-            if text is None:
-                wrong = "is missing"
-            else:
-                wrong = f"must be a string that is not empty, not {text!r}"
-            raise DataError(f"{where}: {name} {wrong}.", remedy=FORM)
-    question = row.pop("question")
-    answer = row.pop("answer")
-    own = row.pop("grader", None)
+    try:
+        question = read_text(row, "question")
+        answer = read_text(row, "answer")
+    except TypeError as error:
+        raise DataError(f"{where}: {error}", remedy=FORM) from None
+    own = row.get("grader")
     if own is not None and own not in GRADERS:
         raise DataError(
             f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(GRADERS)}."
@@ -188,9 +183,9 @@ class Record:
     question: int
     seed: int
     setting: str
-    right: bool
-    stated: str | None
-    latency_s: float
+    right: bool = False
+    stated: str | None = None
+    latency_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     agents: Sequence[AgentRecord] = ()

@@ -2,12 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from shell_router.core.statistics import (
     METHOD_DIFFERENCE,
@@ -18,6 +17,7 @@ from shell_router.core.statistics import (
     quantile,
 )
 from shell_router.lab.evaluation.records import Record, Setting
+from shell_router.lab.tables import build_table
 from shell_router.topology import VOTE
 
 CUT_OFF = ("early_exit", "unneeded")
@@ -58,22 +58,14 @@ def count_uses(records: Sequence[Record]) -> dict[str, ModelUse]:
 
     A setting has as many agents as its answer with the most.
     """
-    models = list(
-        dict.fromkeys(
-            agent.model for record in records for agent in record.agents if agent.model != VOTE
-        )
-    )
+    agents = [agent for record in records for agent in record.agents]
     uses = {}
-    for model in models:
-        ran = [[agent for agent in record.agents if agent.model == model] for record in records]
-        agents = max(map(len, ran))
-        completed = fmean(sum(agent.state == "finished" for agent in group) for group in ran)
-        uses[model] = ModelUse(
-            agents,
-            fmean(sum(agent.started for agent in group) for group in ran),
-            completed,
-            completed / agents,
-        )
+    for model in dict.fromkeys(agent.model for agent in agents if agent.model != VOTE):
+        own = [agent for agent in agents if agent.model == model]
+        started = sum(agent.started for agent in own) / len(records)
+        completed = sum(agent.state == "finished" for agent in own) / len(records)
+        most = max(sum(agent.model == model for agent in record.agents) for record in records)
+        uses[model] = ModelUse(most, started, completed, completed / most)
     return uses
 
 
@@ -154,7 +146,11 @@ def _build_row(records: Sequence[Record], baseline: Sequence[Record], is_baselin
     theirs = {
         (record.question, record.seed): record.latency_s for record in baseline if not record.error
     }
-    both = [record for record in answered if (record.question, record.seed) in theirs]
+    ratios = [
+        record.latency_s / theirs[record.question, record.seed]
+        for record in answered
+        if (record.question, record.seed) in theirs
+    ]
     rights: dict[int, list[bool]] = defaultdict(list)
     for record in records:
         rights[record.question].append(record.right)
@@ -167,24 +163,22 @@ def _build_row(records: Sequence[Record], baseline: Sequence[Record], is_baselin
         difference=None if is_baseline else _estimate_difference(records, baseline),
         latency_p50_s=quantile(waits, 0.5) if waits else None,
         latency_p95_s=quantile(waits, 0.95) if waits else None,
-        latency_ratio=median(
-            record.latency_s / theirs[record.question, record.seed] for record in both
-        )
-        if both
-        else None,
-        prompt_tokens=fmean(record.prompt_tokens for record in answered) if answered else None,
-        completion_tokens=fmean(record.completion_tokens for record in answered)
-        if answered
-        else None,
+        latency_ratio=median(ratios) if ratios else None,
+        prompt_tokens=_mean([record.prompt_tokens for record in answered]),
+        completion_tokens=_mean([record.completion_tokens for record in answered]),
         cached_share=cached / sum(agent.prompt_tokens for agent in finished) if finished else None,
         models=count_uses(answered),
-        agents_cut=fmean(
-            sum(agent.state in CUT_OFF for agent in record.agents) for record in answered
-        )
-        if answered
-        else 0.0,
+        agents_cut=_mean([_count_cut(record) for record in answered]) or 0.0,
         exits=sum_exits(answered),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _count_cut(record: Record) -> int:
+    return sum(agent.state in CUT_OFF for agent in record.agents)
 
 
 def _estimate_difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interval | None:
@@ -248,38 +242,23 @@ NOTHING = "-"
 
 def build_tables(report: Report) -> Iterator[Table]:
     """Accuracy and latency; agents and exits."""
-    yield _build_table(report.title, {row.setting: _format_figures(row) for row in report.rows})
-    yield _build_table(
-        "Per answer: agents and early exit",
-        {row.setting: _format_activity(row) for row in report.rows},
+    yield build_table(report.title, [_format_figures(row) for row in report.rows])
+    yield build_table(
+        "Per answer: agents and early exit", [_format_activity(row) for row in report.rows]
     )
 
 
-def _build_table(title: str, cells: Mapping[str, Mapping[str, str]]) -> Table:
-    table = Table("setting", title=Text(title), title_justify="left")
-    for label in next(iter(cells.values())):
-        table.add_column(Text(label), justify="right")
-    for setting, row in cells.items():
-        table.add_row(Text(setting), *map(Text, row.values()))
-    return table
-
-
 def _format_figures(row: Row) -> dict[str, str]:
-    difference = row.difference
-    if difference:
-        points = [
-            f"{100 * points_value:+.1f}"
-            for points_value in (difference.value, difference.low, difference.high)
-        ]
-    else:
-        points = []
+    points = NOTHING
+    if row.difference:
+        value, low, high = (f"{100 * share:+.1f}" for share in astuple(row.difference))
+        points = f"{value} [{low}, {high}]"
     return {
+        "setting": row.setting,
         "answers": str(row.answers),
         "failed": str(row.failed),
         "accuracy [95 %]": _format_share(row.accuracy),
-        "vs baseline, points [95 %]": f"{points[0]} [{points[1]}, {points[2]}]"
-        if points
-        else NOTHING,
+        "vs baseline, points [95 %]": points,
         "p50 s": _format_number(row.latency_p50_s, ".2f"),
         "p95 s": _format_number(row.latency_p95_s, ".2f"),
         "latency ratio": _format_number(row.latency_ratio, ".2f"),
@@ -296,6 +275,7 @@ def _format_activity(row: Row) -> dict[str, str]:
     )
     exits = row.exits
     return {
+        "setting": row.setting,
         "started, completed": "\n".join(uses) or NOTHING,
         "cut off": f"{row.agents_cut:.2f}",
         "clusters exited": _format_number(exits.clusters_exited if exits else None, ".0%"),

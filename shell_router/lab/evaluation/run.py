@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -24,8 +25,8 @@ from shell_router.lab.evaluation.records import (
     read_items,
 )
 from shell_router.lab.evaluation.report import Report, build_rows, build_tables, describe_engines
+from shell_router.lab.tables import open_console
 
-TABLE_COLUMNS = 170
 WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
 
 
@@ -52,11 +53,11 @@ def choose_settings(names: Sequence[str], served: Sequence[Setting]) -> list[Set
 
 def choose_baseline(settings: Sequence[Setting], name: str | None) -> Setting:
     """Return the baseline: the setting that is named, the first topology, or the first."""
-    if name is None:
-        return next((setting for setting in settings if setting.kind == "topology"), settings[0])
     for setting in settings:
-        if setting.name == name:
+        if setting.name == name or (name is None and setting.kind == "topology"):
             return setting
+    if name is None:
+        return settings[0]
     names = ", ".join(setting.name for setting in settings)
     raise ConfigError(
         f"the baseline {name!r} is not among the settings.", remedy=f"They are: {names}."
@@ -110,33 +111,16 @@ def build_record(
     setting: Setting, item: Item, seed: int, reply: Reply | ShellRouterError
 ) -> Record:
     """Return the record of `item` in `setting`, also of a failed or ungradable answer."""
+    record = Record(item.index, seed, setting.name)
     if isinstance(reply, ShellRouterError):
-        return Record(
-            item.index,
-            seed,
-            setting.name,
-            right=False,
-            stated=None,
-            latency_s=0.0,
-            error=str(reply),
-        )
+        return replace(record, error=str(reply))
     try:
         right, stated = grade(item, reply.text)
     except Exception as error:  # a check of IFBench may lack its data; what was asked is paid for
         failed = f"not graded: {type(error).__name__}: {error}"
-        return Record(
-            item.index,
-            seed,
-            setting.name,
-            right=False,
-            stated=None,
-            latency_s=reply.latency_s,
-            error=failed,
-        )
-    return Record(
-        item.index,
-        seed,
-        setting.name,
+        return replace(record, latency_s=reply.latency_s, error=failed)
+    return replace(
+        record,
         right=right,
         stated=stated,
         latency_s=reply.latency_s,
@@ -174,20 +158,12 @@ async def run_evaluation(options: EvaluationOptions) -> Report:
         options.data, grader=options.grader, offset=options.offset, limit=options.limit
     )
     require_graders(items)
-    console = report_console()
+    console = open_console()
     async with connect_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
         client,
         order,
     ):
         return await evaluate(client, order, items, options, console)
-
-
-def report_console() -> Console:
-    """Return a console that is wide enough for the tables and takes no data for markup."""
-    console = Console(markup=False, emoji=False)
-    if console.is_terminal:
-        return console
-    return Console(markup=False, emoji=False, width=TABLE_COLUMNS)
 
 
 async def evaluate(

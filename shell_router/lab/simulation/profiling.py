@@ -8,6 +8,7 @@ all of them; the first round warms up. The median of each kind counts.
 import asyncio
 import os
 import random
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import (
@@ -99,11 +100,6 @@ def build_prefill_timing(cached: int, new: int, seconds: float, limits: PrefillC
     """`new` tokens were prefilled behind `cached` ones, alone on the engine."""
     terms = (ceil(new / limits.chunk_tokens), new, attended_pairs(new, cached))
     return Timing((cached, new), terms, seconds)
-
-
-def build_first_token_timing(tokens: int, prefill_s: float, seconds: float) -> Timing:
-    """Build the timing of a prompt: first token after `seconds`, `prefill_s` of it prefill."""
-    return Timing(tokens, (1, tokens), seconds, prefill_s)
 
 
 def build_decode_timing(sequences: int, context: int, steps: int, seconds: float) -> Timing:
@@ -201,9 +197,7 @@ class Timings:
         """Fit the costs as far as they are known. Raises ConfigError for too few timings."""
         prefills = {place: _choose_middle(timed) for place, timed in self._prefills.items()}
         firsts = [
-            build_first_token_timing(
-                length, prefills[0, length].seconds, sorted(timed)[(len(timed) - 1) // 2]
-            )
+            Timing(length, (1, length), statistics.median_low(timed), prefills[0, length].seconds)
             for length, timed in self._firsts.items()
         ]
         return fit_pair(
@@ -468,16 +462,13 @@ async def run_profile(
             limits_of_pair = replace_limits(model.limits, limits)
             timed = amount.limit_to(model.served.context_length, limits_of_pair)
             on_progress(f"measuring {alias}: 1 round to warm up, {timed.rounds} that count")
-            vocabulary = model.vocabulary
-            draws = random.Random()
-            clock = time.perf_counter
             profiled = await profile_engine(
                 model.served.engine,
                 timed,
                 limits_of_pair,
-                vocabulary=vocabulary,
-                draws=draws,
-                clock=clock,
+                vocabulary=model.vocabulary,
+                draws=random.Random(),
+                clock=time.perf_counter,
             )
             write_profile(out, alias, profiled, timed, f"{date} on {model.engine}")
             for line in _describe_costs(alias, profiled):
@@ -488,28 +479,14 @@ def _describe_costs(alias: str, profiled: ProfiledCosts) -> Iterator[str]:
     prefill = profiled.costs.prefill
     decode = profiled.costs.decode
     transfer = profiled.costs.transfer
-    for words, first_s, rest, work in (
-        (
-            "prefill {} a pass",
-            prefill.forward_s,
-            f"{1e6 * prefill.token_s:.3g} us a token",
-            "prefill",
-        ),
-        (
-            "first token {} later",
-            transfer.request_s,
-            f"{1e6 * transfer.token_s:.3g} us a token",
-            "first token",
-        ),
-        (
-            "decode {} a step",
-            decode.step_s,
-            f"{1e6 * decode.sequence_s:.3g} us a sequence",
-            "decode",
-        ),
+    for work, first_s, each, second_s, unit in (
+        ("prefill", prefill.forward_s, "a pass", prefill.token_s, "token"),
+        ("first token", transfer.request_s, "later", transfer.token_s, "token"),
+        ("decode", decode.step_s, "a step", decode.sequence_s, "sequence"),
     ):
+        off = ""
         if work in profiled.errors:
             off = f" (held out: off by {profiled.errors[work]:.1%})"
-        else:
-            off = ""
-        yield f"{alias}: {words.format(f'{1e3 * first_s:.3g} ms')}, {rest}{off}"
+        yield (
+            f"{alias}: {work} {1e3 * first_s:.3g} ms {each}, {1e6 * second_s:.3g} us a {unit}{off}"
+        )

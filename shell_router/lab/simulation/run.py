@@ -5,7 +5,7 @@ import gc
 import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -59,10 +59,8 @@ class Fleet:
     @asynccontextmanager
     async def poll_pairs(self) -> AsyncIterator[None]:
         """Have the dispatcher poll the pairs while the context is open, if there are several."""
-        if len(self.pairs) == 1:
-            yield
-            return
-        async with Monitor(self.dispatcher, _report_metrics):
+        several = len(self.pairs) > 1
+        async with Monitor(self.dispatcher, _report_metrics) if several else nullcontext():
             yield
 
     async def prefill(self, request: Generation) -> Prefilled:
@@ -125,10 +123,7 @@ class Outputs:
             length = outputs.get(agent) or outputs[model]
             draws = self._seed_draws(f"{question}/{agent}")
             tokens = length.at(draws.random(), draws.gauss())
-            if draws.random() < self._workload.right:
-                answer = RIGHT
-            else:
-                answer = f"{agent}'s own"
+            answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
             end = closing(question, answer)
             written = Written.after_filler(
                 tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
@@ -219,10 +214,7 @@ async def _simulate_pairs(
 ) -> Simulated:
     loop = asyncio.get_running_loop()
     outputs = Outputs(simulation.workload, topology, seed)
-    if simulation.cores is None:
-        shared = None
-    else:
-        shared = Processor(simulation.cores)
+    shared = None if simulation.cores is None else Processor(simulation.cores)
     fleets = {
         alias: Fleet(
             alias,
@@ -261,9 +253,9 @@ async def _simulate_pairs(
     uses = tuple(
         EngineUse(
             fleet.alias,
-            pair.prefilling.busy_s / elapsed_s if elapsed_s else 0.0,
-            pair.decoding.busy_s / elapsed_s if elapsed_s else 0.0,
-            pair.decoding.batch_s / pair.decoding.busy_s if pair.decoding.busy_s else 0.0,
+            pair.prefilling.busy_s / (elapsed_s or 1.0),
+            pair.decoding.busy_s / (elapsed_s or 1.0),
+            pair.decoding.batch_s / (pair.decoding.busy_s or 1.0),
             pair.prefilling.computed,
             pair.decoding.written,
             pair.decoding.preemptions,
@@ -324,10 +316,13 @@ async def _ask_all(
             wall_s=clock(),
             precursors={agent.id: agent.precursors for agent in topology.agents.values()},
         )
-        messages = ({"role": "user", "content": outputs.write_question(name)},)
-        limit_s = simulation.timeout_s
         request = MoaRequest(
-            name, "simulation", messages, sampling=pieces, seed=number, timeout_s=limit_s
+            name,
+            "simulation",
+            ({"role": "user", "content": outputs.write_question(name)},),
+            sampling=pieces,
+            seed=number,
+            timeout_s=simulation.timeout_s,
         )
         error = ""
         try:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,10 +73,7 @@ def count_prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
     """
     updates = [span for span in agent["spans"] if span["name"] == "prefill_increment"]
     done = [span["prompt_tokens"] for span in updates if span["end_s"] <= at_s]
-    if updates:
-        first = updates[0]["cached_tokens"]
-    else:
-        first = agent["cached_tokens"]
+    first = [*updates, agent][0]["cached_tokens"]
     return int(max(done, default=first))
 
 
@@ -97,13 +94,12 @@ def bound_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = F
             decode = next(span for span in agents[name]["spans"] if span["name"] == "decode")
             tokens = agents[name]["completion_tokens"] - 1
             passes = tokens - agents[name]["accepted_tokens"]
+            decode_s = decode["end_s"] - decode["start_s"]
             if pass_per_token and passes > 0:
-                factor = tokens / passes
-            else:
-                factor = 1.0
+                decode_s = tokens / passes * decode_s
             if begin_s is None:
                 begin_s = decode["start_s"]
-            end_s[name] = begin_s + factor * (decode["end_s"] - decode["start_s"])
+            end_s[name] = begin_s + decode_s
     return end_s[topology.root.id]
 
 
@@ -165,11 +161,11 @@ def summarize(simulated: Simulated) -> Summary:
             remedy="Ask less, or allow more time.",
         )
     latencies = [trace["duration_s"] for trace in traces]
-    p50_s, p95_s, p99_s = (float(value) for value in np.percentile(latencies, (50, 95, 99)))
+    p50_s, p95_s, p99_s = np.percentile(latencies, (50, 95, 99)).tolist()
+    figures = []
     if len(topology.agents) > 1:
         figures = [compute_figures(topology, trace) for trace in traces]
-    else:
-        figures = []
+    mean_s = statistics.mean(latencies)
     paths = [split_path_s(trace) for trace in traces]
     agents = Counter(agent.model for agent in topology.agents.values() if not agent.votes)
     runs = [agent for trace in traces for agent in trace["agents"].values()]
@@ -178,12 +174,12 @@ def summarize(simulated: Simulated) -> Summary:
         len(simulated.runs),
         len(simulated.runs) - len(traces),
         simulated.elapsed_s,
-        statistics.mean(latencies),
+        mean_s,
         p50_s,
         p95_s,
         p99_s,
-        _mean(figure.bound_s for figure in figures) or statistics.mean(latencies),
-        _mean(figure.token_bound_s for figure in figures) or statistics.mean(latencies),
+        _mean(figure.bound_s for figure in figures) or mean_s,
+        _mean(figure.token_bound_s for figure in figures) or mean_s,
         _mean(figure.second_layer_s for figure in figures),
         _mean(figure.reader_exposed_s for figure in figures),
         _mean(figure.late_share for figure in figures),
@@ -228,48 +224,36 @@ def build_tables(summaries: Mapping[str, Summary]) -> list[tuple[str, list[Row]]
         dict.fromkeys(model for summary in summaries.values() for model in summary.agents)
     )
     kinds = sorted({kind for summary in summaries.values() for kind in summary.path})
-    named_summaries = summaries.items()
+
+    def rows(describe: Callable[[Summary], Row]) -> list[Row]:
+        return [{"simulation": name, **describe(summary)} for name, summary in summaries.items()]
+
     return [
-        (
-            "Simulated",
-            [
-                {"simulation": name, **_format_latency(summary, first)}
-                for name, summary in named_summaries
-            ],
-        ),
-        (
-            "What an answer takes, in the mean",
-            [{"simulation": name, **_format_overlap(summary)} for name, summary in named_summaries],
-        ),
+        ("Simulated", rows(lambda summary: _format_latency(summary, first))),
+        ("What an answer takes, in the mean", rows(_format_overlap)),
         (
             "Agents that were not cut off, in the mean",
-            [
-                {"simulation": name}
-                | {
-                    m: f"{summary.completed[m]:.2f} of {summary.agents[m]}"
-                    if m in summary.agents
-                    else "-"
-                    for m in models
-                }
-                for name, summary in named_summaries
-            ],
+            rows(lambda summary: {model: _count_completed(summary, model) for model in models}),
         ),
         (
             "Where the time of an answer goes: along its critical path",
-            [
-                {"simulation": name} | {kind: _format_spent(summary, kind) for kind in kinds}
-                for name, summary in named_summaries
-            ],
+            rows(lambda summary: {kind: _format_spent(summary, kind) for kind in kinds}),
         ),
         (
             "Engine pairs",
             [
                 {"simulation": name, **_format_use(pair)}
-                for name, summary in named_summaries
+                for name, summary in summaries.items()
                 for pair in summary.engines
             ],
         ),
     ]
+
+
+def _count_completed(summary: Summary, model: str) -> str:
+    if model in summary.agents:
+        return f"{summary.completed[model]:.2f} of {summary.agents[model]}"
+    return "-"
 
 
 def _format_seconds(value: float | None) -> str:
@@ -302,10 +286,8 @@ def _format_overlap(summary: Summary) -> Row:
 
 
 def _format_spent(summary: Summary, kind: str) -> str:
-    return (
-        f"{summary.path.get(kind, 0.0):.3g} s, "
-        f"{summary.path.get(kind, 0.0) / (sum(summary.path.values()) or 1.0):.0%}"
-    )
+    seconds = summary.path.get(kind, 0.0)
+    return f"{seconds:.3g} s, {seconds / (sum(summary.path.values()) or 1.0):.0%}"
 
 
 def _format_use(pair: EngineUse) -> Row:
@@ -322,19 +304,16 @@ def _format_use(pair: EngineUse) -> Row:
 
 def describe_bound(name: str, summary: Summary) -> str:
     """Say in a sentence what bounds the latency."""
-    kind, seconds = max(summary.path.items(), key=lambda item: item[1])
-    share = seconds / (sum(summary.path.values()) or 1.0)
+    kind = max(summary.path, key=summary.path.__getitem__)
+    share = summary.path[kind] / (sum(summary.path.values()) or 1.0)
     full = [
         f"{role} of {pair.model}"
         for pair in summary.engines
         for role, busy in (("prefill", pair.prefill_busy), ("decode", pair.decode_busy))
         if busy >= BUSY
     ]
-    if full:
-        engines = f" Always busy: {', '.join(full)}."
-    else:
-        engines = " No engine is always busy."
-    return f"{name} is bound by {kind}, {share:.0%} of an answer's time.{engines}"
+    engines = f"Always busy: {', '.join(full)}." if full else "No engine is always busy."
+    return f"{name} is bound by {kind}, {share:.0%} of an answer's time. {engines}"
 
 
 def to_json(summaries: Mapping[str, Summary]) -> dict[str, Any]:

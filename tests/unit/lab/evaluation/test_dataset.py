@@ -23,7 +23,7 @@ def test_a_line_is_a_question_with_its_answer_grader_and_facts(tmp_path: Path) -
         "2 + 2?",
         "4",
         "numeric",
-        {"steps": 1},
+        {"question": "2 + 2?", "answer": "4", "steps": 1},
     )
 
 
@@ -60,10 +60,10 @@ def test_a_lines_own_grader_holds_unless_one_is_asked_for(tmp_path: Path) -> Non
     [
         ('{"question": ', "not JSON"),
         ('["question"]', "not a JSON object"),
-        ('{"answer": "4"}', "question is missing"),
-        ('{"question": "2 + 2?"}', "answer is missing"),
-        ('{"question": "2 + 2?", "answer": 4}', "answer must be a string that is not empty, not 4"),
-        ('{"question": " ", "answer": "4"}', "question must be a string that is not empty"),
+        ('{"answer": "4"}', "question must be text that is not empty, not None"),
+        ('{"question": "2 + 2?"}', "answer must be text that is not empty, not None"),
+        ('{"question": "2 + 2?", "answer": 4}', "answer must be text that is not empty, not 4"),
+        ('{"question": " ", "answer": "4"}', "question must be text that is not empty"),
         (
             '{"question": "2 + 2?", "answer": "4", "grader": "kind"}',
             "no grader 'kind'. Known: exact, numeric, choice",

@@ -7,9 +7,6 @@ from shell_router.core.statistics import Timing, fit_non_negative
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.profiling import (
     ProfiledCosts,
-    build_decode_timing,
-    build_first_token_timing,
-    build_prefill_timing,
     fit_pair,
 )
 from shell_router.standins.simulated.costs import (
@@ -58,7 +55,7 @@ def decodes(noise: float = 0.0, seed: int = 0) -> list[Timing]:
 
 def firsts() -> list[Timing]:
     return [
-        build_first_token_timing(length, length * 1e-4, length * 1e-4 + TRANSFER.seconds(length))
+        Timing(length, (1, length), length * 1e-4 + TRANSFER.seconds(length), length * 1e-4)
         for length in LENGTHS
     ]
 
@@ -118,7 +115,7 @@ def test_no_cost_is_negative_even_where_that_would_fit_best() -> None:
     faster_the_longer = [build_prefill_timing(0, length, 1 / length, PREFILL) for length in LENGTHS]
     costs = fitted(faster_the_longer).costs.prefill
     assert min(costs.forward_s, costs.token_s, costs.attention_s) >= 0
-    before_its_prefill = [build_first_token_timing(length, 0.02, 0.01) for length in LENGTHS]
+    before_its_prefill = [Timing(length, (1, length), 0.01, 0.02) for length in LENGTHS]
     assert fitted(first=before_its_prefill).costs.transfer == TransferCosts(0.0, 0.0)
 
 
