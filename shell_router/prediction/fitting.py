@@ -2,13 +2,13 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
 from quantile_forest import RandomForestQuantileRegressor
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -18,16 +18,27 @@ from shell_router.errors import DataError, require
 from shell_router.files.document import read_json_lines
 from shell_router.prediction.lengths import LEAF, Features, Forest, LengthModel, Places, Sketch
 
-NUMBERS = (
-    "system_tokens",
-    "user_tokens",
-    "known_tokens",
-    "output_tokens",
-    "started_at",
-    "started_s",
-)
 RECORDED = "Name files that the router recorded."
-TEXTS = ("program", "topology", "agent", "stage", "model", "state")
+
+
+class TraceLine(BaseModel):
+    """A line of a trace file: an agent's run, and the agents that it `reads`."""
+
+    program: str
+    topology: str
+    agent: str
+    stage: str
+    model: str
+    state: str
+    reads: list[str] = []
+    user: str = ""
+    system_tokens: int
+    user_tokens: int
+    known_tokens: int
+    output_tokens: int
+    prompt_tokens: int = 0
+    started_at: float
+    started_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +72,15 @@ def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
     require(
         bool(files), "There are no .jsonl files.", "Name the folder that `record.folder` names."
     )
-    programs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    programs: dict[str, list[TraceLine]] = defaultdict(list)
     for file in files:
-        for where, line in read_json_lines(file, RECORDED):
-            texts = all(isinstance(line.get(name), str) for name in TEXTS)
-            if not texts or not all(isinstance(line.get(name), int | float) for name in NUMBERS):
-                raise DataError(f"{where}: this is not a line of a trace file.", remedy=RECORDED)
-            programs[line["program"]].append(line)
+        for where, fields in read_json_lines(file, RECORDED):
+            try:
+                line = TraceLine.model_validate(fields)
+            except ValidationError as error:
+                wrong = f"{where}: this is not a line of a trace file."
+                raise DataError(wrong, remedy=RECORDED) from error
+            programs[line.program].append(line)
     runs = [run for lines in programs.values() for run in _list_runs(lines)]
     require(
         bool(runs),
@@ -77,40 +90,42 @@ def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
     return sorted(runs, key=lambda run: run.arrived_s)
 
 
-def _list_runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
+def _list_runs(lines: Sequence[TraceLine]) -> Iterator[TracedRun]:
     """Yield the runs of one program."""
-    by_agent = {line["agent"]: line for line in lines}
+    by_agent = {line.agent: line for line in lines}
     readers: dict[str, list[str]] = defaultdict(list)
     for line in lines:
-        for precursor in line.get("reads", ()):
-            readers[precursor].append(line["agent"])
+        for precursor in line.reads:
+            readers[precursor].append(line.agent)
     for line in lines:
         # the agent, and all that read it, directly or not
         following = set()
-        frontier = [line["agent"]]
+        frontier = [line.agent]
         while frontier:
             agent = frontier.pop()
             if agent not in following:
                 following.add(agent)
-                frontier.extend(readers.get(agent, ()))
+                frontier.extend(readers[agent])
         after = [by_agent[agent] for agent in following]
-        system, user, known = (
-            int(line[name]) for name in ("system_tokens", "user_tokens", "known_tokens")
-        )
-        models = (line["model"],)
-        text = line.get("user", "")
         yield TracedRun(
-            line["program"],
+            line.program,
             Prospect(
-                line["topology"], line["stage"], text, system, user, known, models, scored=False
+                line.topology,
+                line.stage,
+                line.user,
+                line.system_tokens,
+                line.user_tokens,
+                line.known_tokens,
+                (line.model,),
+                scored=False,
             ),
-            line["model"],
-            int(line["output_tokens"]),
-            int(sum(other["output_tokens"] for other in after)),
-            int(line.get("prompt_tokens") or line["known_tokens"]),
-            line["started_at"] + line["started_s"],
-            line["state"] == "finished"
-            and all(other["state"] in ("finished", "skipped") for other in after),
+            line.model,
+            line.output_tokens,
+            sum(other.output_tokens for other in after),
+            line.prompt_tokens or line.known_tokens,
+            line.started_at + line.started_s,
+            line.state == "finished"
+            and all(other.state in ("finished", "skipped") for other in after),
         )
 
 

@@ -128,17 +128,14 @@ def judge_router(scores: NDArray[np.float64], lessons: Lessons) -> RouterScore:
             shares.append(float(right.mean()))
     whole = ~np.isnan(lessons.right).any(axis=1)
     right = lessons.right[whole]
-    if len(right):
-        chosen = right[np.arange(len(right)), scores[whole].argmax(axis=1)]
-    else:
-        chosen = np.zeros(0)
+    chosen = right[np.arange(len(right)), scores[whole].argmax(axis=1)]
     return RouterScore(
         len(lessons.questions),
         _mean(precisions),
         _mean(shares),
         {model: _mean(right[:, column]) for column, model in enumerate(lessons.models)},
         _mean(chosen),
-        _mean(right.max(axis=1)) if len(right) else float("nan"),
+        _mean(right.max(axis=1)),
     )
 
 

@@ -134,19 +134,13 @@ class SwappedPairs:
     async def opened(self, alias: str) -> AsyncIterator[Engine]:
         """Serve the model on a pair of its own. A pair that fails is tried again last."""
         folder = self._folders[alias]
-        pair = self._pair_for(folder)
+        pair = next((pair for pair in self._free if pair.folder == folder), self._free[0])
         self._free.remove(pair)
         try:
             await pair.swap(folder)
             yield CheckedEngine(alias, pair, folder)
         finally:
             self._free.append(pair)
-
-    def _pair_for(self, folder: Path) -> "WeightPair":
-        for pair in self._free:
-            if pair.folder == folder:
-                return pair
-        return self._free[0]
 
 
 @dataclass(slots=True, eq=False)

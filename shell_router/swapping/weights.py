@@ -2,33 +2,16 @@
 
 import asyncio
 import json
-import struct
 from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import orjson
+from safetensors import SafetensorError, safe_open
 
 from shell_router.engines.server_client import ServerClient
 from shell_router.errors import ConfigError, EngineRejected, EngineStalled
-
-NO_TENSOR = "__metadata__"
-UNREADABLE = (OSError, ValueError, ArithmeticError, MemoryError, struct.error)
-
-
-def read_header(opened: BinaryIO) -> dict[str, dict[str, Any]]:
-    """Read the header of a safetensors file, and leave the file at its data.
-
-    Returns:
-        Per tensor its `dtype`, `shape` and `data_offsets`, which count from the data.
-
-    Raises:
-        UNREADABLE: The file is no safetensors file.
-    """
-    (length,) = struct.unpack("<Q", opened.read(8))
-    header: dict[str, dict[str, Any]] = json.loads(opened.read(length))
-    return {name: tensor for name, tensor in header.items() if name != NO_TENSOR}
 
 
 class TensorShape(NamedTuple):
@@ -53,22 +36,14 @@ def read_tensors(folder: Path) -> Mapping[str, TensorShape]:
     shapes: dict[str, TensorShape] = {}
     for file in files:
         try:
-            with file.open("rb") as opened:
-                tensors = read_header(opened)
-                begin = opened.tell()
-            end = 0
-            for name, tensor in tensors.items():
-                shapes[name] = TensorShape(tensor["dtype"], tuple(tensor["shape"]))
-                end = max(end, tensor["data_offsets"][1])
-        except (*UNREADABLE, LookupError, TypeError, AttributeError) as error:
+            with safe_open(file, framework="np") as opened:  # checks that the file is whole
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    tensor = opened.get_slice(name)
+                    shapes[name] = TensorShape(tensor.get_dtype(), tuple(tensor.get_shape()))
+        except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{file} is no safetensors file: {error}.", remedy="Save or copy it again."
+                f"{file} is no whole safetensors file: {error}.", remedy="Save or copy it again."
             ) from error
-        if file.stat().st_size != begin + end:
-            raise ConfigError(
-                f"{file} is not whole: it ends too early or too late.",
-                remedy="Save or copy it again.",
-            )
     return shapes
 
 

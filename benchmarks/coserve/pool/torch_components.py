@@ -3,12 +3,14 @@ router does not.
 """
 
 import asyncio
+import json
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -20,7 +22,6 @@ from benchmarks.coserve.pool.pool import Route, follow_chain, ignore
 from benchmarks.coserve.pool.pool_file import ComponentPoolFile, read_profiled_pool
 from benchmarks.coserve.pool.values import Component, Tier
 from shell_router.errors import ConfigError
-from shell_router.swapping.weights import read_header
 
 MEMORY_EVENT = "[memory]"
 
@@ -65,6 +66,18 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+def read_header(opened: BinaryIO) -> dict[str, dict[str, Any]]:
+    """Read the header of a safetensors file, and leave the file at its data.
+
+    Returns:
+        Per tensor its `dtype`, `shape` and `data_offsets`, which count from the data.
+    """
+    (length,) = struct.unpack("<Q", opened.read(8))
+    header: dict[str, dict[str, Any]] = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return header
 
 
 def read_weights(file: Path) -> Weights:

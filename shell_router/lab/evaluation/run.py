@@ -4,7 +4,6 @@ import asyncio
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
+from shell_router.files.read import suggest
 from shell_router.lab.evaluation.client import Client, connect_router
 from shell_router.lab.evaluation.grading import grade, require_graders
 from shell_router.lab.evaluation.records import (
@@ -38,13 +38,8 @@ def choose_settings(names: Sequence[str], served: Sequence[Setting]) -> list[Set
     by_name = {setting.name: setting for setting in served}
     for name in names:
         if name not in by_name:
-            close = get_close_matches(name, by_name, 1)
-            if close:
-                hint = f" Did you mean {close[0]!r}?"
-            else:
-                hint = ""
-            remedy = f"It serves: {', '.join(by_name) or 'nothing'}."
-            raise UnknownModel(f"The router serves no {name!r}.{hint}", remedy=remedy)
+            remedy = suggest(name, tuple(by_name))
+            raise UnknownModel(f"The router serves no {name!r}.", remedy=remedy)
     every = [
         setting for kind in ("model", "topology") for setting in served if setting.kind == kind
     ]

@@ -18,10 +18,8 @@ def test_a_setting_named_twice_is_compared_once() -> None:
     assert len(choose_settings(["tree", "small", "tree"], SERVED)) == 2
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_all_others() -> None:
-    with pytest.raises(
-        UnknownModel, match=r"no 'smal'. Did you mean 'small'\? It serves: small, large"
-    ):
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UnknownModel, match=r"no 'smal'. Did you mean 'small'\?"):
         choose_settings(["smal"], SERVED)
 
 

@@ -7,6 +7,8 @@ from shell_router.core.statistics import Timing, fit_non_negative
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.profiling import (
     ProfiledCosts,
+    build_decode_timing,
+    build_prefill_timing,
     fit_pair,
 )
 from shell_router.standins.simulated.costs import (
