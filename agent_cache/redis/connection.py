@@ -15,11 +15,21 @@ AWAY = (RedisError, OSError, TimeoutError)
 """The exceptions of a call when Redis is away, stalls, or refuses to serve."""
 
 
+def is_repetition(reply: object) -> bool:
+    """Return whether `reply` refuses a stream's entry because its id is none of the next."""
+    return isinstance(reply, ResponseError) and "equal or smaller" in str(reply)
+
+
 def concerns_key(reply: object) -> bool:
     """Return whether `reply` is an error about the value of one key, which affects no other key."""
-    return isinstance(reply, ResponseError) and any(
-        word in str(reply) for word in ("WRONGTYPE", "equal or smaller")
-    )
+    return is_repetition(reply) or (isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply))
+
+
+def require_about_keys(replies: Sequence[object]) -> None:
+    """Raise the first error of `replies` that is not about the value of one key."""
+    for reply in replies:
+        if isinstance(reply, Exception) and not concerns_key(reply):
+            raise reply
 
 
 def connect(
@@ -83,9 +93,7 @@ class Connection:
     async def ask(self, commands: Sequence[Command]) -> list[Any]:
         """Send `commands`, and raise every error except those about the value of one key."""
         replies = await self.send(commands)
-        for reply in replies:
-            if isinstance(reply, Exception) and not concerns_key(reply):
-                raise reply
+        require_about_keys(replies)
         return replies
 
     async def server_identity(self) -> str:

@@ -25,14 +25,14 @@ from agent_cache.protocol import Chunk, End, LogKey, LogRead
 Command = tuple[str | bytes | int, ...]
 Entry = tuple[bytes, Mapping[bytes, bytes]]
 
-BEGIN_ID = "0-1"
-END_KIND = 2
-
-
-def split_id(entry_id: bytes) -> tuple[int, int]:
-    """Return the position and the kind of an entry."""
-    position, _, kind = entry_id.partition(b"-")
-    return int(position), int(kind)
+BEGIN = """
+redis.call('SADD', KEYS[2], ARGV[2])
+local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
+if first then return first[2][2] end
+redis.call('XADD', KEYS[1], '0-1', 'owner', ARGV[1])
+return ARGV[1]
+"""
+"""Begins a log unless it has begun; returns its owner. KEYS: log, agents; ARGV: owner, agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,10 @@ class Layout:
         return f"{name}:lease", f"{name}:journal", f"{name}:owner"
 
     def begin(self, key: LogKey) -> list[Command]:
-        """Add the entry that only one process can add, then the names by which the log is found."""
+        """Begin the log, which only one process can, and keep the names by which it is found."""
         agents = self.agents(key.tenant, key.program)
-        return [
-            ("XADD", self.log(key), BEGIN_ID, "owner", self.owner),
-            ("SADD", agents, _quote(key.agent)),
-            *self.keep(key),
-        ]
+        begin = ("EVAL", BEGIN, 2, self.log(key), agents, self.owner, _quote(key.agent))
+        return [begin, *self.keep(key)]
 
     def chunks(self, key: LogKey, chunks: Sequence[Chunk], position: int) -> Command:
         """Add `chunks`, with which the log reaches `position`, unless the log is gone."""
@@ -89,7 +86,7 @@ class Layout:
 
     def end(self, key: LogKey, position: int, end: End, detail: str) -> Command:
         """Add the end mark, unless the log is gone."""
-        mark = f"{position}-{END_KIND}"
+        mark = f"{position}-2"
         return (
             "XADD",
             self.log(key),
@@ -168,7 +165,7 @@ def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]
     skipped = 0
     for entry_id, fields in entries:
         start = reached
-        at = split_id(entry_id)[0]
+        at = int(entry_id.partition(b"-")[0])
         try:
             if b"end" in fields:
                 end = End(fields[b"end"].decode())

@@ -7,19 +7,23 @@ one entry. The work is therefore per round trip and not per token, and writers n
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import chain, islice
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
 
-from agent_cache.memory import Log, count_chunks_before
+from agent_cache.memory import Log
 from agent_cache.protocol import CacheStats, LogExists, LogKey
-from agent_cache.redis.connection import AWAY, Connection, concerns_key
-from agent_cache.redis.layout import END_KIND, Command, Entry, Layout, split_id
+from agent_cache.redis.connection import (
+    AWAY,
+    Connection,
+    concerns_key,
+    is_repetition,
+    require_about_keys,
+)
+from agent_cache.redis.layout import Command, Layout
 
 PROGRAMS_PER_ROUND = 128
 REMEMBERED = 10_000
@@ -39,13 +43,8 @@ ms.
 """
 
 
-class Outcome(Enum):
-    """The outcome of a log's writes."""
-
-    PUBLISHED = auto()
-    TAKEN = auto()
-    GONE = auto()
-    REFUSED = auto()
+TAKEN = "another process had begun it"
+GONE = "Redis dropped it (deleted by another process, expired or evicted)"
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +53,8 @@ class Publication:
 
     The time to live of its keys was renewed at `renewed_s`. `sent` holds the number of stream
     entries under way, and the values of `chunks`, `ended` and `renewed_s` once Redis has taken
-    them. `answer` gives the log's creator the outcome of the begin mark, or None if Redis did not
+    them. After a failed attempt to send them they are `repeated`, and Redis may have them already.
+    `answer` gives the log's creator what `settle` said of the begin mark, or None if Redis did not
     reply. A `withdrawn` log is served to this process only.
     """
 
@@ -65,8 +65,9 @@ class Publication:
     ended: bool = False
     renewed_s: float = -math.inf
     sent: tuple[int, int, bool, float] = (0, 0, False, -math.inf)
+    repeated: bool = False
     withdrawn: bool = False
-    answer: asyncio.Future[Outcome | None] | None = None
+    answer: asyncio.Future[str | None] | None = None
 
     @property
     def awaited(self) -> bool:
@@ -103,55 +104,34 @@ class Publication:
         self.sent = entries, upto, ended, renewed_s
         return commands
 
-    def settle(self, replies: Sequence[object]) -> Outcome:
-        """Record Redis's `replies` to the last commands.
+    def settle(self, replies: Sequence[object], owner: str) -> str:
+        """Record Redis's `replies` to the last commands; return why the log cannot be shared.
 
         Raises the first error that is not about the log.
         """
-        refusal = replies[0]
-        if (
-            not self.begun
-            and isinstance(refusal, ResponseError)
-            and "equal or smaller" in str(refusal)
-        ):
-            return Outcome.TAKEN
-        for reply in replies:
-            if isinstance(reply, Exception) and not concerns_key(reply):
-                raise reply
-        if any(map(concerns_key, replies)):
-            return Outcome.REFUSED
+        require_about_keys(replies)
         entries, chunks, ended, renewed_s = self.sent
-        if any(reply is None for reply in replies[:entries]):
-            return Outcome.GONE
+        for reply in replies:
+            if isinstance(reply, Exception) and not (self.repeated and is_repetition(reply)):
+                return "something else lies under its name in Redis"
+        if not self.begun and replies[0] != owner.encode():
+            return TAKEN
+        if None in replies[:entries]:
+            return GONE
         self.begun = True
         self.chunks = chunks
         self.ended = ended
         self.renewed_s = renewed_s
-        return Outcome.PUBLISHED
+        self.repeated = any(map(is_repetition, replies))
+        return ""
 
-    def resume(self, first: Sequence[Entry], last: Sequence[Entry], owner: str) -> bool:
-        """Continue after an outage from the first and last entry of the stream in Redis.
-
-        Returns False if the stream is another process's, is being deleted, or is no stream.
-        """
-        changed = bool(first) != bool(last)  # between the two commands
-        if changed or concerns_key(first) or concerns_key(last):
-            return False
-        self.begun = bool(first)
+    def restart(self) -> None:
+        """Send all again, to a server that may have none of it."""
+        self.begun = False
         self.chunks = 0
         self.ended = False
         self.renewed_s = -math.inf
-        if not first:
-            return True
-        if first[0][1].get(b"owner") != owner.encode():
-            return False
-        position, kind = split_id(last[0][0])
-        try:
-            self.chunks = count_chunks_before(self.log.ends, position)
-        except ValueError:
-            return False
-        self.ended = kind == END_KIND
-        return True
+        self.repeated = True
 
 
 LOGS_PER_ROUND = 128
@@ -162,10 +142,10 @@ log = logging.getLogger("agent_cache")
 
 
 class Publisher:
-    """The copier of this process's logs to Redis, which catches up after an outage.
+    """The copier of this process's logs to Redis.
 
-    While Redis is away (`stats.degraded`) nothing waits for it: logs begin in this process only,
-    and everything still remembered is sent when it is back.
+    While Redis is away (`stats.degraded`) nothing waits for it: logs begin in this process only.
+    What is not sent then is sent when Redis is back, and every log to a server that is new.
     """
 
     def __init__(
@@ -201,11 +181,11 @@ class Publisher:
             return publication
         publication.answer = asyncio.get_running_loop().create_future()
         try:
-            outcome = await publication.answer
+            refusal = await publication.answer
         except asyncio.CancelledError:
             self.drop(key)
             raise
-        if outcome is Outcome.TAKEN:
+        if refusal == TAKEN:
             raise LogExists(f"the log of {key} was begun before, by another process")
         return publication
 
@@ -279,8 +259,7 @@ class Publisher:
     async def _catch_up(self) -> None:
         """Send until nothing is left to send. Raises one of `AWAY`."""
         if self._stats.degraded or self._server is None:
-            await self._delete_all()
-            await self._examine()
+            await self._meet_server()
         while self._dirty or self._deletions:
             await self._delete_all()
             await self._publish(
@@ -290,6 +269,15 @@ class Publisher:
             self._stats.degraded = False
             self._backoff_s = FIRST_BACKOFF_S
             log.warning("Redis is back and has every log again that this process still holds.")
+
+    async def _meet_server(self) -> None:
+        """Learn which server this is; one that was restarted or replaced has lost its memory."""
+        server = await self._connection.server_identity()
+        if self._server not in (None, server):
+            for publication in self._publications.values():
+                publication.restart()
+            self._dirty.update(self._publications)
+        self._server = server
 
     async def _delete_all(self) -> None:
         """Delete all waiting programs, in two round trips for each `PROGRAMS_PER_ROUND` of them."""
@@ -316,69 +304,36 @@ class Publisher:
         writes = [publication.next_commands(self._layout, now_s) for publication in batch]
         try:
             replies = iter(await self._connection.send(list(chain.from_iterable(writes))))
-            sent = [
-                (publication, list(islice(replies, len(commands))))
-                for publication, commands in zip(batch, writes, strict=True)
-            ]
-            gone = self._settle(sent)
+            for publication, commands in zip(batch, writes, strict=True):
+                await self._settle(publication, list(islice(replies, len(commands))))
         except AWAY:
             taken = self._stats.published - before
             self._stats.lost_writes += sum(publication.sent[0] for publication in batch) - taken
+            for publication in batch:
+                publication.repeated = True
+                self._dirty.setdefault(publication.key, publication)
             raise
-        # a restarted server has lost its memory
-        if gone and await self._connection.server_identity() != self._server:
-            raise RedisConnectionError("the server was restarted or replaced")
-        for publication in gone:
-            self._withdraw(
-                publication, "Redis dropped it (deleted by another process, expired or evicted)"
-            )
 
-    def _settle(self, sent: Iterable[tuple[Publication, Sequence[object]]]) -> list[Publication]:
-        """Give each log its replies; return the logs that Redis no longer has."""
-        gone = []
-        for publication, replies in sent:
-            outcome = publication.settle(replies)
-            if outcome is Outcome.PUBLISHED:
-                self._stats.published += publication.sent[0]
-            elif outcome is Outcome.GONE:
-                gone.append(publication)
-            elif outcome is Outcome.REFUSED:
-                self._withdraw(publication, "something else lies under its name in Redis")
-            elif publication.awaited:
-                # another process has begun the log: its creator here gets an error
-                _answer(publication.answer, Outcome.TAKEN)
-                self.drop(publication.key)
-            else:
-                self._withdraw(publication, "another process had begun it")
-            _answer(publication.answer, outcome)
-            if publication.pending:
-                self._dirty[publication.key] = publication
-        return gone
+    async def _settle(self, publication: Publication, replies: Sequence[object]) -> None:
+        """Give a log its replies."""
+        refusal = publication.settle(replies, self._layout.owner)
+        if refusal == GONE and await self._connection.server_identity() != self._server:
+            raise RedisConnectionError("the server was restarted or replaced")
+        awaited = publication.awaited
+        _answer(publication.answer, refusal)
+        if not refusal:
+            self._stats.published += publication.sent[0]
+        elif refusal == TAKEN and awaited:
+            self.drop(publication.key)  # its creator gets an error
+        else:
+            self._withdraw(publication, refusal)
+        if publication.pending:
+            self._dirty[publication.key] = publication
 
     def _withdraw(self, publication: Publication, why: str) -> None:
         self.drop(publication.key)
         self._stats.withdrawn += 1
         log.warning("The log of %s is now served to this process only: %s.", publication.key, why)
-
-    async def _examine(self) -> None:
-        """Learn which server this is, and how much of each log it has."""
-        self._server = await self._connection.server_identity()
-        self._dirty.update(self._publications)
-        publications = [
-            publication for publication in self._publications.values() if not publication.awaited
-        ]
-        for start in range(0, len(publications), LOGS_PER_ROUND):
-            batch = publications[start : start + LOGS_PER_ROUND]
-            names = [self._layout.log(publication.key) for publication in batch]
-            firsts = await self._connection.ask(
-                [("XRANGE", name, "-", "+", "COUNT", 1) for name in names]
-            )
-            lasts = await self._connection.ask(
-                [("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names]
-            )
-            for publication, first, last in zip(batch, firsts, lasts, strict=True):
-                if not publication.resume(first, last, self._layout.owner):
-                    self._withdraw(publication, "another process had begun or deleted it")
 
     def _note_outage(self, error: BaseException) -> None:
         """Log once that Redis is away, and let no caller wait for it."""

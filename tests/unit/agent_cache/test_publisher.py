@@ -22,7 +22,7 @@ class FullAfterTheFirstLog(Connection):
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
         half = len(commands) // 2
-        return [b"done"] * half + [ResponseError("OOM command not allowed")] * half
+        return [b"owner"] * half + [ResponseError("OOM command not allowed")] * half
 
     async def server_identity(self) -> str:
         return "this server"
