@@ -2,17 +2,16 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, with_config
 from tokenizers import Tokenizer
 from typing_extensions import TypedDict
 
-from shell_router.core.drafts import MOST_SOURCE_TOKENS, MOST_SOURCES
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
-from shell_router.core.sampling import RANGES
-from shell_router.core.validation import Array, JsonObject, field_error, parse_object
+from shell_router.core.sampling import check_sampling
+from shell_router.core.validation import Array, JsonObject, drop_nulls, field_error, parse_object
 from shell_router.errors import InvalidRequest
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -57,44 +56,7 @@ class GenerateBody(TypedDict, total=False):
     priority: int
 
 
-class CustomParams(TypedDict, total=False):
-    """The field of SGLang's `custom_params` that the SGLang plugin reads."""
-
-    drafts: Array[Array[int]]
-
-
-@with_config(ConfigDict(extra="forbid"))
-class SamplingBody(TypedDict, total=False):
-    """SGLang's `sampling_params`, as far as the embedded engine has them."""
-
-    max_new_tokens: Annotated[int, RANGES["max_new_tokens"]]
-    min_new_tokens: Annotated[int, RANGES["min_new_tokens"]]
-    temperature: Annotated[float, RANGES["temperature"]]
-    top_p: Annotated[float, RANGES["top_p"]]
-    top_k: Annotated[int, RANGES["top_k"]]
-    min_p: Annotated[float, RANGES["min_p"]]
-    frequency_penalty: Annotated[float, RANGES["frequency_penalty"]]
-    presence_penalty: Annotated[float, RANGES["presence_penalty"]]
-    repetition_penalty: Annotated[float, RANGES["repetition_penalty"]]
-    stop: str | Array[str]
-    stop_token_ids: Array[int]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    spaces_between_special_tokens: bool
-    no_stop_trim: bool
-    logit_bias: dict[Annotated[str, Field(pattern=r"^-?\d+$")], float]
-    sampling_seed: Annotated[int, RANGES["sampling_seed"]]
-    stream_interval: Annotated[int, RANGES["stream_interval"]]
-    n: Literal[1]
-    json_schema: str
-    regex: str
-    ebnf: str
-    custom_params: Any
-
-
 GENERATE = JsonObject(GenerateBody)
-SAMPLING = JsonObject(SamplingBody)
-CUSTOM = JsonObject(CustomParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,23 +240,26 @@ def _scored_from(body: Mapping[str, Any], prompt: int) -> int | None:
     return int(start)
 
 
+WITHOUT_EFFECT = ("n", "spaces_between_special_tokens")
+SENT = {each.name for each in fields(SamplingParams)} - {"drafts", "grammar"}
+KNOWN = SENT.union(WITHOUT_EFFECT, GRAMMARS, ("custom_params",))
+"""The names of `sampling_params` that the embedded engine has."""
+
+
 def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingParams:
     """Read `sampling_params`; nulls mean defaults. Raises InvalidRequest as SGLang refuses."""
-    params: dict[str, Any] = {**SAMPLING.read(raw, "sampling_params")}
-    for without_effect in ("n", "spaces_between_special_tokens"):
-        params.pop(without_effect, None)
+    path = "sampling_params"
+    sent: dict[str, Any] = drop_nulls(raw)
+    for name in sent.keys() - KNOWN:
+        raise field_error(f"{path}.{name}", "is unknown here")
+    check_sampling(sent, vocab_size, path)
+    params = {name: sent[name] for name in sent.keys() & SENT}
     if "max_new_tokens" in raw:
         params.setdefault("max_new_tokens", None)
-    grammars = [(kind, params.pop(kind)) for kind in GRAMMARS if kind in params]
+    grammars = [kind for kind in GRAMMARS if kind in sent]
     if grammars:
-        params["grammar"] = grammars[0]
-    _check_lengths_of_output(params, [kind for kind, _ in grammars])
-    bias = {int(token): amount for token, amount in params.get("logit_bias", {}).items()}
-    outside = [token for token in bias if not 0 <= token < vocab_size]
-    if outside:
-        raise InvalidRequest(
-            f"logit_bias must be keyed in [0, {vocab_size - 1}], got {outside[0]}."
-        )
+        params["grammar"] = grammars[0], sent[grammars[0]]
+    _check_lengths_of_output(params, grammars)
     stop = params.get("stop", ())
     stops = [stop] if isinstance(stop, str) else stop
     if params.get("top_k") == -1:
@@ -304,9 +269,11 @@ def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingPa
     params |= {
         "stop": tuple(text for text in stops if text),
         "stop_token_ids": frozenset(params.get("stop_token_ids", ())),
-        "logit_bias": bias,
-        "drafts": _drafts(params.pop("custom_params", None), vocab_size),
+        "logit_bias": {int(token): bias for token, bias in params.get("logit_bias", {}).items()},
     }
+    drafts = sent.get("custom_params", {}).get("drafts")
+    if isinstance(drafts, list):
+        params["drafts"] = tuple(map(tuple, drafts))
     return SamplingParams(**params)
 
 
@@ -320,19 +287,3 @@ def _check_lengths_of_output(params: Mapping[str, Any], grammars: Sequence[str])
         )
     if most is not None and least > most:
         raise InvalidRequest(f"min_new_tokens must be in [0, max_new_tokens], got {least}.")
-
-
-def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the drafts in `custom_params`."""
-    if not isinstance(custom, dict):
-        return None
-    path = "sampling_params.custom_params"
-    drafts = CUSTOM.read(custom, path).get("drafts")
-    if drafts is None:
-        return None
-    if len(drafts) > MOST_SOURCES or sum(map(len, drafts)) > MOST_SOURCE_TOKENS:
-        limit = f"{MOST_SOURCES} lists of {MOST_SOURCE_TOKENS} tokens in all"
-        raise field_error(f"{path}.drafts", f"hold more than {limit}")
-    if any(not 0 <= token < vocab_size for draft in drafts for token in draft):
-        raise field_error(f"{path}.drafts", f"must be tokens in [0, {vocab_size - 1}]")
-    return tuple(map(tuple, drafts))
