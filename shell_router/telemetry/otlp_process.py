@@ -19,7 +19,13 @@ from opentelemetry.trace import Link, SpanKind, Status, StatusCode, TraceFlags, 
 from opentelemetry.trace import SpanContext as OtelContext
 
 from shell_router import __version__
-from shell_router.core.events import AgentErred, AgentFinished, ExitScored, PrefillIncrement
+from shell_router.core.events import (
+    AgentErred,
+    AgentFinished,
+    ExitScored,
+    PrefillIncrement,
+    PromptReady,
+)
 from shell_router.core.spans import SpanContext
 from shell_router.telemetry.trace import AgentTrace, Trace
 
@@ -77,10 +83,7 @@ class _Spans:
         self._run_span = trace.span
         self._resource = resource
         self._origin_ns = round((trace.wall_s - trace.started_s) * 1e9)
-        if trace.ended_s is None:
-            self._ended_s = trace.started_s
-        else:
-            self._ended_s = trace.ended_s
+        self._ended_s = trace.started_s if trace.ended_s is None else trace.ended_s
 
     def all(self) -> Iterator[ReadableSpan]:
         yield self._run()
@@ -89,120 +92,116 @@ class _Spans:
             for update in ran.increments:
                 yield self._update(agent, ran.model, update)
             if ran.ready is not None:
-                yield self._decode(agent, ran, ran.ready.at_s)
+                yield self._decode(agent, ran, ran.ready)
         for scored in self._trace.exits:
             yield self._exit(scored)
 
     def _run(self) -> ReadableSpan:
         trace = self._trace
-        facts: dict[str, Value | None] = {
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": trace.target,
-            "shell_router.run.id": trace.id,
-            "shell_router.run.outcome": trace.outcome,
-            "shell_router.tenant": trace.tenant,
-            "error.type": trace.error.partition(":")[0] or None,
-        }
-        events = [
-            *(
-                self._event("model_chosen", choice.at_s, model=choice.model, why=choice.why)
-                for choice in trace.choices
-            ),
-            *(
-                self._event("step_chosen", step.at_s, step=step.step, why=step.why)
-                for step in trace.steps
-            ),
-            *(
-                self._event("degraded", event.at_s, what=event.what, error=event.error)
-                for event in trace.degraded
-            ),
+        chosen = [
+            self._event("model_chosen", choice.at_s, model=choice.model, why=choice.why)
+            for choice in trace.choices
         ]
-        name = f"invoke_workflow {trace.target}"
-        span = self._run_span
-        parent = trace.parent
+        steps = [
+            self._event("step_chosen", step.at_s, step=step.step, why=step.why)
+            for step in trace.steps
+        ]
+        degraded = [
+            self._event("degraded", event.at_s, what=event.what, error=event.error)
+            for event in trace.degraded
+        ]
         return self._span(
-            name, span, parent, (trace.started_s, None), facts, events=events, error=trace.error
+            f"invoke_workflow {trace.target}",
+            self._run_span,
+            trace.parent,
+            (trace.started_s, None),
+            {
+                "gen_ai.operation.name": "invoke_workflow",
+                "gen_ai.workflow.name": trace.target,
+                "shell_router.run.id": trace.id,
+                "shell_router.run.outcome": trace.outcome,
+                "shell_router.tenant": trace.tenant,
+                "error.type": trace.error.partition(":")[0] or None,
+            },
+            events=chosen + steps + degraded,
+            error=trace.error,
         )
 
     def _agent(self, agent: str, ran: AgentTrace) -> ReadableSpan:
-        facts: dict[str, Value | None] = {
-            "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.agent.name": agent,
-            "gen_ai.request.model": ran.model,
-            "shell_router.agent.state": ran.state,
-            "shell_router.agent.confidence": ran.confidence,
-        }
-        read = [
-            self._run_span.child(precursor)
-            for precursor in self._trace.precursors.get(agent, ())
-            if precursor in self._trace.agents
-        ]
-        span = self._run_span.child(agent)
-        times = (ran.started_s, ran.end.at_s if ran.end else None)
-        if isinstance(ran.end, AgentErred):
-            error = ran.end.error
-        else:
-            error = ""
+        precursors = self._trace.precursors.get(agent, ())
         return self._span(
-            f"invoke_agent {agent}", span, self._run_span, times, facts, links=read, error=error
+            f"invoke_agent {agent}",
+            self._run_span.child(agent),
+            self._run_span,
+            (ran.started_s, ran.end.at_s if ran.end else None),
+            {
+                "gen_ai.operation.name": "invoke_agent",
+                "gen_ai.agent.name": agent,
+                "gen_ai.request.model": ran.model,
+                "shell_router.agent.state": ran.state,
+                "shell_router.agent.confidence": ran.confidence,
+            },
+            reads=[precursor for precursor in precursors if precursor in self._trace.agents],
+            error=ran.end.error if isinstance(ran.end, AgentErred) else "",
         )
 
     def _update(self, agent: str, model: str, update: PrefillIncrement) -> ReadableSpan:
-        facts: dict[str, Value | None] = {
-            "gen_ai.request.model": model,
-            "shell_router.prefill.slot": update.slot,
-            # receivers add up gen_ai.usage over spans
-            "shell_router.prefill.prompt_tokens": update.prompt_tokens,
-            "shell_router.prefill.cached_tokens": update.cached_tokens,
-            "shell_router.prefill.resident_tokens": update.resident_tokens,
-        }
-        span = self._run_span.child(agent, update.started_s)
-        times = (update.started_s, update.at_s)
         return self._span(
-            f"prefill {model}", span, self._run_span.child(agent), times, facts, SpanKind.CLIENT
+            f"prefill {model}",
+            self._run_span.child(agent, update.started_s),
+            self._run_span.child(agent),
+            (update.started_s, update.at_s),
+            {
+                "gen_ai.request.model": model,
+                "shell_router.prefill.slot": update.slot,
+                # receivers add up gen_ai.usage over spans
+                "shell_router.prefill.prompt_tokens": update.prompt_tokens,
+                "shell_router.prefill.cached_tokens": update.cached_tokens,
+                "shell_router.prefill.resident_tokens": update.resident_tokens,
+            },
+            SpanKind.CLIENT,
         )
 
-    def _decode(self, agent: str, ran: AgentTrace, ready_s: float) -> ReadableSpan:
+    def _decode(self, agent: str, ran: AgentTrace, ready: PromptReady) -> ReadableSpan:
         """Return the decode, which begins when the complete prompt was sent."""
-        if isinstance(ran.end, AgentFinished):
-            end = ran.end
-        else:
-            end = None
-        first_s = ran.first_token_s
         facts: dict[str, Value | None] = {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "sglang",
             "gen_ai.request.model": ran.model,
-            "gen_ai.usage.input_tokens": ran.ready.prompt_tokens if ran.ready else None,
-            "gen_ai.usage.output_tokens": end.completion_tokens if end else ran.tokens,
-            "gen_ai.usage.cache_read.input_tokens": end.cached_tokens if end else None,
-            "gen_ai.response.finish_reasons": [end.reason] if end else None,
-            "gen_ai.response.time_to_first_chunk": None if first_s is None else first_s - ready_s,
+            "gen_ai.usage.input_tokens": ready.prompt_tokens,
+            "gen_ai.usage.output_tokens": ran.usage[1],
             "shell_router.engines": list(map(str, ran.placed.placed)) if ran.placed else None,
-            "shell_router.drafted_tokens": end.drafted_tokens if end else None,
-            "shell_router.accepted_tokens": end.accepted_tokens if end else None,
         }
-        if first_s is None:
-            events = []
-        else:
-            events = [self._event("first_token", first_s)]
-        span = self._run_span.child(agent, ready_s)
-        parent = self._run_span.child(agent)
-        times = (ready_s, ran.end.at_s if ran.end else None)
+        if isinstance(ran.end, AgentFinished):
+            facts |= {
+                "gen_ai.usage.cache_read.input_tokens": ran.end.cached_tokens,
+                "gen_ai.response.finish_reasons": [ran.end.reason],
+                "shell_router.drafted_tokens": ran.end.drafted_tokens,
+                "shell_router.accepted_tokens": ran.end.accepted_tokens,
+            }
+        events = []
+        if ran.first_token_s is not None:
+            facts["gen_ai.response.time_to_first_chunk"] = ran.first_token_s - ready.at_s
+            events.append(self._event("first_token", ran.first_token_s))
         return self._span(
-            f"chat {ran.model}", span, parent, times, facts, SpanKind.CLIENT, events=events
+            f"chat {ran.model}",
+            self._run_span.child(agent, ready.at_s),
+            self._run_span.child(agent),
+            (ready.at_s, ran.end.at_s if ran.end else None),
+            facts,
+            SpanKind.CLIENT,
+            events=events,
         )
 
     def _exit(self, scored: ExitScored) -> ReadableSpan:
-        facts: dict[str, Value | None] = {
-            f"shell_router.exit.{name}": getattr(scored, name)
-            for name in ("cluster", "confidence", "agreement", "probability", "exited", "aborted")
-        }
-        read = [self._run_span.child(agent) for agent in scored.completed]
-        span = self._run_span.child("exit", scored.cluster, scored.started_s)
-        times = (scored.started_s, scored.at_s)
+        names = ("cluster", "confidence", "agreement", "probability", "exited", "aborted")
         return self._span(
-            f"early_exit {scored.cluster}", span, self._run_span, times, facts, links=read
+            f"early_exit {scored.cluster}",
+            self._run_span.child("exit", scored.cluster, scored.started_s),
+            self._run_span,
+            (scored.started_s, scored.at_s),
+            {f"shell_router.exit.{name}": getattr(scored, name) for name in names},
+            reads=scored.completed,
         )
 
     def _span(
@@ -214,11 +213,11 @@ class _Spans:
         facts: Mapping[str, Value | None],
         kind: SpanKind = SpanKind.INTERNAL,
         *,
-        links: Sequence[SpanContext] = (),
+        reads: Sequence[str] = (),
         events: Sequence[Event] = (),
         error: str = "",
     ) -> ReadableSpan:
-        """Return a span; one without an end ended with the run."""
+        """Return a span with links to the agents it reads; one without an end ended with the run."""
         attributes = {key: fact for key, fact in facts.items() if fact is not None}
         return ReadableSpan(
             name,
@@ -227,7 +226,7 @@ class _Spans:
             self._resource,
             attributes,
             events,
-            [Link(_context(link)) for link in links],
+            [Link(_context(self._run_span.child(agent))) for agent in reads],
             kind,
             status=Status(StatusCode.ERROR, error) if error else Status(),
             start_time=self._ns(times[0]),
@@ -243,10 +242,7 @@ class _Spans:
 
 
 def _context(span: SpanContext, *, is_remote: bool = False) -> OtelContext:
-    if span.state:
-        state = TraceState.from_header([span.state])
-    else:
-        state = None
+    state = TraceState.from_header([span.state]) if span.state else None
     return OtelContext(
         int(span.trace_id, 16), int(span.span_id, 16), is_remote, TraceFlags(span.flags), state
     )
