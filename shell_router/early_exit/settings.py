@@ -10,6 +10,7 @@ from shell_router.early_exit.cluster_gate import ClusterGate
 from shell_router.early_exit.gate import Gate
 from shell_router.early_exit.in_flight import InFlightGate
 from shell_router.early_exit.quorum import QuorumGate
+from shell_router.errors import require
 from shell_router.files.types import Count, OneOf, Share, Switch
 
 
@@ -130,37 +131,21 @@ class EarlyExit:
         return self.needs.new_gate(self, agents)
 
     def __post_init__(self) -> None:
-        policy = self.policy
-        _check(policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
-        _check(
-            self.scope in ("cluster", "layer"),
-            f"scope must be 'cluster' or 'layer', not {self.scope!r}",
-        )
-        _check(0 < self.tau <= 1, f"tau must be above 0 and at most 1, not {self.tau}")
-        _check(0 <= self.threshold <= 1, f"threshold must be between 0 and 1, not {self.threshold}")
-        _check(
-            self.min_completed >= 1, f"min_completed must be at least 1, not {self.min_completed}"
-        )
         graced = " or ".join(name for name, entry in POLICIES.items() if entry.takes_grace)
-        _check(
+        require(
             not self.grace_s or self.needs.takes_grace,
-            f"grace_s goes with policy {graced}, not {policy!r}",
+            f"grace_s goes with policy {graced}, not {self.policy!r}",
         )
         if not self.skip_aggregation:
             return
-        _check(
+        require(
             self.scope != "layer",
             "skip_aggregation goes with scope cluster: no agent reads just a layer of several "
             "clusters",
         )
         naming = " or ".join(name for name, entry in POLICIES.items() if entry.names_sources)
-        _check(
+        require(
             self.needs.names_sources,
             f"skip_aggregation goes with policy {naming}, which reads what outputs say, not "
-            f"{policy!r}",
+            f"{self.policy!r}",
         )
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)

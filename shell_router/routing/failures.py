@@ -16,11 +16,6 @@ class BreakerSettings:
     failures: int = 5
     open_s: float = 5.0
 
-    def __post_init__(self) -> None:
-        for name in ("failures", "open_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-
 
 DEFAULT_BREAKER = BreakerSettings()
 
@@ -87,10 +82,6 @@ class RetrySettings:
     attempts: int = 3
     delay_s: float = 0.05
     jitter: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts must be at least 1, not {self.attempts}")
 
     def wait_s(self, error: ShellRouterError, attempt: int, draw: float) -> float | None:
         """Return the seconds before the next attempt; None after the last.

@@ -217,7 +217,7 @@ class _Spans:
         events: Sequence[Event] = (),
         error: str = "",
     ) -> ReadableSpan:
-        """Return a span with links to the agents it reads; one without an end ended with the run."""
+        """Return a span, linked to the agents it reads; one without an end ended with the run."""
         attributes = {key: fact for key, fact in facts.items() if fact is not None}
         return ReadableSpan(
             name,

@@ -393,8 +393,6 @@ class TraceStore:
     """The last `capacity` traces; a tenant sees only its own."""
 
     def __init__(self, capacity: int = 1_000) -> None:
-        if capacity < 0:
-            raise ValueError(f"capacity must be at least 0, not {capacity}")
         self._capacity = capacity
         self._traces: OrderedDict[str, Trace] = OrderedDict()
 

@@ -105,12 +105,6 @@ class Prefill:
         "slot.",
     ] = "declared"
 
-    def __post_init__(self) -> None:
-        if self.chunk_tokens != "adaptive" and self.chunk_tokens < 1:
-            raise ValueError(
-                f"chunk_tokens must be 'adaptive' or at least 1, not {self.chunk_tokens!r}"
-            )
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -5,7 +5,6 @@ and `}}` are braces meant as text. What is put in is never scanned again, so a q
 braces.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from string import Formatter
@@ -18,27 +17,20 @@ from shell_router.errors import SettingError
 _BRACES = "Write {{ and }} for braces that are meant as text."
 
 
-def template_pieces(template: str) -> list[tuple[str, str | None]]:
-    """Split `template` into texts and the placeholder that follows each, None where none does.
-
-    Raises:
-        ValueError: Braces are unmatched, or a placeholder has a conversion or a format.
-    """
-    pieces: list[tuple[str, str | None]] = []
-    for text, name, spec, conversion in Formatter().parse(template):
-        if spec or conversion:
-            raise ValueError(f"placeholder {{{name}}} carries a conversion or a format")
-        pieces.append((text, name))
-    return pieces
-
-
 def _require_placeholders(template: str, known: tuple[str, ...], once: str = "") -> str:
     """Require that only `known` placeholders stand in a template, and `once` exactly one time."""
     try:
-        names = [name for _, name in template_pieces(template) if name is not None]
+        pieces = list(Formatter().parse(template))
     except ValueError as error:
         raise SettingError(str(error), remedy=_BRACES) from None
-    for name in names:
+    names: list[str] = []
+    for _, name, spec, conversion in pieces:
+        if spec or conversion:
+            wrong = f"placeholder {{{name}}} carries a conversion or a format"
+            raise SettingError(wrong, remedy=_BRACES)
+        if name is None:
+            continue
+        names.append(name)
         if name not in known:
             remedy = f"Known here: {', '.join(f'{{{each}}}' for each in known)}. {_BRACES}"
             raise SettingError(f"unknown placeholder {{{name}}}", remedy=remedy)
@@ -98,12 +90,8 @@ early.
 
 
 def fill_text(template: str, question: str) -> str:
-    """Fill a system text, prefix or suffix.
-
-    Raises:
-        ValueError: The template has another placeholder than `{question}`.
-    """
-    return _fill(template_pieces(template), {"question": question})
+    """Fill a system text, prefix or suffix."""
+    return template.format(question=question)
 
 
 def slot_parts(template: str, agent: str, index: int) -> tuple[str, str]:
@@ -113,22 +101,14 @@ def slot_parts(template: str, agent: str, index: int) -> tuple[str, str]:
         template: The slot's template, which holds `{output}` once.
         agent: The precursor's id, for `{agent}`.
         index: Its number in the prompt, from 1, for `{index}`.
-
-    Raises:
-        ValueError: The template holds no `{output}`, several, or an unknown placeholder.
     """
-    pieces = template_pieces(template)
-    names = [name for _, name in pieces]
-    if names.count("output") != 1:
-        raise ValueError(f"a slot holds {{output}} exactly once, not as in {template!r}")
-    at = names.index("output")
     values = {"agent": agent, "index": str(index)}
-    before = _fill([*pieces[:at], (pieces[at][0], None)], values)
-    return before, _fill(pieces[at + 1 :], values)
-
-
-def _fill(pieces: list[tuple[str, str | None]], values: Mapping[str, str]) -> str:
-    unknown = {name for _, name in pieces if name is not None} - values.keys()
-    if unknown:
-        raise ValueError(f"unknown placeholder {{{min(unknown)}}}; known here: {', '.join(values)}")
-    return "".join(text + (values[name] if name is not None else "") for text, name in pieces)
+    parts = [""]
+    for text, name, _, _ in Formatter().parse(template):
+        parts[-1] += text
+        if name == "output":
+            parts.append("")
+        elif name is not None:
+            parts[-1] += values[name]
+    before, after = parts
+    return before, after

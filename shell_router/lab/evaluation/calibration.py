@@ -19,6 +19,7 @@ import yaml
 from shell_router.core.statistics import Interval
 from shell_router.early_exit.settings import POLICIES, EarlyExit
 from shell_router.errors import ConfigError, ShellRouterError, require
+from shell_router.files.read import check
 from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.lab.evaluation.report import Row
 from shell_router.lab.evaluation.run import run_evaluation
@@ -43,16 +44,16 @@ class Tried:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"--{name} must name at least one value, and each once.")
-        try:
-            for policy, scope, tau, threshold in product(
-                self.policies, self.scopes, self.taus, self.thresholds
-            ):
-                tried = EarlyExit(policy, scope, tau, threshold)  # type: ignore[arg-type]
-                require(tried.needs.judges, f"policy {policy} judges no output", "Leave it out.")
-        except ValueError as error:
-            raise ConfigError(
-                f"This early exit cannot be tried: {error}.", remedy="Leave it out."
-            ) from error
+        for policy, scope, tau, threshold in product(
+            self.policies, self.scopes, self.taus, self.thresholds
+        ):
+            keys = {"policy": policy, "scope": scope, "tau": tau, "threshold": threshold}
+            tried, problems = check(EarlyExit, keys)
+            for problem in problems:
+                raise ConfigError(
+                    f"This early exit cannot be tried: {problem.message}", remedy=problem.remedy
+                )
+            require(tried.needs.judges, f"policy {policy} judges no output", "Leave it out.")
 
     def settings(self) -> list[Settings]:
         """Without the keys that a policy does not read."""

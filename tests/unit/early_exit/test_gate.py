@@ -6,6 +6,8 @@ import pytest
 from shell_router.early_exit.algorithm1 import Score, features, score
 from shell_router.early_exit.cluster_gate import ClusterGate
 from shell_router.early_exit.settings import POLICIES, EarlyExit
+from shell_router.errors import InvalidField
+from shell_router.files.read import read_sent
 
 ONE = np.eye(1)
 
@@ -126,8 +128,8 @@ def test_a_refused_output_leaves_the_gate_as_it_was():
     ],
 )
 def test_bad_settings_are_refused_by_name(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        EarlyExit(**bad)
+    with pytest.raises(InvalidField, match=f"{next(iter(bad))} must be "):
+        read_sent(EarlyExit, bad, "early_exit")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

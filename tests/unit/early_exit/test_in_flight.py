@@ -5,6 +5,8 @@ import pytest
 from shell_router.early_exit.algorithm1 import Score
 from shell_router.early_exit.in_flight import NO_QUORUM, InFlightGate, Overlap
 from shell_router.early_exit.settings import EarlyExit
+from shell_router.errors import InvalidField
+from shell_router.files.read import read_sent
 
 RUNNING = ("a", "b", "c")
 
@@ -134,8 +136,8 @@ def test_only_the_policy_in_flight_needs_no_embedding() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="stochastic, threshold, in_flight"):
-        EarlyExit("early")
+    with pytest.raises(InvalidField, match="'stochastic' or 'threshold' or 'in_flight'"):
+        read_sent(EarlyExit, {"policy": "early"}, "early_exit")
 
 
 def test_the_surest_has_ended_and_states_the_leading_answer() -> None:

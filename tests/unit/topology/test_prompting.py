@@ -2,7 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.topology.prompting import AGGREGATOR, fill_text, slot_parts
+from shell_router.errors import InvalidField
+from shell_router.files.read import read_sent
+from shell_router.topology.prompting import AGGREGATOR, Prompt, fill_text, slot_parts
 
 
 def test_the_question_stands_where_its_placeholder_stood() -> None:
@@ -37,8 +39,8 @@ def test_a_question_may_look_like_a_placeholder(question: str) -> None:
     ],
 )
 def test_anything_but_the_bare_placeholder_is_refused(template: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        fill_text(template, "why?")
+    with pytest.raises(InvalidField, match=r"^prompt\.prefix: "):
+        read_sent(Prompt, {"prefix": template}, "prompt")
 
 
 def test_a_slot_is_parted_around_its_output() -> None:
@@ -56,8 +58,8 @@ def test_a_slot_may_be_nothing_but_its_output() -> None:
     "template", ["", "text", "{output}{output}", "{output} {question}", "{output!s}"]
 )
 def test_a_slot_that_cannot_be_parted_is_refused(template: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        slot_parts(template, "a", 1)
+    with pytest.raises(InvalidField, match=r"^prompt\.slot: "):
+        read_sent(Prompt, {"slot": template}, "prompt")
 
 
 def test_the_default_aggregator_can_prefill_nearly_everything_early() -> None:
