@@ -52,19 +52,19 @@ from time import monotonic
 from report import Row, report
 
 from shell_router.batch.journal import open_journal
-from shell_router.batch.planner import HEURISTICS, Plan, Workload, plan
+from shell_router.batch.planner import HEURISTICS, BatchPlan, Workload, plan
 from shell_router.batch.pool import ALWAYS, Pool, PoolModel, load_pool
 from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
-from shell_router.batch.run import BatchReport, BatchRun
+from shell_router.batch.run import BatchReport, PoolRun
 from shell_router.batch.sessions import Follow, Workers, load_on_workers, profile_model
 from shell_router.batch.workers import open_workers
 from shell_router.core.statistics import paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
-PLANNERS: dict[str, tuple[Callable[[Workload], Plan], bool]] = {
+PLANNERS: dict[str, tuple[Callable[[Workload], BatchPlan], bool]] = {
     "ilp": (plan, False),
     "ilp, prompts move": (plan, True),
     "round-robin": (HEURISTICS["round-robin"], False),
@@ -243,7 +243,7 @@ async def _kept(
                 on = workers
                 await load_on_workers(REST, on, len(batch.pool.workers), monotonic)
             journal = stack.enter_context(open_journal(folder / "run", {}))
-            done[name] = await BatchRun(
+            done[name] = await PoolRun(
                 batch, on, costs, journal, PLANNERS[name][0], loads, monotonic
             ).run()
     return done

@@ -162,7 +162,7 @@ async def simulated() -> "AsyncIterator[tuple[Services, str]]":
     from shell_router.api import Services
     from shell_router.app.fleet_changes import FleetChanges
     from shell_router.core.engine import Generation, PrefillCost, ServedModel
-    from shell_router.lab.simulation.run import Fleet
+    from shell_router.lab.simulation.run import SimulatedFleet
     from shell_router.lab.simulation.settings import load
     from shell_router.moa.executor import Executor
     from shell_router.moa.programs import Programs
@@ -185,7 +185,7 @@ async def simulated() -> "AsyncIterator[tuple[Services, str]]":
     def served(alias: str) -> ServedModel:
         costs = loaded.costs[alias]
         few, many = (costs.prefill.pass_s(tokens, attended_pairs(tokens, 0)) for tokens in (1, 256))
-        fleet = Fleet(alias, [SimulatedPair(costs, write)], loaded.simulation.scheduling)
+        fleet = SimulatedFleet(alias, [SimulatedPair(costs, write)], loaded.simulation.scheduling)
         probed, length = PrefillCost.through(1, few, 256, many), loaded.simulation.context_length
         return ServedModel(
             alias, fleet, SimulatedTokenizer(), length, prefill_cost=probed, prefill_servers=1

@@ -51,8 +51,8 @@ from benchmarks.mosaic.paper import (
     tensor_parallel,
 )
 from shell_router.batch.planner import (
+    BatchPlan,
     ModelWork,
-    Plan,
     Workload,
     plan,
     plan_longest_first,
@@ -182,7 +182,7 @@ def drawn(models: int, workers: int, capacity: int) -> Workload:
 
 
 def _row(workload: Workload, limit_s: float, rounds: int) -> Row:
-    times_ms, made = [], Plan("", (), 0.0)
+    times_ms, made = [], BatchPlan("", (), 0.0)
     for _ in range(rounds):
         started_s = time.perf_counter()
         made = plan(workload, limit_s)

@@ -17,7 +17,7 @@ from agent_cache.protocol import (
     LogTimeout,
     LogWriter,
 )
-from agent_cache.redis.connection import AWAY, Connection, concerns_key, connect
+from agent_cache.redis.connection import AWAY, RedisConnection, concerns_key, connect
 from agent_cache.redis.journals import RedisJournals
 from agent_cache.redis.layout import Layout, read_entries
 from agent_cache.redis.publisher import Publisher
@@ -73,7 +73,7 @@ class RedisAgentPromptCache:
         )
         self._closed = False
         self.stats = CacheStats()
-        self._connection = Connection(self._client, reply_limit_s=reply_limit_s)
+        self._connection = RedisConnection(self._client, reply_limit_s=reply_limit_s)
         self._layout = layout = Layout(prefix, uuid4().hex, ttl_s)
         self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
         self._memory = MemoryAgentPromptCache(

@@ -59,7 +59,7 @@ def connect(
     return client
 
 
-class Connection:
+class RedisConnection:
     """A Redis client with a time limit for each reply.
 
     Every method may raise an exception of `AWAY`.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from agent_cache.protocol import CacheUnavailable, JournalDiffers, JournalState
-from agent_cache.redis.connection import AWAY, Connection
+from agent_cache.redis.connection import AWAY, RedisConnection
 from agent_cache.redis.layout import Layout
 
 # KEYS: lease, list, owner; ARGV: owner, and milliseconds that the lease and the list live. Who
@@ -54,7 +54,7 @@ class RedisJournals:
     """The `Journals` in Redis. A journal's list lives for `ttl_s` after its last write."""
 
     def __init__(
-        self, connection: Connection, layout: Layout, *, ttl_s: float, lease_s: float
+        self, connection: RedisConnection, layout: Layout, *, ttl_s: float, lease_s: float
     ) -> None:
         self._connection = connection
         self._layout = layout

@@ -18,7 +18,7 @@ from agent_cache.memory import Log
 from agent_cache.protocol import CacheStats, LogExists, LogKey
 from agent_cache.redis.connection import (
     AWAY,
-    Connection,
+    RedisConnection,
     concerns_key,
     is_repetition,
     require_about_keys,
@@ -150,7 +150,7 @@ class Publisher:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: RedisConnection,
         layout: Layout,
         stats: CacheStats,
         *,

@@ -2,18 +2,18 @@
 
 from itertools import count
 
-from shell_router.routing.model_choice import POLICIES, Candidate, Policy, Scene
+from shell_router.routing.model_choice import POLICIES, Candidate, ModelPolicy, ModelScene
 
 
-def least_loaded(scene: Scene) -> tuple[Candidate, str]:
+def least_loaded(scene: ModelScene) -> tuple[Candidate, str]:
     """Algorithm 1's m_fast, whatever the scores."""
     return scene.fastest, "least_loaded"
 
 
-def taking_turns() -> Policy:
+def taking_turns() -> ModelPolicy:
     """One after the other."""
     turns = count()
-    return Policy(
+    return ModelPolicy(
         lambda scene: (scene.candidates[next(turns) % len(scene.candidates)], "in_turn"),
         scores_decide=lambda scene: False,
     )
@@ -22,5 +22,5 @@ def taking_turns() -> Policy:
 def enter_baselines() -> None:
     """Let settings name `least_loaded` and a `round_robin` that begins with the first model."""
     POLICIES.update(
-        least_loaded=Policy(least_loaded, lambda scene: False), round_robin=taking_turns()
+        least_loaded=ModelPolicy(least_loaded, lambda scene: False), round_robin=taking_turns()
     )

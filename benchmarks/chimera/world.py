@@ -12,7 +12,7 @@ from benchmarks.chimera.baselines import enter_baselines
 from benchmarks.chimera.tasks import APPS, MATH, MOST_TOKENS, Ability, Blur, Foreseen, Task
 from shell_router.core.engine import Generation, ServedModel
 from shell_router.core.events import Event, ModelChosen
-from shell_router.lab.simulation.run import Fleet
+from shell_router.lab.simulation.run import SimulatedFleet
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
@@ -84,7 +84,7 @@ async def _run(
     served = {
         name: ServedModel(
             name,
-            Fleet(
+            SimulatedFleet(
                 name, [_engine(costs[name], _writes(tasks, name))], SchedulingSettings(queue=queue)
             ),
             tokenizer,

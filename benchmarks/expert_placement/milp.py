@@ -9,8 +9,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from shell_router.experts.placement.records import (
+    ExpertPlacement,
     ExpertRecord,
-    Placement,
     compute_loads,
     count_kept,
     experts_per_gpu,
@@ -31,15 +31,15 @@ class Weights:
 LIMIT_S = 60.0
 
 
-def milp(record: ExpertRecord, gpus: int, weights: Weights = Weights()) -> Placement:
+def milp(record: ExpertRecord, gpus: int, weights: Weights = Weights()) -> ExpertPlacement:
     """The placement of least `objective`. Hopeless beyond 16 experts: ValueError where it is not
     proven in 60 s.
     """
     program = _Program(record, gpus, weights)
-    return Placement(gpus, program.solved())
+    return ExpertPlacement(gpus, program.solved())
 
 
-def objective(record: ExpertRecord, placement: Placement, weights: Weights) -> float:
+def objective(record: ExpertRecord, placement: ExpertPlacement, weights: Weights) -> float:
     """(12): `alpha` D + `beta` cut, D and the cut in activations and transitions."""
     load = compute_loads(record, placement)
     deviation = float(abs(load - load.mean(axis=1, keepdims=True)).max())

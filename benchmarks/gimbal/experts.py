@@ -33,9 +33,9 @@ from benchmarks.gimbal.serving import (
     costs,
 )
 from shell_router.experts.placement import (
+    ExpertPlacement,
     ExpertRecord,
     Measures,
-    Placement,
     measure_placement,
     place,
 )
@@ -70,7 +70,7 @@ class ExpertParallel:
     """
 
     record: ExpertRecord
-    placement: Placement
+    placement: ExpertPlacement
     slowed: Slowed = "roofline"
 
     @property
@@ -124,7 +124,7 @@ class ExpertParallel:
         return seconds
 
 
-def placements(gpus: int = ENGINES) -> tuple[ExpertRecord, Mapping[str, Placement]]:
+def placements(gpus: int = ENGINES) -> tuple[ExpertRecord, Mapping[str, ExpertPlacement]]:
     """A record to measure on, and placements by name, made from another record of the same model.
 
     The model is drawn, with few strong pairs, as in the paper's figures 3 and 4. `stacked` is the
@@ -135,4 +135,4 @@ def placements(gpus: int = ENGINES) -> tuple[ExpertRecord, Mapping[str, Placemen
     )
     found = {name: place(name, seen, gpus) for name in ("contiguous", "gimbal", "swap")}
     rank = np.argsort(np.argsort(-seen.activations, axis=1, kind="stable"), axis=1)
-    return fresh, {**found, "stacked": Placement(gpus, rank * gpus // EXPERTS)}
+    return fresh, {**found, "stacked": ExpertPlacement(gpus, rank * gpus // EXPERTS)}

@@ -10,7 +10,7 @@ from typing import Literal
 
 from benchmarks.gimbal.requests import Request
 from shell_router.core.engine import Finish, Generation, Hints, Tokens
-from shell_router.lab.simulation.run import Fleet
+from shell_router.lab.simulation.run import SimulatedFleet
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
@@ -370,7 +370,7 @@ async def _served(
         else Together(costs, write, ENGINES, in_step=in_step, experts=experts)
     )
     pairs = stepped.engines if stepped else [_engine(costs, write) for _ in range(ENGINES)]
-    fleet = Fleet("qwen3-30b-a3b", pairs, scheduling)
+    fleet = SimulatedFleet("qwen3-30b-a3b", pairs, scheduling)
 
     async def ask(number: int, one: Request) -> None:
         await asyncio.sleep(one.at_s)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import ModelWork, Plan, Workload, plan_wrap_around
+from shell_router.batch.planner import BatchPlan, ModelWork, Workload, plan_wrap_around
 from shell_router.batch.profile import Load
-from shell_router.batch.prompts import Prompt
+from shell_router.batch.prompts import BatchPrompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.sessions import Follow, Move, Replanning, Sessions
 from shell_router.core.engine import Finish, Generation, Prefilled, ServedModel, Tokens
@@ -155,14 +155,17 @@ def off(
 
 
 def run(
-    planned: Workload, plan: Plan, real: tuple[Workload, Mapping[str, Sequence[float]]], moves: str
+    planned: Workload,
+    plan: BatchPlan,
+    real: tuple[Workload, Mapping[str, Sequence[float]]],
+    moves: str,
 ) -> tuple[float, Counter[Move]]:
     """Seconds that the plan takes at the real costs, and the prompts that moved; `moves`: none,
     taken or all.
     """
     prompts = {
         one.name: [
-            Prompt(
+            BatchPrompt(
                 f"{number}", "proposer", one.name, [{"content": str(number)}], {"max_new_tokens": 1}
             )
             for number in range(one.prompts)

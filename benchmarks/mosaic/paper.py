@@ -5,8 +5,8 @@ lead to.
 from dataclasses import dataclass
 
 from shell_router.batch.planner import (
+    BatchPlan,
     ModelWork,
-    Plan,
     Session,
     Workload,
     lower_bound_s,
@@ -163,7 +163,7 @@ def pass_s(gpus: int) -> float:
     return costs_of(shape, A100).decode.step_s + (ALL_REDUCES_S if gpus > 1 else 0.0)
 
 
-def data_parallel(workload: Workload) -> Plan:
+def data_parallel(workload: Workload) -> BatchPlan:
     """Every model on all workers at once, then a barrier and the next model (section A.6). It knows
     no limits.
     """
@@ -179,4 +179,4 @@ def data_parallel(workload: Workload) -> Plan:
         ]
         begin_s = max(session.end_s for session in sessions)
     ordered = sorted(sessions, key=lambda session: (session.worker, session.begin_s))
-    return Plan("data-parallel", tuple(ordered), lower_bound_s(workload))
+    return BatchPlan("data-parallel", tuple(ordered), lower_bound_s(workload))

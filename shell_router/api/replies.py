@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ErrorStatus:
     """An error as clients see it."""
 
     status: int
@@ -36,51 +36,53 @@ class Problem:
     param: str | None = None
 
 
-PROBLEMS: dict[type[BaseException], Problem] = {
-    errors.InvalidRequest: Problem(400, "invalid_request_error", "invalid_request"),
-    errors.InvalidField: Problem(400, "invalid_request_error", "invalid_field"),
-    errors.UnknownModel: Problem(404, "invalid_request_error", "model_not_found", "model"),
-    errors.UnknownTopology: Problem(404, "invalid_request_error", "unknown_topology"),
-    errors.TopologyConflict: Problem(409, "invalid_request_error", "topology_conflict"),
-    errors.TopologiesOff: Problem(403, "permission_error", "topologies_off"),
-    errors.ConfigError: Problem(409, "invalid_request_error", "config_conflict"),
-    errors.PromptTooLong: Problem(400, "invalid_request_error", "context_length_exceeded"),
-    errors.DuplicateAgent: Problem(409, "invalid_request_error", "duplicate_agent"),
-    errors.UnknownProgram: Problem(404, "invalid_request_error", "unknown_program"),
-    errors.UnknownTrace: Problem(404, "invalid_request_error", "unknown_trace"),
-    errors.UnknownFile: Problem(404, "invalid_request_error", "unknown_file"),
-    errors.UnknownBatch: Problem(404, "invalid_request_error", "unknown_batch"),
-    errors.UnknownResponse: Problem(404, "invalid_request_error", "unknown_response"),
-    errors.ResponseCancelled: Problem(409, "invalid_request_error", "response_cancelled"),
-    errors.StreamChanged: Problem(409, "invalid_request_error", "stream_changed"),
-    CacheUnavailable: Problem(503, "server_error", "store_unavailable"),
-    errors.BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
-    errors.KeyReused: Problem(422, "invalid_request_error", "idempotency_key_reused"),
-    errors.FileTooLarge: Problem(413, "invalid_request_error", "file_too_large"),
-    errors.QuotaExceeded: Problem(403, "invalid_request_error", "quota_exceeded"),
-    errors.Unauthorized: Problem(401, "authentication_error", "invalid_api_key"),
-    errors.Forbidden: Problem(403, "permission_error", "forbidden"),
-    errors.RemoteRefused: Problem(403, "permission_error", "loopback_only"),
-    errors.UnsupportedMediaType: Problem(415, "invalid_request_error", "unsupported_media_type"),
-    errors.Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
-    errors.EngineError: Problem(502, "server_error", "engine_error"),
-    errors.AdapterMissing: Problem(502, "server_error", "adapter_missing"),
-    errors.ModelFailed: Problem(502, "server_error", "model_load_failed"),
-    errors.EngineUnavailable: Problem(503, "server_error", "engine_unavailable"),
-    errors.EngineStalled: Problem(504, "server_error", "engine_stalled"),
-    errors.AgentFailed: Problem(502, "server_error", "agent_failed"),
-    errors.PrecursorTimeout: Problem(504, "server_error", "precursor_timeout"),
-    errors.DeadlineExceeded: Problem(504, "server_error", "deadline_exceeded"),
-    errors.StorageFailed: Problem(507, "server_error", "storage_failed"),
-    errors.RouterStopping: Problem(503, "server_error", "router_stopping"),
-    UnreadableBody: Problem(400, "invalid_request_error", "invalid_request"),
-    UnknownRoute: Problem(404, "invalid_request_error", "unknown_route"),
-    MethodNotAllowed: Problem(405, "invalid_request_error", "method_not_allowed"),
-    BodyTooLarge: Problem(413, "invalid_request_error", "body_too_large"),
+PROBLEMS: dict[type[BaseException], ErrorStatus] = {
+    errors.InvalidRequest: ErrorStatus(400, "invalid_request_error", "invalid_request"),
+    errors.InvalidField: ErrorStatus(400, "invalid_request_error", "invalid_field"),
+    errors.UnknownModel: ErrorStatus(404, "invalid_request_error", "model_not_found", "model"),
+    errors.UnknownTopology: ErrorStatus(404, "invalid_request_error", "unknown_topology"),
+    errors.TopologyConflict: ErrorStatus(409, "invalid_request_error", "topology_conflict"),
+    errors.TopologiesOff: ErrorStatus(403, "permission_error", "topologies_off"),
+    errors.ConfigError: ErrorStatus(409, "invalid_request_error", "config_conflict"),
+    errors.PromptTooLong: ErrorStatus(400, "invalid_request_error", "context_length_exceeded"),
+    errors.DuplicateAgent: ErrorStatus(409, "invalid_request_error", "duplicate_agent"),
+    errors.UnknownProgram: ErrorStatus(404, "invalid_request_error", "unknown_program"),
+    errors.UnknownTrace: ErrorStatus(404, "invalid_request_error", "unknown_trace"),
+    errors.UnknownFile: ErrorStatus(404, "invalid_request_error", "unknown_file"),
+    errors.UnknownBatch: ErrorStatus(404, "invalid_request_error", "unknown_batch"),
+    errors.UnknownResponse: ErrorStatus(404, "invalid_request_error", "unknown_response"),
+    errors.ResponseCancelled: ErrorStatus(409, "invalid_request_error", "response_cancelled"),
+    errors.StreamChanged: ErrorStatus(409, "invalid_request_error", "stream_changed"),
+    CacheUnavailable: ErrorStatus(503, "server_error", "store_unavailable"),
+    errors.BatchEnded: ErrorStatus(409, "invalid_request_error", "batch_ended"),
+    errors.KeyReused: ErrorStatus(422, "invalid_request_error", "idempotency_key_reused"),
+    errors.FileTooLarge: ErrorStatus(413, "invalid_request_error", "file_too_large"),
+    errors.QuotaExceeded: ErrorStatus(403, "invalid_request_error", "quota_exceeded"),
+    errors.Unauthorized: ErrorStatus(401, "authentication_error", "invalid_api_key"),
+    errors.Forbidden: ErrorStatus(403, "permission_error", "forbidden"),
+    errors.RemoteRefused: ErrorStatus(403, "permission_error", "loopback_only"),
+    errors.UnsupportedMediaType: ErrorStatus(
+        415, "invalid_request_error", "unsupported_media_type"
+    ),
+    errors.Overloaded: ErrorStatus(429, "rate_limit_error", "too_many_requests"),
+    errors.EngineError: ErrorStatus(502, "server_error", "engine_error"),
+    errors.AdapterMissing: ErrorStatus(502, "server_error", "adapter_missing"),
+    errors.ModelFailed: ErrorStatus(502, "server_error", "model_load_failed"),
+    errors.EngineUnavailable: ErrorStatus(503, "server_error", "engine_unavailable"),
+    errors.EngineStalled: ErrorStatus(504, "server_error", "engine_stalled"),
+    errors.AgentFailed: ErrorStatus(502, "server_error", "agent_failed"),
+    errors.PrecursorTimeout: ErrorStatus(504, "server_error", "precursor_timeout"),
+    errors.DeadlineExceeded: ErrorStatus(504, "server_error", "deadline_exceeded"),
+    errors.StorageFailed: ErrorStatus(507, "server_error", "storage_failed"),
+    errors.RouterStopping: ErrorStatus(503, "server_error", "router_stopping"),
+    UnreadableBody: ErrorStatus(400, "invalid_request_error", "invalid_request"),
+    UnknownRoute: ErrorStatus(404, "invalid_request_error", "unknown_route"),
+    MethodNotAllowed: ErrorStatus(405, "invalid_request_error", "method_not_allowed"),
+    BodyTooLarge: ErrorStatus(413, "invalid_request_error", "body_too_large"),
 }
-BUSY_ENGINE = Problem(503, "server_error", "engine_unavailable")
-REJECTED_BY_ENGINE = Problem(400, "invalid_request_error", "rejected_by_engine")
-INTERNAL = Problem(500, "server_error", "internal_error")
+BUSY_ENGINE = ErrorStatus(503, "server_error", "engine_unavailable")
+REJECTED_BY_ENGINE = ErrorStatus(400, "invalid_request_error", "rejected_by_engine")
+INTERNAL = ErrorStatus(500, "server_error", "internal_error")
 STATUSES = {problem.code: problem.status for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE)}
 BY_STATUS = {
     401: "authentication",
@@ -92,7 +94,7 @@ BY_STATUS = {
 """The types of Anthropic's errors; others are by their hundred."""
 
 
-def problem_of(error: BaseException) -> Problem:
+def problem_of(error: BaseException) -> ErrorStatus:
     """Return the entry of the error's nearest class.
 
     An engine that has too much to do asks for patience; its other 4xx are the client's to mend. A
@@ -180,7 +182,7 @@ def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict
     return {**shared_fields(error), "type": kind}
 
 
-def _message(error: BaseException, problem: Problem, request_id: str) -> str:
+def _message(error: BaseException, problem: ErrorStatus, request_id: str) -> str:
     if isinstance(error, CacheUnavailable):
         error = errors.ShellRouterError(
             "Redis is away, and the request needs it.", remedy="Try again when it is back."

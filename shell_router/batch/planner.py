@@ -11,7 +11,7 @@ workers n:
     K      models per worker          `Workload.capacity`
     X_mn   prompts of m on n          `Allocation`
     Y_mn   whether n loads m          `loads` of the integer program
-    C      makespan                   `Plan.makespan_s`
+    C      makespan                   `BatchPlan.makespan_s`
 
 Heuristics make plans within a second. `plan` solves the integer program (equations 4 to 10) with
 OR-tools' CP-SAT, from the best heuristic plan.
@@ -189,7 +189,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """The sessions by worker and time. No plan for the workload is shorter than `bound_s`."""
 
     method: str
@@ -407,7 +407,7 @@ def _sort_by_length(workload: Workload) -> list[ModelWork]:
     return sorted(workload.active_models, key=lambda model: -model.session_s(model.prompts))
 
 
-def plan_round_robin(workload: Workload) -> Plan:
+def plan_round_robin(workload: Workload) -> BatchPlan:
     """Give whole models to workers in turn: m goes to worker m mod N (section 5.1)."""
     allocation: list[dict[str, int]] = [{} for _ in range(workload.workers)]
     for number, model in enumerate(workload.active_models):
@@ -415,12 +415,12 @@ def plan_round_robin(workload: Workload) -> Plan:
     return _build_plan("round-robin", workload, allocation)
 
 
-def plan_longest_first(workload: Workload) -> Plan:
+def plan_longest_first(workload: Workload) -> BatchPlan:
     """Give whole models, the longest first, to the worker that is done first (LPT)."""
     return _build_plan("longest-first", workload, _level(workload, inf) or ())
 
 
-def plan_wrap_around(workload: Workload) -> Plan:
+def plan_wrap_around(workload: Workload) -> BatchPlan:
     """Return the best heuristic plan.
 
     It is most often one that fills workers one after the other and splits models at their borders.
@@ -555,8 +555,8 @@ def _fill_in_turn(workload: Workload, limit_s: float, small: float) -> Allocatio
     return partial_plan.allocation
 
 
-def _build_plan(method: str, workload: Workload, allocation: Allocation) -> Plan:
-    return Plan(method, schedule_sessions(workload, allocation), lower_bound_s(workload))
+def _build_plan(method: str, workload: Workload, allocation: Allocation) -> BatchPlan:
+    return BatchPlan(method, schedule_sessions(workload, allocation), lower_bound_s(workload))
 
 
 SMALL_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -566,7 +566,7 @@ FILLINGS: Sequence[Callable[[Workload, float], Allocation | None]] = (
     _fill_best_fit,
     *(partial(_fill_in_turn, small=small) for small in SMALL_SHARES),
 )
-HEURISTICS: Mapping[str, Callable[[Workload], Plan]] = {
+HEURISTICS: Mapping[str, Callable[[Workload], BatchPlan]] = {
     "round-robin": plan_round_robin,
     "longest-first": plan_longest_first,
 }
@@ -581,7 +581,7 @@ workloads.
 """
 
 
-def plan(workload: Workload, limit_s: float = 10.0) -> Plan:
+def plan(workload: Workload, limit_s: float = 10.0) -> BatchPlan:
     """Return the shortest plan found within `limit_s`, never longer than the heuristic ones.
 
     Equally good plans may come out from run to run, as several threads search.
@@ -598,10 +598,10 @@ def plan(workload: Workload, limit_s: float = 10.0) -> Plan:
     return _IntegerProgram(workload, start).solve(limit_s)
 
 
-def planner_work() -> Callable[[Sequence[tuple[Workload, float]]], list[Plan | ConfigError]]:
+def planner_work() -> Callable[[Sequence[tuple[Workload, float]]], list[BatchPlan | ConfigError]]:
     """Return the work of the planner's process: plans, or the errors, for arguments of `plan`."""
 
-    def make_plan(arguments: tuple[Workload, float]) -> Plan | ConfigError:
+    def make_plan(arguments: tuple[Workload, float]) -> BatchPlan | ConfigError:
         try:
             return plan(*arguments)
         except ConfigError as error:
@@ -626,7 +626,7 @@ class _IntegerProgram:
     times.
     """
 
-    def __init__(self, workload: Workload, start: Plan) -> None:
+    def __init__(self, workload: Workload, start: BatchPlan) -> None:
         try:
             from ortools.sat.python import cp_model  # noqa: PLC0415 - an extra
         except ImportError as error:
@@ -646,7 +646,7 @@ class _IntegerProgram:
         self._add_workers()
         self._model.minimize(self._makespan)  # (10)
 
-    def solve(self, limit_s: float) -> Plan:
+    def solve(self, limit_s: float) -> BatchPlan:
         """Return the solver's plan, or the one that it started from if that is no longer."""
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = limit_s

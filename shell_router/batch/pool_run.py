@@ -23,7 +23,7 @@ from shell_router.batch.profile import (
     add_starts,
     charge_starts,
 )
-from shell_router.batch.prompts import Batch, Prompt, as_lines, read_results
+from shell_router.batch.prompts import Batch, BatchPrompt, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import (
     compare_skills,
@@ -32,7 +32,7 @@ from shell_router.batch.recruit import (
     list_graded,
     weigh_scores,
 )
-from shell_router.batch.run import BatchReport, BatchRun
+from shell_router.batch.run import BatchReport, PoolRun
 from shell_router.batch.sessions import (
     Follow,
     Planner,
@@ -151,7 +151,7 @@ async def run_pool(
     with ExitStack() as stack:
         journal = await on_disk(stack.enter_context, open_journal(folder, inputs))
         async with open_workers(pool, folder / "logs") as workers:
-            run = BatchRun(batch, workers, profile, journal, planner, follow, monotonic)
+            run = PoolRun(batch, workers, profile, journal, planner, follow, monotonic)
             report = await run.run()
     await on_disk(lambda: _write(folder / "results.jsonl", as_lines(report.results)))
     return report
@@ -235,7 +235,12 @@ class _Profiling:
         return await self._time(name, prompts, Spanning(workers), 1, count * concurrency)
 
     async def _time(
-        self, name: str, prompts: Sequence[Prompt], workers: Workers, count: int, concurrency: int
+        self,
+        name: str,
+        prompts: Sequence[BatchPrompt],
+        workers: Workers,
+        count: int,
+        concurrency: int,
     ) -> _Timed:
         profile, outputs, load = await profile_model(
             name, prompts, self.sizes, workers, count, concurrency, monotonic

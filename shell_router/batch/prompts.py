@@ -23,7 +23,7 @@ Outputs = Callable[[Key], Output | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
+class BatchPrompt:
     """A model's chat messages for one question, and SGLang's sampling parameters."""
 
     question: str
@@ -64,7 +64,7 @@ def find_winner(
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GateResult:
     """The gate's view of a question: its proposers' outputs and the index of the winner.
 
     If it `passes`, the winner is the result, and no aggregator is needed.
@@ -93,7 +93,7 @@ class Batch:
     proposers: Mapping[str, Sequence[str]]
     seed: int = 0
 
-    def proposer_prompts(self) -> list[Prompt]:
+    def proposer_prompts(self) -> list[BatchPrompt]:
         """Build a prompt per question and proposer."""
         return [
             self._build_prompt(question, "proposer", proposer, question.text, self.pool.sampling)
@@ -101,7 +101,7 @@ class Batch:
             for proposer in self.proposers[question.id]
         ]
 
-    def aggregator_prompts(self, outputs: Outputs) -> list[Prompt]:
+    def aggregator_prompts(self, outputs: Outputs) -> list[BatchPrompt]:
         """Build a prompt per question that does not pass the gate and has drafts.
 
         It is the default prompt of topologies.
@@ -120,7 +120,7 @@ class Batch:
                 )
         return prompts
 
-    def judge(self, question: Question, outputs: Outputs) -> Verdict:
+    def judge(self, question: Question, outputs: Outputs) -> GateResult:
         """Apply the gate to the proposers' outputs; without an aggregator all questions pass it."""
         written: list[Output] = []
         answers: list[str | None] = []
@@ -135,18 +135,18 @@ class Batch:
             answers, [output.confidence for output in written], measure
         )
         passes = gate is None or (winner is not None and confidence >= gate.tau - ROUNDING)
-        return Verdict(written, winner, confidence, passes)
+        return GateResult(written, winner, confidence, passes)
 
     def _build_prompt(
         self, question: Question, role: Role, model: str, text: str, sampling: Sampling
-    ) -> Prompt:
+    ) -> BatchPrompt:
         messages = [{"role": "user", "content": text}]
         system = self.pool.models[model].system
         if system:
             messages.insert(0, {"role": "system", "content": system})
         # 31 bits, SGLang's limit
         seed = zlib.crc32(f"{self.seed}/{question.id}/{role}/{model}".encode()) >> 1
-        return Prompt(question.id, role, model, messages, sampling.params(seed))
+        return BatchPrompt(question.id, role, model, messages, sampling.params(seed))
 
 
 def _insert_drafts(question: Question, drafts: Sequence[Output]) -> str:

@@ -4,8 +4,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shell_router.batch.planner import Allocation, ModelWork, Plan, Workload, split_prompts
-from shell_router.batch.prompts import Prompt
+from shell_router.batch.planner import Allocation, BatchPlan, ModelWork, Workload, split_prompts
+from shell_router.batch.prompts import BatchPrompt
 
 TRIES = 3
 """Workers on which a model may fail to load, and sessions in which it may answer nothing."""
@@ -21,7 +21,7 @@ class Share:
     """
 
     model: str
-    prompts: Sequence[Prompt]
+    prompts: Sequence[BatchPrompt]
     failed_sessions: int = 0
 
 
@@ -31,7 +31,7 @@ class WorkerQueue:
 
     shares: deque[Share] = field(default_factory=deque)
     running: Share | None = None
-    waiting: deque[Prompt] = field(default_factory=deque)
+    waiting: deque[BatchPrompt] = field(default_factory=deque)
     """The running share's prompts that its engine does not have yet; other workers may take them.
     """
     left: int = 0
@@ -67,9 +67,9 @@ class WorkerQueue:
             movable += len(self.waiting)
         return movable
 
-    def release_prompts(self, model: str, most: int) -> list[Prompt]:
+    def release_prompts(self, model: str, most: int) -> list[BatchPrompt]:
         """Remove and return up to `most` movable prompts, first those that still need a load."""
-        released: list[Prompt] = []
+        released: list[BatchPrompt] = []
         queued = self._find_queued(model)
         if most and queued:
             kept = max(0, len(queued.prompts) - most)
@@ -109,7 +109,7 @@ class WorkerQueue:
         self.answered += 1
         self.left -= 1
 
-    def end(self) -> list[Prompt]:
+    def end(self) -> list[BatchPrompt]:
         """End the running share; return its prompts that the engine never had."""
         waiting = list(self.waiting)
         self.running = None
@@ -137,8 +137,8 @@ class WorkerQueues:
     def __init__(
         self,
         models: Sequence[ModelWork],
-        prompts: Mapping[str, Sequence[Prompt]],
-        plan: Plan,
+        prompts: Mapping[str, Sequence[BatchPrompt]],
+        plan: BatchPlan,
         workers: int,
     ) -> None:
         self._profiled = {model.name: model for model in models}
@@ -258,7 +258,7 @@ class WorkerQueues:
         )
         return workload, allocation
 
-    def apply_plan(self, plan: Plan, before: Allocation) -> int:
+    def apply_plan(self, plan: BatchPlan, before: Allocation) -> int:
         """Move prompts as a plan of the rest says; return how many go to other workers.
 
         `before` is the allocation that was planned. A prompt that was begun or taken meanwhile
@@ -280,7 +280,7 @@ class WorkerQueues:
         gains = {
             worker: more for worker, more in change.items() if more > 0 and worker not in failed_on
         }
-        released: list[Prompt] = []
+        released: list[BatchPrompt] = []
         for worker, more in change.items():
             if more < 0:
                 most = min(-more, sum(gains.values()) - len(released))
@@ -301,7 +301,7 @@ class WorkerQueues:
         return len(failed_on) < TRIES and self._distribute(share, others)
 
     def reassign_unanswered(
-        self, worker: int, share: Share, left: Sequence[Prompt], *, answered: bool
+        self, worker: int, share: Share, left: Sequence[BatchPrompt], *, answered: bool
     ) -> bool:
         """Queue the prompts that a session left unanswered elsewhere; return False if nowhere.
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import OPTIMAL_GAP, Plan
+from shell_router.batch.planner import OPTIMAL_GAP, BatchPlan
 from shell_router.batch.prompts import Result
 from shell_router.batch.sessions import Follow, Move, Sessions, Stage
 from shell_router.core.statistics import wilson
@@ -23,7 +23,7 @@ MOVES: Mapping[Move, str] = {
 COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 
 
-def draw_plan(plan: Plan) -> Table:
+def draw_plan(plan: BatchPlan) -> Table:
     """Return a table with a line per session, its bar on the time axis and a color per model."""
     table = Table(title=f"Plan: {plan.method}", title_justify="left")
     table.add_column("worker", justify="right")
@@ -47,7 +47,7 @@ def draw_plan(plan: Plan) -> Table:
     return table
 
 
-def summarize_plan(plan: Plan, others: Sequence[Plan]) -> list[str]:
+def summarize_plan(plan: BatchPlan, others: Sequence[BatchPlan]) -> list[str]:
     """Return lines on the plan's makespan, its gap, and how it compares with `others`."""
     if plan.optimal:
         quality = f"no plan within the same limits is shorter by more than {OPTIMAL_GAP:.2%}"

@@ -9,9 +9,9 @@ from functools import partial
 
 from shell_router.batch.api.storage import on_disk
 from shell_router.batch.journal import Journal, Output, Role
-from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Workload
+from shell_router.batch.planner import SEARCHERS, BatchPlan, ModelWork, Session, Workload
 from shell_router.batch.profile import PoolProfile
-from shell_router.batch.prompts import Batch, Prompt, Result, build_results
+from shell_router.batch.prompts import Batch, BatchPrompt, Result, build_results
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.sessions import (
     Clock,
@@ -68,7 +68,7 @@ class _Writer:
 
 
 @dataclass(slots=True)
-class BatchRun:
+class PoolRun:
     """A run of a batch: its stages share the workers, the journal and the follower.
 
     `clock` is monotonic seconds.
@@ -134,7 +134,7 @@ class BatchRun:
         self,
         role: Role,
         workload: Workload,
-        prompts: Mapping[str, Sequence[Prompt]],
+        prompts: Mapping[str, Sequence[BatchPrompt]],
         workers: Workers,
         writer: _Writer,
     ) -> Stage:
@@ -161,9 +161,9 @@ class BatchRun:
         ended = await unwrap_errors(sessions.run())
         return Stage(role, plan, ended, sessions.moved)
 
-    def _list_missing(self, build: Callable[[], list[Prompt]]) -> dict[str, list[Prompt]]:
+    def _list_missing(self, build: Callable[[], list[BatchPrompt]]) -> dict[str, list[BatchPrompt]]:
         """Return the prompts without an output, by model."""
-        missing: dict[str, list[Prompt]] = {}
+        missing: dict[str, list[BatchPrompt]] = {}
         for prompt in build():
             if self.journal.lacks(prompt.key):
                 missing.setdefault(prompt.model, []).append(prompt)
@@ -179,7 +179,7 @@ class BatchRun:
         return replace(self.profile.aggregator.cost(model, prompts), most_workers=workers)
 
 
-async def plan_apart(workload: Workload, limit_s: float = 10.0) -> Plan:
+async def plan_apart(workload: Workload, limit_s: float = 10.0) -> BatchPlan:
     """Run `planner.plan` in a process of its own: it would hold up an event loop for seconds.
 
     Raises ConfigError, and EngineError where the process fails.
@@ -192,7 +192,7 @@ async def plan_apart(workload: Workload, limit_s: float = 10.0) -> Plan:
         limits=WorkerLimits(answer_s=QUICK_PLAN_S + limit_s),
     )
     async with process:
-        outcome: Plan | ConfigError = await process.ask((workload, limit_s))
+        outcome: BatchPlan | ConfigError = await process.ask((workload, limit_s))
     if isinstance(outcome, ConfigError):
         raise outcome
     return outcome

@@ -17,9 +17,9 @@ from operator import attrgetter
 from typing import Literal, Protocol, TypeVar, get_args
 
 from shell_router.batch.journal import Output, Role
-from shell_router.batch.planner import Plan, Session, Workload
+from shell_router.batch.planner import BatchPlan, Session, Workload
 from shell_router.batch.profile import Load, ModelProfile, SessionRun, fit_profile
-from shell_router.batch.prompts import Prompt
+from shell_router.batch.prompts import BatchPrompt
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
 from shell_router.core.engine import Finish, Generation, ServedModel
 from shell_router.early_exit.algorithm1 import Confidence
@@ -40,7 +40,7 @@ Clock = Callable[[], float]
 Move = Literal["taken", "replanned"]
 """Why a prompt leaves its planned worker: an idle one took it, or the rest was planned again."""
 OnOutput = Callable[[Output], Awaitable[None]]
-Left = tuple[Sequence[Prompt], str]
+Left = tuple[Sequence[BatchPrompt], str]
 """Prompts without an output, and the error of one of them."""
 
 CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 429}
@@ -75,14 +75,14 @@ class Spanning:
         return self.workers.session(SPANNING, model)
 
 
-Planner = Callable[[Workload], Plan | Awaitable[Plan]]
+Planner = Callable[[Workload], BatchPlan | Awaitable[BatchPlan]]
 """A planner that is no coroutine blocks the event loop while it plans."""
 
 
-async def make_plan(planner: Planner, workload: Workload) -> Plan:
+async def make_plan(planner: Planner, workload: Workload) -> BatchPlan:
     """Return the planner's plan. Raises the planner's errors."""
     plan = planner(workload)
-    if isinstance(plan, Plan):
+    if isinstance(plan, BatchPlan):
         return plan
     return await plan
 
@@ -113,15 +113,15 @@ class Stage:
     """The sessions of the proposers or the aggregator, as planned and as they were."""
 
     role: Role
-    plan: Plan
+    plan: BatchPlan
     sessions: tuple[Session, ...] = ()
     moved: Mapping[Move, int] = field(default_factory=dict)
     """How many prompts left their planned workers."""
 
     @property
-    def measured(self) -> Plan:
+    def measured(self) -> BatchPlan:
         """The sessions as they were, in the form of a plan."""
-        return Plan(f"{self.plan.method}, measured", self.sessions, 0.0)
+        return BatchPlan(f"{self.plan.method}, measured", self.sessions, 0.0)
 
 
 class Follow:
@@ -317,7 +317,7 @@ class Sessions:
 
     async def _plan_rest(
         self, replanning: Replanning, rest: Workload, limit_s: float
-    ) -> Plan | None:
+    ) -> BatchPlan | None:
         """Return a plan of the rest; None if that fails or takes longer than `limit_s`."""
         self._is_planning = True
         try:
@@ -362,7 +362,7 @@ class Sessions:
             queue.count_output()
             await self.write(output)
 
-        suspects: Sequence[Prompt] = ()
+        suspects: Sequence[BatchPrompt] = ()
         if share.failed_sessions:
             suspects = share.prompts[: self.concurrency + 1]
         rest = share.prompts[len(suspects) :]
@@ -391,7 +391,7 @@ class Sessions:
 
 
 async def answer_in_rounds(
-    model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
+    model: ServedModel, waiting: deque[BatchPrompt], concurrency: int, on_output: OnOutput
 ) -> Left:
     """Answer prompts, `concurrency` at a time.
 
@@ -411,7 +411,7 @@ async def answer_in_rounds(
 
 
 async def answer_one_by_one(
-    model: ServedModel, prompts: Sequence[Prompt], on_output: OnOutput
+    model: ServedModel, prompts: Sequence[BatchPrompt], on_output: OnOutput
 ) -> Left:
     """Answer prompts one after the other, up to the first that fails; return it and the rest."""
     for number, prompt in enumerate(prompts):
@@ -424,10 +424,10 @@ async def answer_one_by_one(
 
 
 async def _ask_each(
-    model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
-) -> tuple[dict[Prompt, str], int]:
+    model: ServedModel, waiting: deque[BatchPrompt], concurrency: int, on_output: OnOutput
+) -> tuple[dict[BatchPrompt, str], int]:
     """Ask each prompt once; return the errors of those that failed and the number of others."""
-    failed: dict[Prompt, str] = {}
+    failed: dict[BatchPrompt, str] = {}
     answered = 0
 
     async def ask() -> None:
@@ -448,7 +448,7 @@ async def _ask_each(
     return failed, answered
 
 
-async def answer_prompt(model: ServedModel, prompt: Prompt) -> Output:
+async def answer_prompt(model: ServedModel, prompt: BatchPrompt) -> Output:
     """Have the model answer a prompt.
 
     A prompt that the chat template or the engine refuses gets an output with the error. Raises
@@ -523,7 +523,7 @@ async def load_on_workers(
 
 async def profile_model(
     model: str,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BatchPrompt],
     sizes: Sequence[int],
     workers: Workers,
     count: int,
@@ -574,7 +574,7 @@ async def profile_model(
 
 
 async def _time_session(
-    model: ServedModel, prompts: Sequence[Prompt], concurrency: int, clock: Clock
+    model: ServedModel, prompts: Sequence[BatchPrompt], concurrency: int, clock: Clock
 ) -> tuple[SessionRun, list[Output]]:
     """Answer prompts; raise EngineError unless all have an answer."""
     outputs: list[Output] = []

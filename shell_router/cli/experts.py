@@ -25,7 +25,7 @@ from shell_router.cli.options import (
 from shell_router.errors import DataError
 
 if TYPE_CHECKING:
-    from shell_router.experts.placement import ExpertRecord, Placement
+    from shell_router.experts.placement import ExpertPlacement, ExpertRecord
     from shell_router.experts.server_control import ExpertRecorder
 
 app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
@@ -40,7 +40,7 @@ Chosen = Annotated[
 
 
 @dataclass(frozen=True)
-class Server:
+class ExpertServer:
     """An SGLang server that records experts, and how it is reached."""
 
     url: Annotated[str, argument("URL", "An SGLang server that records experts.")]
@@ -66,9 +66,9 @@ class Server:
         "shell-router experts record http://127.0.0.1:30000 --seconds 600 --out record.npz"
     )
 )
-@take_options(server=Server)
+@take_options(server=ExpertServer)
 def record(
-    server: Server,
+    server: ExpertServer,
     out: Annotated[Path, option("The record, as NumPy's .npz.", metavar="FILE")],
     seconds: Annotated[float, option("Record for S seconds what the server serves.", metavar="S")],
 ) -> None:
@@ -105,7 +105,7 @@ def place(
     print(f"{out}: start SGLang with --ep-size {gpus} --init-expert-location {out}")
 
 
-async def record_experts(server: Server, out: Path, seconds: float) -> None:
+async def record_experts(server: ExpertServer, out: Path, seconds: float) -> None:
     """Have the server record for `seconds`, and write its record to `out`."""
     import asyncio
 
@@ -128,7 +128,9 @@ def _write_record(file: Path, archive: bytes) -> "ExpertRecord":
     return read_record(file)
 
 
-def _place(name: str, record: "ExpertRecord", gpus: int) -> tuple["Placement", Mapping[str, str]]:
+def _place(
+    name: str, record: "ExpertRecord", gpus: int
+) -> tuple["ExpertPlacement", Mapping[str, str]]:
     """Place by the algorithm; return the placement and its row of a table."""
     from shell_router.experts.placement import measure_placement, place
 

@@ -41,7 +41,7 @@ class Overlap:
         return self._matched / max(self._seen, self._size, 1)
 
 
-class _Member:
+class _OpenOutput:
     """An agent's output so far."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Member:
         self.complete = True
         self.overlaps.clear()
 
-    def compare(self, answer: str, complete: "_Member") -> None:
+    def compare(self, answer: str, complete: "_OpenOutput") -> None:
         """Follow from now on the words shared with `complete`, which states `answer`."""
         overlap = Overlap(complete.words)
         self.overlaps[answer] = overlap
@@ -107,7 +107,7 @@ class InFlightGate:
     def __init__(self, members: Iterable[str], *, quorum: int, threshold: float) -> None:
         self._quorum = quorum
         self._threshold = threshold
-        self._members = {name: _Member() for name in members}
+        self._members = {name: _OpenOutput() for name in members}
         self._ended: set[str] = set()
 
     def wrote(self, agent: str, text: str, confidence: float) -> None:
@@ -143,7 +143,7 @@ class InFlightGate:
         stating.sort(key=lambda name: self._members[name].confidence, reverse=True)
         return Judgement(True, scored, self._threshold, tuple(stating))
 
-    def _judged_members(self, running: Collection[str]) -> list[_Member]:
+    def _judged_members(self, running: Collection[str]) -> list[_OpenOutput]:
         """Leave out the members that have failed."""
         return [
             member for name, member in self._members.items() if member.complete or name in running
@@ -176,7 +176,7 @@ class InFlightGate:
         )
 
 
-def _leading_answer(members: Sequence[_Member]) -> str | None:
+def _leading_answer(members: Sequence[_OpenOutput]) -> str | None:
     """Return the answer with the largest sum of confidences; None if none is stated."""
     sums: dict[str, float] = {}
     for member in members:
@@ -185,7 +185,7 @@ def _leading_answer(members: Sequence[_Member]) -> str | None:
     return max(sums, key=sums.__getitem__, default=None)
 
 
-def _support(member: _Member, answer: str) -> float:
+def _support(member: _OpenOutput, answer: str) -> float:
     if member.answer is not None or member.complete:
         return float(member.answer == answer)
     return member.overlaps[answer].value

@@ -15,7 +15,7 @@ from shell_router.files.types import Count, OneOf, Share, Switch
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class ExitPolicy:
     """An early-exit policy: its gate, and what the gate needs.
 
     Attributes:
@@ -47,18 +47,18 @@ def _new_cluster_gate(settings: "EarlyExit", threshold: float | None) -> Gate:
     )
 
 
-POLICIES: Mapping[str, Policy] = {
-    "stochastic": Policy(
+POLICIES: Mapping[str, ExitPolicy] = {
+    "stochastic": ExitPolicy(
         lambda settings, agents: _new_cluster_gate(settings, None),
         "exits with probability Q, as in the paper",
         embeds=True,
     ),
-    "threshold": Policy(
+    "threshold": ExitPolicy(
         lambda settings, agents: _new_cluster_gate(settings, settings.threshold),
         "exits at Q >= threshold",
         embeds=True,
     ),
-    "in_flight": Policy(
+    "in_flight": ExitPolicy(
         lambda settings, agents: InFlightGate(
             agents, quorum=settings.min_completed, threshold=settings.threshold
         ),
@@ -67,7 +67,7 @@ POLICIES: Mapping[str, Policy] = {
         reads_streams=True,
         names_sources=True,
     ),
-    "quorum": Policy(
+    "quorum": ExitPolicy(
         lambda settings, agents: QuorumGate(settings.min_completed),
         "exits grace_s after min_completed agents have ended",
         judges=False,
@@ -122,7 +122,7 @@ class EarlyExit:
     ] = 0.0
 
     @property
-    def needs(self) -> Policy:
+    def needs(self) -> ExitPolicy:
         """The policy's entry in the table."""
         return POLICIES[self.policy]
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from shell_router import SHIPPED
 from shell_router.errors import ConfigError
-from shell_router.lab.evaluation.client import Client, connect_router
+from shell_router.lab.evaluation.client import RouterClient, connect_router
 from shell_router.lab.evaluation.grading import grade
 from shell_router.lab.evaluation.records import EvaluationOptions, Item, Reply, Setting, read_items
 from shell_router.lab.evaluation.report import CUT_OFF
@@ -174,7 +174,7 @@ def make_deployment(
                 raise
 
 
-def _explain_demo(console: Console, client: Client, real: bool) -> None:
+def _explain_demo(console: Console, client: RouterClient, real: bool) -> None:
     """Say what is compared, and where it can be watched; a browser opens where there is one."""
     tiny = "The models are tiny, but they really solve the questions."
     console.print(

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 from rich.text import Text
 
-from shell_router.lab.evaluation.client import Client
+from shell_router.lab.evaluation.client import RouterClient
 from shell_router.lab.evaluation.report import CUT_OFF
 
 Trace = Mapping[str, Any]
@@ -25,7 +25,7 @@ slice is over.
 async def fetch_trace(url: str, api_key: str | None, trace_id: str) -> Trace:
     """Fetch a request's trace. Raises ShellRouterError."""
     async with aiohttp.ClientSession() as session:
-        return await Client(session, url, api_key=api_key, limit_s=LIMIT_S).trace(trace_id)
+        return await RouterClient(session, url, api_key=api_key, limit_s=LIMIT_S).trace(trace_id)
 
 
 async def list_rows(
@@ -33,7 +33,7 @@ async def list_rows(
 ) -> list[Mapping[str, str]]:
     """List the latest requests, the last first, as rows of a table. Raises ShellRouterError."""
     async with aiohttp.ClientSession() as session:
-        listed = await Client(session, url, api_key=api_key, limit_s=LIMIT_S).traces(filters)
+        listed = await RouterClient(session, url, api_key=api_key, limit_s=LIMIT_S).traces(filters)
     return [
         {
             "id": row["id"],

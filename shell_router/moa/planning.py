@@ -10,7 +10,7 @@ from shell_router.core.engine import NO_OPTIONS, Hints, ServedModel, value
 from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast
 from shell_router.core.sampling import OUTPUT_FORMS, limit_sampling
-from shell_router.early_exit.settings import Policy
+from shell_router.early_exit.settings import ExitPolicy
 from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.moa.agent import AgentTask, Source, check_task
 from shell_router.moa.calls import ToolOffer
@@ -258,7 +258,7 @@ def choose_stream_interval(outline: Outline, agent: Agent) -> int:
     return tokens_per_event(min(wanted, default=None), judged=is_judged)
 
 
-def find_exit_needs(topology: Topology, agent: Agent) -> Policy | None:
+def find_exit_needs(topology: Topology, agent: Agent) -> ExitPolicy | None:
     """Return the needs of the early-exit policy that judges the agent."""
     cluster = topology.cluster_of.get(agent.id)
     if cluster is None or cluster.early_exit is None:

@@ -16,7 +16,14 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from shell_router.core.predictors import Prospect
 from shell_router.errors import DataError, require
 from shell_router.files.document import read_json_lines
-from shell_router.prediction.lengths import LEAF, Features, Forest, LengthModel, Places, Sketch
+from shell_router.prediction.lengths import (
+    LEAF,
+    Forest,
+    LengthFeatures,
+    LengthModel,
+    Places,
+    Sketch,
+)
 
 RECORDED = "Name files that the router recorded."
 
@@ -194,7 +201,7 @@ def train_lengths(
 
 def fit_lengths(runs: Sequence[TracedRun], seed: int) -> LengthModel:
     """Fit two forests: of an agent's own tokens, and of those from it to its program's end."""
-    features = Features(
+    features = LengthFeatures(
         sorted({run.prospect.workflow for run in runs}),
         sorted({run.prospect.stage for run in runs}),
         sorted({run.model for run in runs}),

@@ -84,7 +84,7 @@ def _list_terms(text: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class LengthFeatures:
     """The features of a prospect and a model.
 
     They are token counts, workflow, stage and model one-hot, and the text's sketch, if any. A value
@@ -123,7 +123,7 @@ def _encode_one_hot(values: Sequence[str], known: Sequence[str]) -> Floats:
 class LengthModel:
     """A trained length predictor."""
 
-    features: Features
+    features: LengthFeatures
     own: Forest
     total: Forest
 
@@ -173,7 +173,7 @@ class LengthModel:
             sketch = Sketch(words, arrays["idf"], arrays["projection"])
         else:
             sketch = None
-        features = Features(
+        features = LengthFeatures(
             described["workflows"], described["stages"], described["models"], sketch
         )
         own, total = (

@@ -11,7 +11,7 @@ from shell_router.errors import EngineUnavailable, Overloaded, require
 from shell_router.files.types import CODE_ONLY, Seconds
 from shell_router.routing.engine_selection import (
     POLICIES,
-    Scene,
+    EngineScene,
     SelectionSettings,
 )
 from shell_router.routing.failures import Breaker
@@ -411,7 +411,7 @@ class Dispatcher(Generic[E]):
         for at in among:
             is_fresh = now_s - at.reported_s < stale_s
             at.load.reported = at.reported if is_fresh else None
-        scene = Scene(
+        scene = EngineScene(
             features, [at.load for at in among], self._memory, self.settings.selection, now_s
         )
         return POLICIES[self.policy].choose(scene)

@@ -19,7 +19,7 @@ from shell_router.routing.placement import Choice, ChoiceMemory, EngineState, Ro
 
 
 @value
-class Scene:
+class EngineScene:
     """The input of policies and scorers: a request, the engines to choose from, earlier choices.
 
     `engines` has at least one engine; `now_s` is in monotonic seconds.
@@ -32,11 +32,11 @@ class Scene:
     now_s: float
 
 
-Scorer = Callable[[Scene], Sequence[float]]
+Scorer = Callable[[EngineScene], Sequence[float]]
 """A function that gives a score per engine of the scene, in their order."""
 
 
-def wait(scene: Scene) -> Sequence[float]:
+def wait(scene: EngineScene) -> Sequence[float]:
     """Score each engine by min(work) / work.
 
     Work is the tokens that the engine still has to process and this request's uncached tokens. A
@@ -57,7 +57,7 @@ def wait(scene: Scene) -> Sequence[float]:
     return [least / tokens for tokens in work]
 
 
-def affinity(scene: Scene) -> Sequence[float]:
+def affinity(scene: EngineScene) -> Sequence[float]:
     """Score 1 for the engine of the last request by this user and agent."""
     home = scene.memory.home(scene.features.place, scene.now_s)
     return [float(engine.index == home) for engine in scene.engines]
@@ -78,7 +78,7 @@ def _uncached_tokens(features: RoutingFeatures, index: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class EnginePolicy:
     """A load-balancing policy and the facts that it reads.
 
     Attributes:
@@ -88,23 +88,23 @@ class Policy:
         reads_prefixes: It reads `RoutingFeatures.overlaps`, so every prompt is hashed.
     """
 
-    choose: Callable[[Scene], Choice]
+    choose: Callable[[EngineScene], Choice]
     reads_reports: bool = False
     reads_prefixes: bool = False
 
 
-def least_running(scene: Scene) -> Choice:
+def least_running(scene: EngineScene) -> Choice:
     """Choose the engine with the fewest requests; ties go to the one chosen longest ago."""
     least = min(scene.engines, key=lambda engine: (engine.running + engine.waiting, engine.chosen))
     return Choice(least.index, "fewest_requests")
 
 
-def round_robin(scene: Scene) -> Choice:
+def round_robin(scene: EngineScene) -> Choice:
     """Choose each engine in turn, whatever its load."""
     return Choice(scene.engines[scene.memory.made % len(scene.engines)].index, "turn")
 
 
-def gimbal(scene: Scene) -> Choice:
+def gimbal(scene: EngineScene) -> Choice:
     """Choose by Gimbal's Algorithm 1; metrics count as available while every engine's are fresh.
 
     Requests that the router holds back for an engine count as its running load, because the paper's
@@ -149,7 +149,7 @@ def within_bound(engines: Sequence[EngineState], factor: float) -> Sequence[Engi
     return [engine for engine, count in zip(engines, requests, strict=True) if count < bound]
 
 
-def scored(scene: Scene) -> Choice:
+def scored(scene: EngineScene) -> Choice:
     """Choose the highest weighted sum of scores; ties go to the engine chosen longest ago.
 
     Engines whose KV is full are left out unless all are full. The reason is the scorer by which the
@@ -175,11 +175,11 @@ def scored(scene: Scene) -> Choice:
     return Choice(engines[best].index, reason if lead[reason] > 0 else "tie")
 
 
-POLICIES: dict[str, Policy] = {
-    "least_running": Policy(least_running),
-    "round_robin": Policy(round_robin),
-    "gimbal": Policy(gimbal, reads_reports=True),
-    "scored": Policy(scored, reads_reports=True, reads_prefixes=True),
+POLICIES: dict[str, EnginePolicy] = {
+    "least_running": EnginePolicy(least_running),
+    "round_robin": EnginePolicy(round_robin),
+    "gimbal": EnginePolicy(gimbal, reads_reports=True),
+    "scored": EnginePolicy(scored, reads_reports=True, reads_prefixes=True),
 }
 """Every policy by its name in settings."""
 

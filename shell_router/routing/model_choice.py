@@ -48,7 +48,7 @@ class ModelChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ModelScene:
     """The input of policies: the candidates, at least one, and the wait for each by model."""
 
     candidates: Sequence[Candidate]
@@ -78,12 +78,12 @@ class Scene:
         return all(model.score is not None for model in self.candidates)
 
 
-def _always(scene: Scene) -> bool:
+def _always(scene: ModelScene) -> bool:
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class ModelPolicy:
     """A way to choose a model.
 
     Attributes:
@@ -92,11 +92,11 @@ class Policy:
             they need not be predicted.
     """
 
-    choose: Callable[[Scene], tuple[Candidate, str]]
-    scores_decide: Callable[[Scene], bool] = _always
+    choose: Callable[[ModelScene], tuple[Candidate, str]]
+    scores_decide: Callable[[ModelScene], bool] = _always
 
 
-def chimera(scene: Scene) -> tuple[Candidate, str]:
+def chimera(scene: ModelScene) -> tuple[Candidate, str]:
     """Choose the highest score within the latency slack and above the score margin (lines 12-22).
 
     Without scores the load decides. The paper's loop ends at the first model within the slack,
@@ -114,7 +114,7 @@ def chimera(scene: Scene) -> tuple[Candidate, str]:
     return fastest, "fastest"
 
 
-def worth(scene: Scene) -> tuple[Candidate, str]:
+def worth(scene: ModelScene) -> tuple[Candidate, str]:
     """Choose the highest q[m] - (L[m] + own time) / `answer_worth_s`; without scores, the fastest.
 
     This policy is our own. Chimera's slack gives every question to a better model while there is
@@ -134,7 +134,7 @@ def worth(scene: Scene) -> tuple[Candidate, str]:
     return max(scene.candidates, key=gain), "worth"
 
 
-def best_score(scene: Scene) -> tuple[Candidate, str]:
+def best_score(scene: ModelScene) -> tuple[Candidate, str]:
     """Choose the highest score, whatever the load; without scores, the fastest."""
     if scene.scored:
         return max(scene.candidates, key=_score), "best_score"
@@ -147,10 +147,10 @@ def _score(candidate: Candidate) -> float:
     return candidate.score
 
 
-POLICIES: dict[str, Policy] = {
-    "chimera": Policy(chimera, scores_decide=lambda scene: len(scene.within_slack) > 1),
-    "worth": Policy(worth),
-    "best_score": Policy(best_score),
+POLICIES: dict[str, ModelPolicy] = {
+    "chimera": ModelPolicy(chimera, scores_decide=lambda scene: len(scene.within_slack) > 1),
+    "worth": ModelPolicy(worth),
+    "best_score": ModelPolicy(best_score),
 }
 """Every policy by its name in settings."""
 
@@ -182,7 +182,7 @@ def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings)
     waits, unmeasured = _waits(candidates)
     if len(candidates) == 1:
         return ModelChoice(candidates[0].model, "only", waits, unmeasured)
-    chosen, why = POLICIES[settings.policy].choose(Scene(candidates, settings, waits))
+    chosen, why = POLICIES[settings.policy].choose(ModelScene(candidates, settings, waits))
     return ModelChoice(chosen.model, why, waits, unmeasured)
 
 
@@ -191,7 +191,7 @@ def scores_decide(candidates: Sequence[Candidate], settings: ModelChoiceSettings
     if len(candidates) == 1:
         return False
     waits, _ = _waits(candidates)
-    return POLICIES[settings.policy].scores_decide(Scene(candidates, settings, waits))
+    return POLICIES[settings.policy].scores_decide(ModelScene(candidates, settings, waits))
 
 
 def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[str, ...]]:

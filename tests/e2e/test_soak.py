@@ -23,7 +23,7 @@ from agent_cache.redis import RedisAgentPromptCache
 from shell_router.core.engine import Finish, Generation, ServedModel, Tokens
 from shell_router.core.events import Event
 from shell_router.errors import EngineStalled, EngineUnreachable, ShellRouterError
-from shell_router.lab.simulation.run import Fleet
+from shell_router.lab.simulation.run import SimulatedFleet
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
@@ -247,7 +247,7 @@ def test_a_day_of_faults_and_bursts_leaves_nothing() -> None:
             queue=QueueSettings("least_attained", max_running=8, max_waiting=24)
         )
         fleets = {
-            alias: Fleet(
+            alias: SimulatedFleet(
                 alias, [FaultyPair(draws, away_s) for away_s in (1000.0, 1200.0)], scheduling
             )
             for alias in ("small", "medium", "large")

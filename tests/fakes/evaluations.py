@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 
 from shell_router.core.engine import Generation, Tokenizer
-from shell_router.lab.evaluation.records import AgentRecord, ExitRecord, Record
+from shell_router.lab.evaluation.records import ExitRecord, Record, ReplyAgent
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Script
 
@@ -56,7 +56,7 @@ def asked_sum(tokenizer: Tokenizer, request: Generation) -> int:
 
 def agent(
     model: str = "small", state: str = "finished", tokens: int = 10, **fields: object
-) -> AgentRecord:
+) -> ReplyAgent:
     """One agent: of 100 prompt tokens it found 80 cached, if it finished."""
     done = state == "finished"
     facts = {
@@ -66,7 +66,7 @@ def agent(
         "prompt_tokens": 100 * done,
         "cached_tokens": 80 * done,
     }
-    return AgentRecord(model=model, state=state, completion_tokens=tokens, **(facts | fields))  # type: ignore[arg-type]
+    return ReplyAgent(model=model, state=state, completion_tokens=tokens, **(facts | fields))  # type: ignore[arg-type]
 
 
 def judged(cluster: str, exited: bool, duration_s: float, layer: int = 0) -> ExitRecord:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from shell_router.errors import EngineStalled, EngineUnreachable, ShellRouterError
-from shell_router.lab.evaluation.client import Client
+from shell_router.lab.evaluation.client import RouterClient
 from tests.fakes.api_server import api, chat
 from tests.fakes.evaluations import adding_moa
 
@@ -17,7 +17,7 @@ from tests.fakes.evaluations import adding_moa
 @asynccontextmanager
 async def _client_of(
     routes: dict[str, web.Response], limit_s: float = 5.0
-) -> AsyncIterator[Client]:
+) -> AsyncIterator[RouterClient]:
     """A client of a server that answers GET requests to these paths."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -37,7 +37,7 @@ async def _client_of(
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session:
-            yield Client(session, url, limit_s=limit_s)
+            yield RouterClient(session, url, limit_s=limit_s)
     finally:
         await runner.cleanup()
 
@@ -73,13 +73,13 @@ async def test_a_missing_router_is_reported_with_the_url() -> None:
         with pytest.raises(
             EngineUnreachable, match=r"No answer from a router at http://127\.0\.0\.1:1"
         ):
-            await Client(session, "http://127.0.0.1:1").wait_until_ready(limit_s=5)
+            await RouterClient(session, "http://127.0.0.1:1").wait_until_ready(limit_s=5)
 
 
 async def test_an_openai_base_url_will_do_and_latency_is_measured_by_the_clock() -> None:
     times = iter([10.0, 12.5])
     async with api(adding_moa({"large": 9})) as served:
-        client = Client(served.client, f"{served.url}/v1/", clock=lambda: next(times))
+        client = RouterClient(served.client, f"{served.url}/v1/", clock=lambda: next(times))
         reply = await client.ask(chat("What is 1 + 2?"))
     assert (reply.text, reply.latency_s) == ("Let me think. Answer: 3", 2.5)
     assert [(agent.agent, agent.layer) for agent in reply.agents] == [
@@ -94,7 +94,7 @@ async def test_a_trace_that_another_router_holds_is_missing_with_a_remedy() -> N
         with pytest.raises(
             ShellRouterError, match=r"answered 404: .*behind a load balancer, ask one router"
         ):
-            await Client(served.client, served.url).trace("of-another-router")
+            await RouterClient(served.client, served.url).trace("of-another-router")
 
 
 async def test_a_request_over_its_limit_is_given_up() -> None:
@@ -106,4 +106,4 @@ async def test_a_request_over_its_limit_is_given_up() -> None:
     moa.engines["large"].pace = never
     async with api(moa) as served:
         with pytest.raises(EngineStalled, match=r"did not answer within 0\.05 s"):
-            await Client(served.client, served.url, limit_s=0.05).ask(chat())
+            await RouterClient(served.client, served.url, limit_s=0.05).ask(chat())

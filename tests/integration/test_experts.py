@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.expert_placement.drawn import Routing, drawn
 from shell_router.cli import main
-from shell_router.cli.experts import Algorithm, Server, record_experts
+from shell_router.cli.experts import Algorithm, ExpertServer, record_experts
 from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
 from shell_router.experts.placement import ALGORITHMS, ExpertRecord
 from shell_router.experts.placement.algorithms import eplb
@@ -67,17 +67,17 @@ async def test_an_engine_that_cannot_record_is_named_with_what_it_needs(
     engine = ExpertEngine(record, records=False)
     async with served(engine) as url:
         with pytest.raises(ConfigError, match="--expert-distribution-recorder-mode stat"):
-            await record_experts(Server(url), out, 0.01)
+            await record_experts(ExpertServer(url), out, 0.01)
         with pytest.raises(ConfigError, match="no plugin of the router"):
-            await record_experts(Server(f"{url}/elsewhere"), out, 0.01)
+            await record_experts(ExpertServer(f"{url}/elsewhere"), out, 0.01)
     with pytest.raises(EngineUnreachable, match="No answer from an engine"):
-        await record_experts(Server("http://127.0.0.1:9"), out, 0.01)
+        await record_experts(ExpertServer("http://127.0.0.1:9"), out, 0.01)
     assert engine.calls == [] and not out.exists()
 
 
 async def test_an_engine_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as never_accepts:
-        server = Server(f"http://127.0.0.1:{never_accepts.getsockname()[1]}", timeout_s=0.05)
+        server = ExpertServer(f"http://127.0.0.1:{never_accepts.getsockname()[1]}", timeout_s=0.05)
         with pytest.raises(EngineStalled, match="--timeout-s"):
             await record_experts(server, tmp_path / "out.npz", 0.01)
 

@@ -18,7 +18,7 @@ from shell_router.batch.planner import plan_longest_first
 from shell_router.batch.pool import ALWAYS, Aggregating, Pool, load_pool
 from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
-from shell_router.batch.prompts import Prompt
+from shell_router.batch.prompts import BatchPrompt
 from shell_router.batch.sessions import SPANNING, Follow, answer_prompt
 from shell_router.batch.workers import open_workers
 from shell_router.core.engine import ServedModel
@@ -63,8 +63,8 @@ def pair_pool(folder: Path, checkpoints: Path, models: Sequence[str], workers: i
     return load_pool(file)
 
 
-def prompt(text: str) -> Prompt:
-    return Prompt(text, "proposer", "", [{"role": "user", "content": text}], GREEDY)
+def prompt(text: str) -> BatchPrompt:
+    return BatchPrompt(text, "proposer", "", [{"role": "user", "content": text}], GREEDY)
 
 
 async def said(model: ServedModel) -> str:

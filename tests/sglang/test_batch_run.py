@@ -15,7 +15,7 @@ from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.pair import free_ports
 from shell_router.batch.pool import PoolModel, load_pool
 from shell_router.batch.profile import Load
-from shell_router.batch.prompts import Prompt
+from shell_router.batch.prompts import BatchPrompt
 from shell_router.batch.sessions import answer_prompt
 from shell_router.batch.workers import open_workers
 from tests.fakes.command import running_command, survivors
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 POOL = ROOT / "configs/pools/word-problems-sglang-cpu.yaml"
 LIMIT_S = 900.0
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-PROMPT = Prompt(
+PROMPT = BatchPrompt(
     "q", "proposer", "", [{"role": "user", "content": "Why is the river silver?"}], GREEDY
 )
 

@@ -23,7 +23,7 @@ from benchmarks.random_checkpoint import EXPERTS, MOE_LAYERS, TOP_K, make_moe_ch
 from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
 from shell_router.cli import main
-from shell_router.cli.experts import Server
+from shell_router.cli.experts import ExpertServer
 from shell_router.experts.placement import build_record, place
 from shell_router.experts.placement.algorithms import eplb
 from shell_router.experts.placement.files import MAP, read_record
@@ -69,7 +69,7 @@ async def recorded(server: EngineServer, out: Path) -> dict[str, Any]:
     async def ask() -> None:
         await answers(server)
 
-    async with Server(server.url).recorder() as recorder:
+    async with ExpertServer(server.url).recorder() as recorder:
         await asyncio.to_thread(out.write_bytes, await recorder.record(ask))
     with np.load(out) as found:
         return {name: found[name] for name in ("activations", "transitions")}

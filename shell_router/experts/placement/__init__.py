@@ -2,18 +2,18 @@
 
 from shell_router.experts.placement.algorithms import ALGORITHMS, place
 from shell_router.experts.placement.records import (
+    ExpertPlacement,
     ExpertRecord,
     Measures,
-    Placement,
     build_record,
     measure_placement,
 )
 
 __all__ = [
     "ALGORITHMS",
+    "ExpertPlacement",
     "ExpertRecord",
     "Measures",
-    "Placement",
     "build_record",
     "measure_placement",
     "place",

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from shell_router.errors import ConfigError
 from shell_router.experts.placement.records import (
     Counts,
+    ExpertPlacement,
     ExpertRecord,
     Gpus,
-    Placement,
     compute_loads,
     count_kept,
     experts_per_gpu,
@@ -24,14 +24,14 @@ AFFINITY_PAIRS = 8
 """Pairs per layer that count as of strong affinity."""
 
 
-def contiguous(record: ExpertRecord, gpus: int) -> Placement:
+def contiguous(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     """Place the first experts on the first GPU, and so on: `--init-expert-location trivial`."""
     per_gpu = experts_per_gpu(record.experts, gpus)
     row = np.arange(record.experts) // per_gpu
-    return Placement(gpus, np.tile(row, (len(record.activations), 1)))
+    return ExpertPlacement(gpus, np.tile(row, (len(record.activations), 1)))
 
 
-def eplb(record: ExpertRecord, gpus: int) -> Placement:
+def eplb(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     """Place as SGLang's EPLB does on one node without redundant experts.
 
     Written anew from `--eplb-algorithm deepseek`; tests/sglang compares it with SGLang's own code.
@@ -40,7 +40,7 @@ def eplb(record: ExpertRecord, gpus: int) -> Placement:
     """
     per_gpu = experts_per_gpu(record.experts, gpus)
     rows = [pack_experts(row, gpus, per_gpu) for row in record.activations]
-    return Placement(gpus, np.array(rows))
+    return ExpertPlacement(gpus, np.array(rows))
 
 
 def pack_experts(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | None = None) -> Gpus:
@@ -71,7 +71,7 @@ def pack_experts(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | No
     return gpu_of
 
 
-def gimbal(record: ExpertRecord, gpus: int) -> Placement:
+def gimbal(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     """Place by Gimbal's Algorithm 3, with `ANCHOR_GPU` for its k.
 
     M has the strongest pairs, `AFFINITY_PAIRS` per layer. A pair is left out of M if one of its
@@ -95,7 +95,7 @@ def gimbal(record: ExpertRecord, gpus: int) -> Placement:
     for row, is_anchored in zip(record.activations, anchored, strict=True):
         placed = np.where(is_anchored, ANCHOR_GPU, -1)
         rows.append(pack_experts(row, gpus, per_gpu, placed))
-    return Placement(gpus, np.array(rows))
+    return ExpertPlacement(gpus, np.array(rows))
 
 
 ROUNDING = 1e-6
@@ -241,7 +241,7 @@ ENOUGH = 5e-4
 """A sweep that keeps no larger share of the transitions is the last."""
 
 
-def swap(record: ExpertRecord, gpus: int) -> Placement:
+def swap(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     """Cause less traffic than EPLB, with no layer balanced worse, by local search.
 
     Two searches start from EPLB's placement. One never leaves its bounds. The other widens them and
@@ -265,15 +265,15 @@ def swap(record: ExpertRecord, gpus: int) -> Placement:
 class _Search:
     """A placement that becomes better layer by layer, from `reference` on."""
 
-    def __init__(self, record: ExpertRecord, reference: Placement) -> None:
+    def __init__(self, record: ExpertRecord, reference: ExpertPlacement) -> None:
         self._record = record
         self._reference = reference
         self._gpu_of = reference.gpu_of.copy()
         self._on = reference.on.copy()
 
     @property
-    def placement(self) -> Placement:
-        return Placement(self._reference.gpus, self._gpu_of)
+    def placement(self) -> ExpertPlacement:
+        return ExpertPlacement(self._reference.gpus, self._gpu_of)
 
     def settle(self, bounds: Sequence[Bounds]) -> None:
         """Sweep forth and back until a sweep changes little.
@@ -311,7 +311,7 @@ class _Search:
         self._on[number] = np.eye(self._reference.gpus)[layer.gpu_of]
 
 
-Algorithm = Callable[[ExpertRecord, int], Placement]
+Algorithm = Callable[[ExpertRecord, int], ExpertPlacement]
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "swap": swap,
@@ -322,7 +322,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 """Every placement algorithm by the name that commands and settings give it."""
 
 
-def place(algorithm: str, record: ExpertRecord, gpus: int) -> Placement:
+def place(algorithm: str, record: ExpertRecord, gpus: int) -> ExpertPlacement:
     """Place the experts of `record` on `gpus` GPUs. Raises ConfigError for unknown algorithms."""
     if algorithm not in ALGORITHMS:
         raise ConfigError(

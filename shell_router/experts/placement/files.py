@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shell_router.errors import DataError
-from shell_router.experts.placement.records import ExpertRecord, Placement, build_record
+from shell_router.experts.placement.records import ExpertPlacement, ExpertRecord, build_record
 
 RECORDED = "Record one with `shell-router experts record`."
 MAP = "physical_to_logical_map"
@@ -34,7 +34,7 @@ def read_record(file: Path) -> ExpertRecord:
         raise DataError(f"{file} is no record of experts: {error}.", remedy=RECORDED) from error
 
 
-def format_placement(placement: Placement, record: ExpertRecord) -> str:
+def format_placement(placement: ExpertPlacement, record: ExpertRecord) -> str:
     """Write the JSON for SGLang's `--init-expert-location`, a row for each of the model's layers.
 
     Layers that are not in `record` keep their experts in order. SGLang passes all keys on, so there

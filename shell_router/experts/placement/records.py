@@ -85,7 +85,7 @@ Gpus = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class ExpertPlacement:
     """A GPU for every expert of every layer, with equally many experts on each GPU (3, 4).
 
     No expert has a copy. The paper partitions the experts once for all layers. SGLang maps each
@@ -113,7 +113,7 @@ class Placement:
         return np.argsort(self.gpu_of, axis=1, kind="stable")
 
 
-def placement_from_slots(slots: Gpus, gpus: int) -> Placement:
+def placement_from_slots(slots: Gpus, gpus: int) -> ExpertPlacement:
     """Read a `physical_to_logical_map` [layers, experts].
 
     Raises ValueError for a row that does not name each expert once.
@@ -124,7 +124,7 @@ def placement_from_slots(slots: Gpus, gpus: int) -> Placement:
         raise ValueError(f"a layer does not name each of its {experts} experts once")
     gpu_of = np.empty_like(slots)
     np.put_along_axis(gpu_of, slots, np.tile(np.arange(experts) // per_gpu, (layers, 1)), axis=1)
-    return Placement(gpus, gpu_of)
+    return ExpertPlacement(gpus, gpu_of)
 
 
 def experts_per_gpu(experts: int, gpus: int) -> int:
@@ -159,12 +159,12 @@ class Measures:
     traffic: float
 
 
-def compute_loads(record: ExpertRecord, placement: Placement) -> Counts:
+def compute_loads(record: ExpertRecord, placement: ExpertPlacement) -> Counts:
     """Sum the activations of each GPU's experts: L [layers, gpus] (7)."""
     return np.asarray((record.activations[:, None] @ placement.on)[:, 0])
 
 
-def count_kept(record: ExpertRecord, placement: Placement) -> float:
+def count_kept(record: ExpertRecord, placement: ExpertPlacement) -> float:
     """Count the transitions that stay on their GPU.
 
     Expert j of a layer and k of the next are each on the GPU of their own layer's placement. If all
@@ -174,7 +174,7 @@ def count_kept(record: ExpertRecord, placement: Placement) -> float:
     return float(((record.transitions @ on[1:]) * on[:-1]).sum())
 
 
-def measure_placement(record: ExpertRecord, placement: Placement) -> Measures:
+def measure_placement(record: ExpertRecord, placement: ExpertPlacement) -> Measures:
     """Measure the placement for tokens that are routed as in `record`."""
     load = compute_loads(record, placement)
     ideal = load.mean(axis=1, keepdims=True)

@@ -31,7 +31,7 @@ UNAUTHORIZED = 401
 UNAVAILABLE = 503
 
 
-class Client:
+class RouterClient:
     """A client of the router at `url`, on the caller's session; a request may take `limit_s`."""
 
     def __init__(
@@ -154,7 +154,7 @@ def _report_no_router(url: str, why: str) -> ShellRouterError:
 @asynccontextmanager
 async def connect_router(
     options: EvaluationOptions, on_progress: Callable[[str], None]
-) -> AsyncIterator[tuple[Client, Sequence[str]]]:
+) -> AsyncIterator[tuple[RouterClient, Sequence[str]]]:
     """Yield a client of a running or started router, with its models in the order of the file.
 
     `on_progress` gets a line per step of a start. Raises ConfigError and EngineError.
@@ -174,7 +174,7 @@ async def connect_router(
             models = tuple(config.models)
         connector = aiohttp.TCPConnector(limit=0)  # all members of a vote ask at the same time
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        client = Client(session, url, api_key=options.api_key, limit_s=options.limit_s)
+        client = RouterClient(session, url, api_key=options.api_key, limit_s=options.limit_s)
         await client.wait_until_ready(limit_s=START_LIMIT_S)
         yield client, models
 

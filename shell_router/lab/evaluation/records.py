@@ -145,7 +145,7 @@ def _read_item(
 
 
 @dataclass(frozen=True, slots=True)
-class AgentRecord:
+class ReplyAgent:
     """An agent of an answer. `find_layer` counts from the leaves (0); `state` is the trace's word.
 
     It is `started` once its complete prompt was sent to its engine. `completion_tokens` are those
@@ -188,7 +188,7 @@ class Record:
     latency_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    agents: Sequence[AgentRecord] = ()
+    agents: Sequence[ReplyAgent] = ()
     exits: Sequence[ExitRecord] = ()
     error: str = ""
 
@@ -201,7 +201,7 @@ class Reply:
     latency_s: float
     prompt_tokens: int
     completion_tokens: int
-    agents: tuple[AgentRecord, ...]
+    agents: tuple[ReplyAgent, ...]
     exits: tuple[ExitRecord, ...]
     trace: Mapping[str, Any]
 
@@ -214,7 +214,7 @@ def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_
         {agent: record.get("precursors", ()) for agent, record in records.items()}
     )
     agents = (
-        AgentRecord(
+        ReplyAgent(
             agent,
             record["model"],
             layers[agent],

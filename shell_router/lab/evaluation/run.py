@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
 from shell_router.files.read import suggest
-from shell_router.lab.evaluation.client import Client, connect_router
+from shell_router.lab.evaluation.client import RouterClient, connect_router
 from shell_router.lab.evaluation.grading import grade, require_graders
 from shell_router.lab.evaluation.records import (
     EvaluationOptions,
@@ -93,7 +93,7 @@ def request_seed(seed: int, question: int) -> int:
 
 
 async def ask_item(
-    client: Client, setting: Setting, item: Item, seed: int, options: EvaluationOptions
+    client: RouterClient, setting: Setting, item: Item, seed: int, options: EvaluationOptions
 ) -> Reply | ShellRouterError:
     """Return the reply, or the error's text."""
     try:
@@ -162,7 +162,7 @@ async def run_evaluation(options: EvaluationOptions) -> Report:
 
 
 async def evaluate(
-    client: Client,
+    client: RouterClient,
     order: Sequence[str],
     items: Sequence[Item],
     options: EvaluationOptions,
@@ -218,7 +218,7 @@ def _write(option: str, file: Path, mode: str, content: bytes) -> None:
 
 
 async def _ask_all(
-    client: Client,
+    client: RouterClient,
     items: Sequence[Item],
     settings: Sequence[Setting],
     options: EvaluationOptions,

@@ -45,7 +45,7 @@ from shell_router.telemetry.trace import Trace
 from shell_router.topology import Topology
 
 
-class Fleet:
+class SimulatedFleet:
     """An `Engine` whose pair the router's dispatcher chooses by the loop's clock; none fails."""
 
     def __init__(
@@ -140,7 +140,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """A request: its trace as JSON, and the error that it ended with, if any."""
 
     trace: Mapping[str, Any]
@@ -170,7 +170,7 @@ class Simulated:
 
     topology: Topology
     elapsed_s: float
-    runs: tuple[Run, ...]
+    runs: tuple[SimulatedRun, ...]
     engines: tuple[EngineUse, ...]
 
     @property
@@ -216,7 +216,7 @@ async def _simulate_pairs(
     outputs = Outputs(simulation.workload, topology, seed)
     shared = None if simulation.cores is None else Processor(simulation.cores)
     fleets = {
-        alias: Fleet(
+        alias: SimulatedFleet(
             alias,
             _list_pairs(model, costs[alias], outputs.make_writer(alias), shared),
             simulation.scheduling,
@@ -298,11 +298,11 @@ def _list_pairs(
 
 async def _ask_all(
     simulation: Simulation, topology: Topology, outputs: Outputs, executor: Executor, seed: int
-) -> tuple[Run, ...]:
+) -> tuple[SimulatedRun, ...]:
     """Ask all questions one by one, by several clients, or at random times, to the last answer."""
     workload = simulation.workload
     clock = asyncio.get_running_loop().time
-    runs: dict[int, Run] = {}
+    runs: dict[int, SimulatedRun] = {}
     pieces = {"stream_interval": topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)}
 
     async def ask(number: int) -> None:
@@ -330,7 +330,7 @@ async def _ask_all(
         except ShellRouterError as failed:
             error = str(failed)
         trace.close(clock(), "failed" if error else "finished", error)
-        runs[number] = Run(trace.as_json(), error)
+        runs[number] = SimulatedRun(trace.as_json(), error)
 
     async def ask_each(numbers: Iterator[int]) -> None:
         for number in numbers:

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 
 from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.model import CausalLm
-from shell_router.standins.embedded.output import Answer
+from shell_router.standins.embedded.output import EmbeddedAnswer
 from shell_router.standins.embedded.sampling import Grammars
 from shell_router.standins.embedded.service import Inflight, Service, output_of
 from shell_router.standins.embedded.settings import ServerSettings
@@ -87,10 +87,10 @@ class EngineApp:
         with self.service.in_work(request, grammar) as inflight:
             yield inflight
 
-    async def _answers(self, inflight: Inflight) -> AsyncGenerator[Answer, None]:
+    async def _answers(self, inflight: Inflight) -> AsyncGenerator[EmbeddedAnswer, None]:
         """Yield the answer as it grows."""
         incremental = self.settings.pair.incremental_streaming_output
-        answer = Answer(inflight.request, self.lm.tokenizer, incremental=incremental)
+        answer = EmbeddedAnswer(inflight.request, self.lm.tokenizer, incremental=incremental)
         async with aclosing(output_of(self.service, inflight)) as output:
             async for pieces in output:
                 answer.add(pieces)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shell_router.core.drafts import MOST_DRAFTED, Drafter, DraftGate, count_matching
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.kv_transfer import KvClient, KvTransferError, Prefilled
+from shell_router.standins.embedded.kv_transfer import KvClient, KvTransferError, PrefilledKv
 from shell_router.standins.embedded.model import CausalLm, SlotKv
-from shell_router.standins.embedded.output import Output, Piece, abort_reason
+from shell_router.standins.embedded.output import DecodedOutput, Piece, abort_reason
 from shell_router.standins.embedded.sampling import BatchSampler, Draw, Drawn
 from shell_router.standins.embedded.service import Inflight, Loads, Service
 from shell_router.standins.embedded.settings import EmbeddedSettings
@@ -32,8 +32,8 @@ class DecodeJob:
     """
 
     inflight: Inflight
-    output: Output
-    prefilled: Prefilled | None
+    output: DecodedOutput
+    prefilled: PrefilledKv | None
     drafter: Drafter | None = None
 
     @property
@@ -256,7 +256,7 @@ class DecodeService(Service[DecodeJob, Piece]):
         try:
             async with self._capacity.allocated(len(request.input_ids) + request.max_new_tokens):
                 inflight.transferring = True
-                output = Output.of(request, self._lm, inflight.grammar)
+                output = DecodedOutput.of(request, self._lm, inflight.grammar)
                 prefilled = await self._kv.fetch(*room)
                 inflight.transferring = False
                 if (tokens := prefilled.kv.shape[3]) != len(request.input_ids):

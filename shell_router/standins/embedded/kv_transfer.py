@@ -26,7 +26,7 @@ class KvTransferError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PrefilledKv:
     """A computed prompt: its KV and the first output token.
 
     Attributes:
@@ -81,7 +81,7 @@ class KvClient:
         self._shape = shape
         self._wait_s = wait_s
 
-    async def fetch(self, host: str, port: int, room: int) -> Prefilled:
+    async def fetch(self, host: str, port: int, room: int) -> PrefilledKv:
         """Wait for the room's KV and take it. Raises `KvTransferError`."""
         try:
             async with (
@@ -97,7 +97,7 @@ class KvClient:
                 async for chunk in response.content.iter_any():
                     memory[at : at + len(chunk)] = chunk
                     at += len(chunk)
-                return Prefilled.read(response.headers, flat, self._shape)
+                return PrefilledKv.read(response.headers, flat, self._shape)
         except TimeoutError as error:
             raise KvTransferError(f"no KV within {self._wait_s:g} s") from error
         except aiohttp.ClientError as error:
@@ -128,11 +128,11 @@ class BootstrapRoom:
         self._wait_s = wait_s
         self._forget = forget
         self.claimed = False
-        self.offered: asyncio.Future[Prefilled] = self._loop.create_future()
+        self.offered: asyncio.Future[PrefilledKv] = self._loop.create_future()
         self.taken: asyncio.Future[None] = self._loop.create_future()
         self._timer = self._arm()
 
-    def offer(self, prefilled: Prefilled) -> None:
+    def offer(self, prefilled: PrefilledKv) -> None:
         """Put the KV here until it is taken, given up or late."""
         if not self.offered.done():
             self._timer.cancel()

@@ -83,7 +83,7 @@ def abort_reason(message: str = "Aborted", status_code: int | None = None) -> di
     return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}
 
 
-class Output:
+class DecodedOutput:
     """One request's tokens, made into pieces. Not thread-safe."""
 
     def __init__(self, draw: Draw, tokenizer: Tokenizer, *, max_new_tokens: int) -> None:
@@ -160,7 +160,7 @@ class Output:
         return text[:end]
 
 
-class Answer:
+class EmbeddedAnswer:
     """One output's answer, as SGLang's dict.
 
     A cumulative answer repeats all so far with every rendering. An incremental one has text, ids

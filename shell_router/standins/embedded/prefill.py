@@ -14,10 +14,10 @@ from shell_router.standins.embedded.kv_transfer import (
     BootstrapRoom,
     BootstrapRooms,
     KvTransferError,
-    Prefilled,
+    PrefilledKv,
 )
 from shell_router.standins.embedded.model import CausalLm, PromptKv
-from shell_router.standins.embedded.output import Output, Piece
+from shell_router.standins.embedded.output import DecodedOutput, Piece
 from shell_router.standins.embedded.sampling import BatchSampler, token_logprobs
 from shell_router.standins.embedded.service import Inflight, Loads, Service
 from shell_router.standins.embedded.settings import EmbeddedSettings
@@ -105,8 +105,8 @@ class PrefillJob:
     """A request whose prompt is to be computed; `outcome` is set in the event loop's thread."""
 
     inflight: Inflight
-    output: Output
-    outcome: "asyncio.Future[Prefilled]"
+    output: DecodedOutput
+    outcome: "asyncio.Future[PrefilledKv]"
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -118,10 +118,10 @@ class PrefillJob:
         """The owner of the prefixes that the request may use."""
         return self.inflight.request.extra_key
 
-    def settle(self, outcome: Prefilled | KvTransferError) -> None:
+    def settle(self, outcome: PrefilledKv | KvTransferError) -> None:
         """Set the outcome, unless its waiter has left."""
         if not self.outcome.done():
-            if isinstance(outcome, Prefilled):
+            if isinstance(outcome, PrefilledKv):
                 self.outcome.set_result(outcome)
             else:
                 self.outcome.set_exception(outcome)
@@ -129,7 +129,7 @@ class PrefillJob:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningPrefill:
     job: PrefillJob
     ids: Tensor
     prompt: PromptKv
@@ -152,7 +152,7 @@ class PrefillWorker:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     _waiting: deque[PrefillJob] = field(default_factory=deque)
-    _running: _Running | None = None
+    _running: _RunningPrefill | None = None
 
     @property
     def busy(self) -> bool:
@@ -175,7 +175,7 @@ class PrefillWorker:
         elif job in self._waiting:
             self._waiting.remove(job)
 
-    def step(self) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
+    def step(self) -> Sequence[tuple[PrefillJob, PrefilledKv | KvTransferError]]:
         """Compute one chunk; return a result if it was the prompt's last."""
         if self._running is None and self._waiting:
             self._running = self._begin(self._waiting[0])
@@ -194,10 +194,10 @@ class PrefillWorker:
         self._leave(running)
         scored = tuple(running.input_logprobs)
         return (
-            (job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, scored)),
+            (job, PrefilledKv(running.prompt.kv, running.match.length, token_id, logprob, scored)),
         )
 
-    def fail(self, message: str) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
+    def fail(self, message: str) -> Sequence[tuple[PrefillJob, PrefilledKv | KvTransferError]]:
         """Give up the running prompt, or the one that could not be begun, but none that wait."""
         if self._running is not None:
             job = self._running.job
@@ -208,7 +208,7 @@ class PrefillWorker:
             return ()
         return ((job, KvTransferError(message)),)
 
-    def _begin(self, job: PrefillJob) -> _Running:
+    def _begin(self, job: PrefillJob) -> _RunningPrefill:
         last = len(job.ids) - 1
         scored_from = job.inflight.request.scored_from
         # the last logits are computed anew, and all that are asked for
@@ -223,11 +223,11 @@ class PrefillWorker:
         )  # nothing fails after it, so that every pin belongs to a running prompt
         self.prompt_tokens += len(job.ids)
         self.cached_tokens += match.length
-        return _Running(
+        return _RunningPrefill(
             job, ids, prompt, match, match.length, [] if scored_from is None else [None]
         )
 
-    def _compute_chunk(self, running: _Running) -> Tensor:
+    def _compute_chunk(self, running: _RunningPrefill) -> Tensor:
         """Return the logits of the chunk's last token, `[1, vocab]`."""
         job = running.job
         start = running.done
@@ -246,7 +246,7 @@ class PrefillWorker:
         running.done = stop
         return logits[-1:]
 
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: _RunningPrefill) -> None:
         self.cache.unpin(running.match.node)
         self._running = None
 
@@ -256,7 +256,7 @@ HANDED_OVER = {"type": "length", "length": 0}
 NO_LIMIT = 1 << 31
 
 
-class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
+class PrefillService(Service[PrefillJob, PrefilledKv | KvTransferError]):
     """The service of a prefill server."""
 
     def __init__(
@@ -329,7 +329,7 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         Raises `KvTransferError`.
         """
         async with self._capacity.allocated(len(inflight.request.input_ids)):
-            output = Output.of(inflight.request, self._lm, inflight.grammar)
+            output = DecodedOutput.of(inflight.request, self._lm, inflight.grammar)
             job = PrefillJob(inflight, output, asyncio.get_running_loop().create_future())
             self.thread.submit(job)
             try:

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from agent_cache import CacheUnavailable, JournalDiffers, JournalState
 from agent_cache.redis import RedisAgentPromptCache
-from agent_cache.redis.connection import Connection
+from agent_cache.redis.connection import RedisConnection
 from agent_cache.redis.journals import CLAIM, RedisJournals
 from agent_cache.redis.layout import Layout
 from tests.fakes.redis_server import RedisServer
@@ -179,7 +179,7 @@ async def test_a_claim_that_is_cancelled_before_its_reply_leaves_no_lease(
         client.claimed = asyncio.Event()
         layout = Layout("agent-prompt-cache", "owner", ttl_s=600)
         silent = RedisJournals(
-            Connection(client, reply_limit_s=60), layout, ttl_s=600, lease_s=LEASE_S
+            RedisConnection(client, reply_limit_s=60), layout, ttl_s=600, lease_s=LEASE_S
         )
         claim = asyncio.create_task(silent.claim(*RUN, "a", "head"))
         await client.claimed.wait()

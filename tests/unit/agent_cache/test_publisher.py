@@ -9,12 +9,12 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from agent_cache import CacheStats, LogKey
-from agent_cache.redis.connection import Connection
+from agent_cache.redis.connection import RedisConnection
 from agent_cache.redis.layout import Command, Layout
 from agent_cache.redis.publisher import Publisher
 
 
-class FullAfterTheFirstLog(Connection):
+class FullAfterTheFirstLog(RedisConnection):
     """Takes what goes to the first log's keys, and has no memory for the second's."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import ModelWork, Plan, Session, Workload, schedule_sessions
+from shell_router.batch.planner import BatchPlan, ModelWork, Session, Workload, schedule_sessions
 from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.report import follow_on_screen, summarize_run
@@ -225,7 +225,7 @@ def test_the_last_lines_say_how_many_prompts_went_to_another_worker_than_the_pla
     None
 ):
     session = Session(0, "a", 4, 0.0, 5.0)
-    stage = Stage("proposer", Plan("ilp", (session,), 0.0), (session,), {"taken": 3})
+    stage = Stage("proposer", BatchPlan("ilp", (session,), 0.0), (session,), {"taken": 3})
     assert (
         summarize_run([], [stage])[0]
         == "proposer: 5.0 s, planned 5.0 s. 3 prompts were taken by idle workers."
@@ -236,7 +236,7 @@ def test_the_screen_shows_names_as_they_are_and_counts_outputs() -> None:
     console = Console(width=120, record=True, file=None, quiet=False)
     proposer = ModelWork("c[/x]", 2, 1.0, 1.0)
     work = Workload((proposer,), 1, 1)
-    stage = Stage("proposer", Plan("ilp", schedule_sessions(work, [{"c[/x]": 2}]), 0.0))
+    stage = Stage("proposer", BatchPlan("ilp", schedule_sessions(work, [{"c[/x]": 2}]), 0.0))
     queues = WorkerQueues((proposer,), {"c[/x]": []}, stage.plan, 1)
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
     sessions = Sessions(queues, ScriptedWorkers(), ignore, Follow(), 1, lambda: 0.0)

@@ -1,8 +1,8 @@
 import pytest
 
 from shell_router.batch.planner import (
+    BatchPlan,
     ModelWork,
-    Plan,
     Workload,
     plan_longest_first,
     plan_round_robin,
@@ -12,7 +12,7 @@ from shell_router.errors import ConfigError
 THREE = (ModelWork("a", 10, 5.0, 1.0), ModelWork("b", 20, 5.0, 1.0), ModelWork("c", 60, 5.0, 1.0))
 
 
-def shares_of(plan: Plan) -> list[dict[str, int]]:
+def shares_of(plan: BatchPlan) -> list[dict[str, int]]:
     """Per worker of two the prompts of each model."""
     return [
         {one.model: one.prompts for one in plan.sessions if one.worker == worker}

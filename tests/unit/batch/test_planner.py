@@ -10,8 +10,8 @@ import pytest
 from shell_router.batch.planner import (
     HEURISTICS,
     OPTIMAL_GAP,
+    BatchPlan,
     ModelWork,
-    Plan,
     Workload,
     lower_bound_s,
     plan,
@@ -58,7 +58,7 @@ def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 200
     )
 
 
-def broken(work: Workload, made: Plan) -> Iterator[str]:
+def broken(work: Workload, made: BatchPlan) -> Iterator[str]:
     """The constraints of equations 5 to 10 that a plan breaks."""
     placed: Counter[str] = Counter()
     loaded: dict[str, set[int]] = defaultdict(set)

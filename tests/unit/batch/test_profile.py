@@ -16,7 +16,7 @@ from shell_router.batch.profile import (
     charge_starts,
     fit_profile,
 )
-from shell_router.batch.prompts import Prompt
+from shell_router.batch.prompts import BatchPrompt
 from shell_router.batch.sessions import load_on_workers, profile_model
 from shell_router.errors import ConfigError, EngineError, EngineRejected
 from shell_router.files.read import read_file
@@ -33,9 +33,9 @@ RUNS = (
 MODEL = ModelProfile(12.5, 100.0, 200.0, 1.5, 0.02, 0.0000123, 0.07, RUNS)
 
 
-def prompts(number: int) -> list[Prompt]:
+def prompts(number: int) -> list[BatchPrompt]:
     return [
-        Prompt(
+        BatchPrompt(
             str(n), "proposer", "a", [{"role": "user", "content": f"Q{n}"}], Sampling().params(0)
         )
         for n in range(number)

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.batch.journal import Journal, Output, open_journal
-from shell_router.batch.planner import Plan, Workload, plan_longest_first
+from shell_router.batch.planner import BatchPlan, Workload, plan_longest_first
 from shell_router.batch.pool import Aggregating, Pool, PoolModel, PoolWorker
 from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.prompts import Batch, Result, as_lines
 from shell_router.batch.questions import Question, Questions, Refused
-from shell_router.batch.run import BatchReport, BatchRun
+from shell_router.batch.run import BatchReport, PoolRun
 from shell_router.batch.sessions import SPANNING, Follow, Sessions, Stage
 from shell_router.config import PairLaunch, PairSettings
 from shell_router.errors import ConfigError, EngineRejected
@@ -106,7 +106,7 @@ class Started(Follow):
         if self.kill_after <= 0:
             raise Killed
         async with asyncio.timeout(20):
-            finished = await BatchRun(
+            finished = await PoolRun(
                 batch,
                 self.workers,
                 profile,
@@ -514,7 +514,7 @@ async def test_no_two_models_are_held_by_a_worker_between_the_stages(tmp_path: P
 def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
     planned: list[Workload] = []
 
-    def planner(workload: Workload) -> Plan:
+    def planner(workload: Workload) -> BatchPlan:
         planned.append(workload)
         return plan_longest_first(workload)
 
@@ -523,7 +523,7 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
             for number in range(2):
                 journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
             workers = ScriptedWorkers(saying({}))
-            await BatchRun(
+            await PoolRun(
                 batch(replan_above=0.0),
                 workers,
                 PROFILE,
@@ -579,13 +579,13 @@ async def test_a_pair_that_still_holds_the_aggregator_answers_alone_where_a_load
 async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_path: Path) -> None:
     replicas: list[int] = []
 
-    def planner(workload: Workload) -> Plan:
+    def planner(workload: Workload) -> BatchPlan:
         replicas.extend(proposer.replica_cap(workload.workers) for proposer in workload.models)
         return plan_longest_first(workload)
 
     with open_journal(tmp_path, DEPENDS_ON) as journal:
         asked, workers = batch(tau=2.0, places=4), ScriptedWorkers(saying({}))
-        await BatchRun(
+        await PoolRun(
             asked, workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock
         ).run()
     assert replicas == [1, 1, 1, 4]

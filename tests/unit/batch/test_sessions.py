@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import (
+    BatchPlan,
     ModelWork,
-    Plan,
     Session,
     Workload,
     plan_wrap_around,
@@ -20,7 +20,7 @@ from shell_router.batch.planner import (
 )
 from shell_router.batch.pool import Sampling
 from shell_router.batch.profile import Load
-from shell_router.batch.prompts import Prompt
+from shell_router.batch.prompts import BatchPrompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.sessions import Follow, Move, Planner, Replanning, Sessions, answer_prompt
 from shell_router.core.engine import ServedModel
@@ -43,9 +43,9 @@ NEVER = 1e9
 """A share by which no session is off its plan."""
 
 
-def prompt(model: str, number: int) -> Prompt:
+def prompt(model: str, number: int) -> BatchPrompt:
     messages = [{"role": "user", "content": f"{model}{number}"}]
-    return Prompt(f"q{number}", "proposer", model, messages, Sampling().params(0))
+    return BatchPrompt(f"q{number}", "proposer", model, messages, Sampling().params(0))
 
 
 def cost(model: str, prompts: int) -> ModelWork:
@@ -77,7 +77,7 @@ class Run(Follow):
             model.name: [prompt(model.name, n) for n in range(model.prompts)] for model in models
         }
         work = Workload(tuple(models), len(self.shares), max(1, len(models)))
-        plan = Plan("by hand", schedule_sessions(work, self.shares), 0.0)
+        plan = BatchPlan("by hand", schedule_sessions(work, self.shares), 0.0)
         self.running = Sessions(
             WorkerQueues(models, self.prompts, plan, len(self.shares)),
             self.workers,
@@ -317,7 +317,7 @@ def test_a_running_session_that_is_sooner_done_than_planned_is_seen_when_another
 
 
 def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_again() -> None:
-    def planner(workload: Workload) -> Plan:
+    def planner(workload: Workload) -> BatchPlan:
         raise AssertionError(workload)
 
     for pace in (0.8, 1.0, 1.2):
@@ -337,7 +337,7 @@ def test_a_new_plan_that_ends_no_sooner_than_what_an_engine_has_begun_is_not_fol
 
 
 def test_a_load_is_compared_once_however_many_shares_follow_it() -> None:
-    def planner(workload: Workload) -> Plan:
+    def planner(workload: Workload) -> BatchPlan:
         raise AssertionError(workload)
 
     async def load(_worker: int, _model: str) -> None:
@@ -348,12 +348,12 @@ def test_a_load_is_compared_once_however_many_shares_follow_it() -> None:
     assert run.moved["taken"] > 10
 
 
-async def _never(_workload: Workload) -> Plan:
+async def _never(_workload: Workload) -> BatchPlan:
     await asyncio.sleep(1e6)
     raise AssertionError
 
 
-async def _fails(_workload: Workload) -> Plan:
+async def _fails(_workload: Workload) -> BatchPlan:
     raise EngineUnreachable("the planner is gone")
 
 
@@ -371,7 +371,7 @@ def test_a_run_goes_on_by_its_plan_where_planning_again_fails_or_takes_too_long(
 
 
 def test_what_was_begun_while_it_was_planned_stays_where_it_is() -> None:
-    async def planner(workload: Workload) -> Plan:
+    async def planner(workload: Workload) -> BatchPlan:
         await asyncio.sleep(8.0)  # the session that is late begins one or two more
         return plan_wrap_around(workload)
 
@@ -606,7 +606,7 @@ async def test_no_turn_of_the_event_loop_does_much_for_a_long_question() -> None
     messages = [{"role": "user", "content": "word " * words}]
     with counted(turns):
         output = await answer_prompt(
-            model, Prompt("q", "proposer", "m", messages, Sampling().params(0))
+            model, BatchPrompt("q", "proposer", "m", messages, Sampling().params(0))
         )
     assert (output.text, output.prompt_tokens > words) == ("Yes.", True)
     assert 0 < turns.most < words, turns.most

@@ -7,9 +7,9 @@ from shell_router.core.engine import Hints
 from shell_router.files.read import check
 from shell_router.routing.engine_selection import (
     POLICIES,
+    EnginePolicy,
+    EngineScene,
     GimbalThresholds,
-    Policy,
-    Scene,
     SelectionSettings,
 )
 from shell_router.routing.placement import (
@@ -32,7 +32,7 @@ def chosen(
     now_s: float = 0.0,
 ) -> Choice:
     settings = replace(SETTINGS, policy=policy)
-    scene = Scene(asked, engines, memory or ChoiceMemory(300.0), settings, now_s)
+    scene = EngineScene(asked, engines, memory or ChoiceMemory(300.0), settings, now_s)
     return POLICIES[policy].choose(scene)
 
 
@@ -248,14 +248,14 @@ def test_bad_thresholds_are_refused_by_name(fields: dict[str, float]) -> None:
     assert problem.at == tuple(fields)
 
 
-def highest_index(scene: Scene) -> Choice:
+def highest_index(scene: EngineScene) -> Choice:
     """A policy of one's own."""
     return Choice(max(one.index for one in scene.engines), "highest")
 
 
 @pytest.fixture
 def own_policy() -> Iterator[str]:
-    POLICIES["highest_index"] = Policy(highest_index)
+    POLICIES["highest_index"] = EnginePolicy(highest_index)
     yield "highest_index"
     del POLICIES["highest_index"]
 

@@ -13,9 +13,9 @@ from benchmarks.expert_placement.milp import Weights, milp, objective
 from shell_router.errors import ConfigError
 from shell_router.experts.placement import (
     ALGORITHMS,
+    ExpertPlacement,
     ExpertRecord,
     Measures,
-    Placement,
     build_record,
     place,
 )
@@ -139,7 +139,7 @@ def test_the_milp_finds_what_trying_everything_finds(seed: int, one_partition: b
         if one_partition
         else [list(three) for three in product(rows, repeat=3)]
     )
-    best = min(objective(record, Placement(2, np.array(one)), chosen) for one in every)
+    best = min(objective(record, ExpertPlacement(2, np.array(one)), chosen) for one in every)
     found = milp(record, 2, chosen)
     assert objective(record, found, chosen) == pytest.approx(best)
     assert not one_partition or (found.gpu_of == found.gpu_of[0]).all()
@@ -152,7 +152,8 @@ def test_the_milp_counts_a_gpu_below_the_ideal_load_as_it_counts_one_above(seed:
     record = build_record(random.integers(1, 40, (2, 6)), random.poisson(2, (1, 6, 6)))
     chosen = Weights(alpha=2.0, one_partition=True)
     best = min(
-        objective(record, Placement(3, np.array([row, row])), chosen) for row in partitions(6, 3)
+        objective(record, ExpertPlacement(3, np.array([row, row])), chosen)
+        for row in partitions(6, 3)
     )
     assert objective(record, milp(record, 3, chosen), chosen) == pytest.approx(best)
 
@@ -171,7 +172,9 @@ def test_swaps_come_near_the_best_traffic_within_the_same_balance() -> None:
             [row for row in partitions(6, 2) if not of.excess(np.bincount(row, counts)).any()]
             for counts, of in zip(record.activations, bounds, strict=True)
         ]
-        best = max(count_kept(record, Placement(2, np.array(rows))) for rows in product(*fitting))
+        best = max(
+            count_kept(record, ExpertPlacement(2, np.array(rows))) for rows in product(*fitting)
+        )
         shares.append(count_kept(record, place("swap", record, 2)) / best)
     assert max(shares) <= 1 + TINY
     assert np.mean(shares) >= 0.95
@@ -226,7 +229,7 @@ def test_every_pair_of_experts_counts_once() -> None:
     """Balance and traffic by hand: two layers, four experts, two GPUs."""
     transitions = np.array([[[1, 2, 0, 0], [0, 0, 3, 0], [0, 0, 4, 0], [5, 0, 0, 5]]])
     record = build_record(np.array([[1, 2, 3, 4], [4, 4, 1, 1]]), transitions)
-    found = measure_placement(record, Placement(2, np.array([[0, 0, 1, 1], [0, 1, 1, 0]])))
+    found = measure_placement(record, ExpertPlacement(2, np.array([[0, 0, 1, 1], [0, 1, 1, 0]])))
     assert found.balance == pytest.approx((7 / 5 + 1) / 2)
     assert found.worst_balance == pytest.approx(7 / 5)
     assert found.deviation == pytest.approx(2 / 5)

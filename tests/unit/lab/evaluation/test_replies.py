@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shell_router.lab.evaluation.records import AgentRecord, ExitRecord, compute_layers, read_reply
+from shell_router.lab.evaluation.records import ExitRecord, ReplyAgent, compute_layers, read_reply
 
 COMPLETION = {
     "choices": [{"message": {"content": "Answer: 5"}}],
@@ -39,9 +39,9 @@ def test_a_reply_has_the_text_the_usage_and_what_each_agent_did() -> None:
         30,
     )
     assert reply.agents == (
-        AgentRecord("done", "small", 0, "finished", True, 100, 90, 12),
-        AgentRecord("sent", "small", 0, "early_exit", True, 0, 0, 4),
-        AgentRecord("root", "small", 1, "unneeded", False, 0, 0, 4),
+        ReplyAgent("done", "small", 0, "finished", True, 100, 90, 12),
+        ReplyAgent("sent", "small", 0, "early_exit", True, 0, 0, 4),
+        ReplyAgent("root", "small", 1, "unneeded", False, 0, 0, 4),
     )
     assert reply.exits == (ExitRecord("c", 0, True, 0.5),)
 

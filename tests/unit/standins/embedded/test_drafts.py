@@ -13,9 +13,9 @@ import torch
 from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.core.drafts import DraftGate
 from shell_router.standins.embedded.decode import DecodeJob, DecodeWorker
-from shell_router.standins.embedded.kv_transfer import Prefilled
+from shell_router.standins.embedded.kv_transfer import PrefilledKv
 from shell_router.standins.embedded.model import CausalLm, PromptKv, SlotKv, load_causal_lm
-from shell_router.standins.embedded.output import Output, Piece
+from shell_router.standins.embedded.output import DecodedOutput, Piece
 from shell_router.standins.embedded.sampling import BatchSampler
 from shell_router.standins.embedded.service import Inflight
 from shell_router.standins.embedded.settings import EmbeddedSettings
@@ -54,14 +54,14 @@ def job_of(
 ) -> DecodeJob:
     """A request whose prompt is prefilled, and whose first token is drawn."""
     request = GenerateRequest("r", tuple(ids), params, length, return_logprob=logprobs)
-    output = Output.of(request, lm)
+    output = DecodedOutput.of(request, lm)
     prompt = PromptKv(lm.kv_shape.empty(len(ids)))
     with torch.inference_mode():
         logits = lm.prefill(prompt, torch.tensor(ids), 0)
         ((token, chance),) = BatchSampler(
             [output.draw], with_logprobs=logprobs, rng=random.Random(0)
         )(logits)
-    first = Prefilled(prompt.kv, cached_tokens=0, token_id=token, logprob=chance)
+    first = PrefilledKv(prompt.kv, cached_tokens=0, token_id=token, logprob=chance)
     return DecodeJob(Inflight(request), output, first)
 
 
@@ -189,7 +189,9 @@ def test_without_a_seed_what_is_kept_follows_the_models_own_distribution(lm: Cau
             for _ in range(200):
                 request = GenerateRequest("r", tuple(ids), replace(params, drafts=drafts), 3)
                 job = DecodeJob(
-                    Inflight(request), Output.of(request, lm), replace(first, kv=first.kv.clone())
+                    Inflight(request),
+                    DecodedOutput.of(request, lm),
+                    replace(first, kv=first.kv.clone()),
                 )
                 worker.admit(job)
                 pieces: list[Piece] = []

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shell_router.standins.embedded.output import Detokenizer, Output, Piece
+from shell_router.standins.embedded.output import DecodedOutput, Detokenizer, Piece
 from shell_router.standins.embedded.sampling import Draw
 from shell_router.standins.embedded.wire import SamplingParams
 
@@ -33,7 +33,7 @@ TOKENIZER = byte_tokenizer()
 def accept_all(ids: Sequence[int], *, max_new_tokens: int = 1000, **params: Any) -> list[Piece]:
     """The pieces of `ids`, up to the first that ends the output."""
     draw = Draw(SamplingParams(**params), (), frozenset({STOP_ID}))
-    output = Output(draw, TOKENIZER, max_new_tokens=max_new_tokens)
+    output = DecodedOutput(draw, TOKENIZER, max_new_tokens=max_new_tokens)
     pieces: list[Piece] = []
     for token in ids:
         pieces.append(output.accept(token, None))

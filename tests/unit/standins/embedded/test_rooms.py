@@ -8,10 +8,10 @@ import pytest_asyncio
 import torch
 from aiohttp import web
 
-from shell_router.standins.embedded.kv_transfer import BootstrapRooms, KvTransferError, Prefilled
+from shell_router.standins.embedded.kv_transfer import BootstrapRooms, KvTransferError, PrefilledKv
 from tests.fakes.api_server import until
 
-PREFILLED = Prefilled(kv=torch.zeros(2, 2, 1, 8, 4), token_id=5, logprob=None, cached_tokens=0)
+PREFILLED = PrefilledKv(kv=torch.zeros(2, 2, 1, 8, 4), token_id=5, logprob=None, cached_tokens=0)
 
 
 @pytest.fixture

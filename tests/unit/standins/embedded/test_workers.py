@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.standins.embedded.decode import DecodeJob, DecodeWorker
-from shell_router.standins.embedded.kv_transfer import KvTransferError, Prefilled
+from shell_router.standins.embedded.kv_transfer import KvTransferError, PrefilledKv
 from shell_router.standins.embedded.model import CausalLm, SlotKv, load_causal_lm
-from shell_router.standins.embedded.output import Output, Piece
+from shell_router.standins.embedded.output import DecodedOutput, Piece
 from shell_router.standins.embedded.prefill import KvCache, PrefillJob, PrefillWorker
 from shell_router.standins.embedded.sampling import Draw
 from shell_router.standins.embedded.service import Inflight, ModelThread
@@ -38,11 +38,11 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> CausalLm:
     return load_causal_lm(EmbeddedSettings(str(make_checkpoint(tmp_path_factory.mktemp("model")))))
 
 
-def asked(lm: CausalLm, ids: Sequence[int], max_new_tokens: int) -> tuple[Inflight, Output]:
+def asked(lm: CausalLm, ids: Sequence[int], max_new_tokens: int) -> tuple[Inflight, DecodedOutput]:
     """A request for `new_tokens`, and its output, which is four of them."""
     request = GenerateRequest("r", tuple(ids), SamplingParams(temperature=0), max_new_tokens)
     draw = Draw(request.sampling, [5, 6], frozenset())
-    return Inflight(request), Output(draw, lm.tokenizer, max_new_tokens=4)
+    return Inflight(request), DecodedOutput(draw, lm.tokenizer, max_new_tokens=4)
 
 
 def prompt(lm: CausalLm, ids: Sequence[int]) -> PrefillJob:
@@ -53,15 +53,15 @@ async def test_a_prompt_that_cannot_be_begun_fails_alone_and_keeps_nothing_in_th
     lm: CausalLm,
 ) -> None:
     worker = PrefillWorker(lm, KvCache(1000), 100, random.Random(0))
-    outcomes: dict[PrefillJob, Prefilled | KvTransferError] = {}
+    outcomes: dict[PrefillJob, PrefilledKv | KvTransferError] = {}
     ended = asyncio.Event()
 
-    def deliver(job: PrefillJob, outcome: Prefilled | KvTransferError) -> None:
+    def deliver(job: PrefillJob, outcome: PrefilledKv | KvTransferError) -> None:
         outcomes[job] = outcome
         if len(outcomes) == 3:
             ended.set()
 
-    thread: ModelThread[PrefillJob, Prefilled | KvTransferError] = ModelThread(worker, deliver)
+    thread: ModelThread[PrefillJob, PrefilledKv | KvTransferError] = ModelThread(worker, deliver)
     good, bad, after = (prompt(lm, [5, 6, 7, last]) for last in (8, NO_ID, 9))
     for job in (good, bad, after):
         thread.submit(job)
@@ -71,9 +71,9 @@ async def test_a_prompt_that_cannot_be_begun_fails_alone_and_keeps_nothing_in_th
     finally:
         await thread.stop()
     assert [type(outcomes[job]) for job in (good, bad, after)] == [
-        Prefilled,
+        PrefilledKv,
         KvTransferError,
-        Prefilled,
+        PrefilledKv,
     ]
     worker.cache.keep((1,) * 1000, lm.kv_shape.empty(1000))
     assert worker.cache.match((1,) * 1000) == 1000, "nothing is pinned any more"
@@ -83,7 +83,7 @@ def decoding(lm: CausalLm, room_tokens: int) -> DecodeJob:
     kv = torch.zeros_like(lm.kv_shape.empty(2))
     return DecodeJob(
         *asked(lm, [5, 6], room_tokens - 2),
-        Prefilled(kv, cached_tokens=0, token_id=7, logprob=None),
+        PrefilledKv(kv, cached_tokens=0, token_id=7, logprob=None),
     )
 
 
