@@ -148,12 +148,12 @@ def _require_unmarked(text: str, path: str) -> str:
 
 def _read_sampling(body: AgentBody) -> Mapping[str, Any]:
     """Return either SGLang's own `sampling_params`, or OpenAI's fields."""
-    named = read_sampling(body)
+    sampling = read_sampling(body)
     native = body.get("sampling_params")
     if native is None:
-        return named
-    if named:
-        what = f"cannot go with {next(iter(named))}"
+        return sampling
+    if sampling:
+        what = f"cannot go with {next(iter(sampling))}"
         raise field_error("sampling_params", what, "Send only one kind.")
     return native
 

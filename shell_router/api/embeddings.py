@@ -63,8 +63,8 @@ async def create_embeddings(request: Request) -> Reply:
     name = body["model"]
     permit(request, (name,))
     if name not in services.embedders:
-        known = ", ".join(services.embedders)
-        remedy = f"Known: {known}." if known else "Set embedder.model."
+        names = ", ".join(services.embedders)
+        remedy = f"Known: {names}." if names else "Set embedder.model."
         raise UnknownModel(f"No embedder is named {name!r}.", remedy=remedy)
     texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
     as_text = body.get("encoding_format") == "base64"

@@ -203,9 +203,9 @@ async def show_output(request: Request) -> Response:
     """
     services = request.app[SERVICES]
     tenant = request[TENANT]
-    named = request.match["marker"]
-    marker = MARKER.fullmatch(named)
-    agent = marker[1] if marker else named
+    part = request.match["marker"]
+    marker = MARKER.fullmatch(part)
+    agent = marker[1] if marker else part
     program = services.programs.find_chat_program(tenant, agent)
     if program is None:
         raise UnknownProgram(

@@ -228,8 +228,8 @@ def _read_output(output: OutputConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"reasoning_effort": output.get("effort")}
     form = output.get("format")
     if form is not None:
-        named = {"name": "answer", "schema": form.get("schema")}
-        fields["response_format"] = {"type": form["type"], "json_schema": named}
+        schema = {"name": "answer", "schema": form.get("schema")}
+        fields["response_format"] = {"type": form["type"], "json_schema": schema}
     return fields
 
 

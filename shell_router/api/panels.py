@@ -51,22 +51,22 @@ def read_brought(
 
 
 def _panel(
-    block: Mapping[str, Any], path: str, outer: object, known: Mapping[str, ServedModel]
+    block: Mapping[str, Any], path: str, outer: object, served: Mapping[str, ServedModel]
 ) -> Mapping[str, Any]:
     """Return the topology: members answer the request as it is, and the judge reads their answers.
 
     `block` is the body itself where `path` is empty; `outer` is the body's model.
     """
-    bases = [name for name, model in known.items() if model.base is None]
-    members = _first_models(block, path, ("models", "analysis_models"), known)
+    bases = [name for name, model in served.items() if model.base is None]
+    members = _first_models(block, path, ("models", "analysis_models"), served)
     members = members or tuple(bases[:DEFAULT_PANEL])
     if len(members) > MAX_PANEL:
         raise field_error(
             f"{path}models", f"names {len(members)} models", f"Name at most {MAX_PANEL}."
         )
     judge_fields = ("judge", "synthesis_model", "model") if path else ("judge",)
-    judges = _first_models(block, path, judge_fields, known)
-    if not judges and isinstance(outer, str) and outer in known:
+    judges = _first_models(block, path, judge_fields, served)
+    if not judges and isinstance(outer, str) and outer in served:
         judges = (outer,)
     quorum = block.get("quorum") or len(members)
     if quorum > len(members):
@@ -106,7 +106,7 @@ def _criteria(block: Mapping[str, Any], judges: Sequence[str]) -> str:
 
 
 def _first_models(
-    block: Mapping[str, Any], path: str, names: Sequence[str], known: Mapping[str, ServedModel]
+    block: Mapping[str, Any], path: str, names: Sequence[str], served: Mapping[str, ServedModel]
 ) -> tuple[str, ...]:
     """Return the models in the first of these fields that is set; raises InvalidField."""
     name = next((name for name in names if name in block), None)
@@ -119,10 +119,10 @@ def _first_models(
         where += ".model"
     models = (value,) if isinstance(value, str) else tuple(value)
     for at, model in enumerate(models):
-        if model not in known:
+        if model not in served:
             raise field_error(
                 f"{where}[{at}]",
                 f"is {model!r}, and no model is named so",
-                f"Known: {', '.join(sorted(known))}.",
+                f"Known: {', '.join(sorted(served))}.",
             )
     return models

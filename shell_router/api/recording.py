@@ -68,17 +68,17 @@ class Recording:
             workflow = name_workflow(part)
             stages = number_stages(part)
             for agent in part.agents.values():
-                known = read_agent_prompt(agent, request.messages)
+                prompt = read_agent_prompt(agent, request.messages)
                 reads = graph.waits_for[agent.id]
-                yield from self._line(agent.id, workflow, stages[agent.id], reads, known)
+                yield from self._line(agent.id, workflow, stages[agent.id], reads, prompt)
 
     def _line(
-        self, agent: str, workflow: str, stage: str, reads: Sequence[str], known: KnownPrompt
+        self, agent: str, workflow: str, stage: str, reads: Sequence[str], prompt: KnownPrompt
     ) -> Iterator[dict[str, Any]]:
         ran = self._trace.agents.get(agent)
         if ran is None or ran.model not in self._models:
             return
-        system_tokens, user_tokens, known_tokens = known.count_tokens(
+        system_tokens, user_tokens, known_tokens = prompt.count_tokens(
             self._models[ran.model].tokenizer
         )
         origin_s = self._trace.started_s
@@ -112,9 +112,9 @@ class Recording:
         if self._recorder.prompts:
             output = "".join(self._texts.get(agent, ()))
             line |= {
-                "system": known.system,
-                "user": known.user,
-                "rest": known.rest,
+                "system": prompt.system,
+                "user": prompt.user,
+                "rest": prompt.rest,
                 "output": output,
             }
         yield line

@@ -214,8 +214,8 @@ def _read_format(form: TextFormat | None) -> dict[str, Any] | None:
         return None
     if form.get("type") != "json_schema":
         return {"type": form.get("type")}
-    named = {"name": form.get("name"), "schema": form.get("schema"), "strict": form.get("strict")}
-    return {"type": "json_schema", "json_schema": named}
+    schema = {"name": form.get("name"), "schema": form.get("schema"), "strict": form.get("strict")}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

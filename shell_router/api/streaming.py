@@ -106,17 +106,17 @@ def _stream_changed() -> StreamChanged:
 class LiveRun:
     """A run, `start(emit)`, in a task of its own while the context is open.
 
-    Events that are `wanted` wait here for the reader. The run never waits for the reader: agents
+    Events that `sends` accepts wait here for the reader. The run never waits for the reader: agents
     feed each other, so a client that does not read must not slow them. The waiting events are
     bounded by the run's own output. Leaving the context cancels the run and waits until it has
     cleaned up.
     """
 
     def __init__(
-        self, start: Callable[[Emit], Awaitable[Answer]], wanted: Callable[[Event], bool]
+        self, start: Callable[[Emit], Awaitable[Answer]], sends: Callable[[Event], bool]
     ) -> None:
         self._start = start
-        self._wanted = wanted
+        self._wanted = sends
         self._begun = False
         self._waiting: list[Event] = []
         self._news = asyncio.Event()

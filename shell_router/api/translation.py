@@ -166,16 +166,16 @@ class ItemTranslation(ABC):
         return b"".join([self._frame(kind, facts) for kind, facts in events])
 
     def _frame(self, kind: str, facts: Mapping[str, Any]) -> bytes:
-        named = b""
+        id_line = b""
         if self.place is not None:
             delta = facts.get("delta")
             had, rest = self.place.rest(delta if isinstance(delta, str) else "\n")
             if not rest:
                 return b""
             facts = {**facts, "delta": rest} if had else facts
-            named = self.place.id
+            id_line = self.place.id
         data = orjson.dumps(self._number({"type": kind, **facts}))
-        return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), named, data)
+        return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), id_line, data)
 
 
 class TranslatedFrames:

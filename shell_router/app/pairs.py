@@ -235,8 +235,8 @@ async def _probe(alias: str, fleet: PairFleet, on_progress: Progress, late: asyn
                 on_progress(f"model {alias}: waiting for its engines ({reason})")
             reported = reason
             await asyncio.sleep(RETRY_S)
-    named = " and ".join(sorted(set(ways))) or "what its load finds"
-    on_progress(f"model {alias} is ready; prefill-only by {named}")
+    how = " and ".join(sorted(set(ways))) or "what its load finds"
+    on_progress(f"model {alias} is ready; prefill-only by {how}")
     if "pair" in ways:
         log.warning(
             "model %s: no prefill-only request warms the cache; one-token requests take its place",

@@ -271,8 +271,8 @@ def _running_predictor(
     settings: PredictionSettings,
 ) -> AbstractAsyncContextManager[RunningPredictor]:
     """Start the trained predictors, if the deployment names any."""
-    named = settings.scores or settings.lengths
-    return wing("prediction")(settings) if named else nullcontext(RunningPredictor())
+    folder = settings.scores or settings.lengths
+    return wing("prediction")(settings) if folder else nullcontext(RunningPredictor())
 
 
 def _build_metrics(cache: CacheStats) -> Metrics:

@@ -66,8 +66,10 @@ class ModelWork:
     ] = None
 
     def __post_init__(self) -> None:
-        named = bool(self.name) and self.name.isprintable()
-        require(named, f"A model is named {self.name!r}", "Give it a name of printable characters.")
+        is_named = bool(self.name) and self.name.isprintable()
+        require(
+            is_named, f"A model is named {self.name!r}", "Give it a name of printable characters."
+        )
 
     def session_s(self, prompts: int) -> float:
         """Return the seconds of a session, its load included."""

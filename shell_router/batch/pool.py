@@ -273,14 +273,14 @@ def _merge_launches(launches: Sequence[PairLaunch]) -> PairLaunch:
     """
     changed: dict[str, Any] = {}
     for role in ("prefill", "decode"):
-        named = [getattr(launch, f"{role}_gpus") for launch in launches]
+        gpus = [getattr(launch, f"{role}_gpus") for launch in launches]
         require(
-            all(named) or not any(named),
+            all(gpus) or not any(gpus),
             f"aggregate.parallel is tensor, and only some workers name {role}_gpus",
             remedy=f"Name {role}_gpus for every worker, or for none.",
         )
-        changed[f"{role}_gpus"] = tuple(dict.fromkeys(chain.from_iterable(named)))
-        if not any(named):
+        changed[f"{role}_gpus"] = tuple(dict.fromkeys(chain.from_iterable(gpus)))
+        if not any(gpus):
             flags = getattr(launches[0], f"{role}_flags")
             changed[f"{role}_flags"] = f"{flags} --tp-size {len(launches)}".strip()
     return replace(launches[0], **changed)

@@ -188,32 +188,32 @@ def read_questions(file: Path, proposers: Collection[str]) -> Questions:
         raise DataError(
             f"{file}: {error.strerror}.", remedy="Name a JSONL file of questions."
         ) from error
-    asked: dict[str, Question] = {}
+    by_id: dict[str, Question] = {}
     refused: list[Refused] = []
     for number, row in read_rows(file, content):
-        line = _read_question(row, number, proposers, asked)
+        line = _read_question(row, number, proposers, by_id)
         if isinstance(line, Question):
-            asked[line.id] = line
+            by_id[line.id] = line
         else:
             refused.append(line)
-    if not asked:
+    if not by_id:
         reason = f"{file} is empty."
         if refused:
             reason = f"{file}:{refused[0].line}: {refused[0].error}"
         raise DataError(reason, remedy=FORM)
-    return Questions(tuple(asked.values()), tuple(refused), sha256(content).hexdigest())
+    return Questions(tuple(by_id.values()), tuple(refused), sha256(content).hexdigest())
 
 
 def _read_question(
-    row: Row | str, number: int, proposers: Collection[str], asked: Mapping[str, Question]
+    row: Row | str, number: int, proposers: Collection[str], earlier: Mapping[str, Question]
 ) -> Question | Refused:
     if isinstance(row, str):
         return Refused(number, None, f"{row}.")
     id = None
     try:
-        id = _read_id(row, number, asked)
-        named = _read_texts(row, "proposers")
-        for name in named:
+        id = _read_id(row, number, earlier)
+        names = _read_texts(row, "proposers")
+        for name in names:
             if name not in proposers:
                 raise TypeError(f"there is no proposer {name!r}; there are {', '.join(proposers)}.")
         skills = frozenset(_read_texts(row, "skills"))
@@ -221,12 +221,12 @@ def _read_question(
         answer = None
         if row.get("grader") not in UNGRADED:
             answer = _read_right_answer(row)
-        return Question(id, text, named, skills, answer, number)
+        return Question(id, text, names, skills, answer, number)
     except TypeError as error:
         return Refused(number, id, str(error))
 
 
-def _read_id(row: Row, number: int, asked: Mapping[str, Question]) -> str:
+def _read_id(row: Row, number: int, earlier: Mapping[str, Question]) -> str:
     """Return the line's own id, or its number."""
     value = row.get("id")
     if value is None:
@@ -234,8 +234,8 @@ def _read_id(row: Row, number: int, asked: Mapping[str, Question]) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise TypeError(f"id must be text or a whole number, not {value!r}.")
     id = str(value)
-    if id in asked:
-        raise TypeError(f"line {asked[id].line} has the id {id!r} already.")
+    if id in earlier:
+        raise TypeError(f"line {earlier[id].line} has the id {id!r} already.")
     return id
 
 

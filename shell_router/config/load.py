@@ -83,8 +83,8 @@ def _split_engines(value: Any, kinds: Kinds) -> tuple[Any, dict[tuple[str, str],
         others[alias] = model
         if isinstance(model, Mapping):
             others[alias] = {key: item for key, item in model.items() if key not in kinds}
-            named = [name for name in kinds if model.get(name) is not None]
-            sections |= {(alias, name): model[name] for name in named}
+            present = [name for name in kinds if model.get(name) is not None]
+            sections |= {(alias, name): model[name] for name in present}
     return {**value, "models": others}, sections
 
 

@@ -187,8 +187,8 @@ def flags_of(
     """List the further flags of an engine of this role, in their order."""
     return [
         flag
-        for one in sections
-        for flag in shlex.split(f"{one.flags} {getattr(one, f'{role}_flags')}")
+        for section in sections
+        for flag in shlex.split(f"{section.flags} {getattr(section, f'{role}_flags')}")
     ]
 
 
@@ -331,10 +331,10 @@ class ModelSettings:
     engine: Annotated[Mapping[str, Any], CODE_ONLY] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        named = [*(["pairs"] if self.pairs else []), *self.engine]
+        kinds = [*(["pairs"] if self.pairs else []), *self.engine]
         require(
-            len(named) < 2,
-            f"a model is served by one kind of engine, not by both {' and '.join(named)}",
+            len(kinds) < 2,
+            f"a model is served by one kind of engine, not by both {' and '.join(kinds)}",
             remedy="Leave one of them out.",
         )
         for name in ("engine_key", "engine_tls", "adapters"):

@@ -166,8 +166,8 @@ class DraftGate:
         best = 1
         rate = rows / plain_s
         dearest_s = plain_s * (_MOST_SLOWDOWN if len(drafted) < rows else math.inf)
-        known = {width: self._known((True, _bucket(rows * width))) for width in WIDTHS[1:]}
-        widest_known = max((width for width in known if known[width] is not None), default=1)
+        times_s = {width: self._known((True, _bucket(rows * width))) for width in WIDTHS[1:]}
+        widest_known = max((width for width in times_s if times_s[width] is not None), default=1)
         pass_s = plain_s * _FIRST_GUESS
         for narrower, width in pairwise(WIDTHS):
             if (
@@ -176,7 +176,7 @@ class DraftGate:
                 or width > self._widest
             ):
                 break
-            pass_s = known[width] or pass_s
+            pass_s = times_s[width] or pass_s
             gained = sum(
                 _expected(min(length, width - 1), acceptance) for length, acceptance in drafted
             )
@@ -191,9 +191,9 @@ class DraftGate:
         """Count the measured seconds of a pass."""
         self._passes += 1
         key = width > 1, _bucket(rows * width)
-        known = self._known(key)
-        if known is not None:
-            seconds = known + _WEIGHT * (min(seconds, _OUTLIER * known) - known)
+        mean_s = self._known(key)
+        if mean_s is not None:
+            seconds = mean_s + _WEIGHT * (min(seconds, _OUTLIER * mean_s) - mean_s)
         self._costs[key] = seconds, self._passes
 
     def _known(self, key: tuple[bool, int]) -> float | None:

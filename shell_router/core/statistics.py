@@ -116,8 +116,8 @@ def fit_costs(timings: Sequence[Timing]) -> list[float]:
     rows: Floats = terms / seconds[:, None]
     # terms differ by many powers of ten: attended pairs are millions where passes are few
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
-    wanted = 1 - np.array([timing.known_s for timing in timings]) / seconds
-    return [float(cost) for cost in fit_non_negative(rows / scale, wanted) / scale]
+    targets = 1 - np.array([timing.known_s for timing in timings]) / seconds
+    return [float(cost) for cost in fit_non_negative(rows / scale, targets) / scale]
 
 
 def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
@@ -138,42 +138,42 @@ def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
     return float(np.mean(errors))
 
 
-def fit_non_negative(terms: Floats, wanted: Floats) -> Floats:
-    """Find the factors >= 0 of `terms` whose sums come closest to `wanted` in squares.
+def fit_non_negative(terms: Floats, targets: Floats) -> Floats:
+    """Find the factors >= 0 of `terms` whose sums come closest to `targets` in squares.
 
     If two sets of terms explain the rows equally well, the set with fewer terms is taken; the rest
     are 0.
 
     Args:
         terms: [rows, terms].
-        wanted: [rows].
+        targets: [rows].
     """
     count = terms.shape[1]
     fits = [
         fitted
         for size in range(1, count + 1)
         for subset in combinations(range(count), size)
-        if (fitted := _fitted(terms, wanted, subset)) is not None
+        if (fitted := _fitted(terms, targets, subset)) is not None
     ]
-    nothing = (_error(terms, wanted, np.zeros(count)), np.zeros(count))
+    nothing = (_error(terms, targets, np.zeros(count)), np.zeros(count))
     _, best = min((*fits, nothing), key=lambda fitted: fitted[0])
     return best
 
 
-def _fitted(terms: Floats, wanted: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
+def _fitted(terms: Floats, targets: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
     """Fit with all terms but `subset` at 0; None if a factor would be negative.
 
     Returns:
         The squared error and the factors.
     """
-    fitted, *_ = np.linalg.lstsq(terms[:, subset], wanted, rcond=None)
+    fitted, *_ = np.linalg.lstsq(terms[:, subset], targets, rcond=None)
     if (fitted < 0).any():
         return None
     factors = np.zeros(terms.shape[1])
     factors[list(subset)] = fitted
-    return _error(terms, wanted, factors), factors
+    return _error(terms, targets, factors), factors
 
 
-def _error(terms: Floats, wanted: Floats, factors: Floats) -> float:
+def _error(terms: Floats, targets: Floats, factors: Floats) -> float:
     # rounded so that equal fits are equal, and the simpler comes first
-    return round(float(((terms @ factors - wanted) ** 2).sum()), 12)
+    return round(float(((terms @ factors - targets) ** 2).sum()), 12)

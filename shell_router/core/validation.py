@@ -191,10 +191,10 @@ def _what_is_wrong(errors: Sequence[Mapping[str, Any]]) -> str:
     expected = [
         _EXPECTED.get(error["type"], "valid").format_map(error.get("ctx", {})) for error in errors
     ]
-    wanted = " or ".join(dict.fromkeys(expected))
+    phrase = " or ".join(dict.fromkeys(expected))
     value = errors[0]["input"]
     if errors[0]["type"] == "union_tag_invalid":
         value = errors[0]["ctx"]["tag"]
     if errors[0]["type"].endswith(("too_short", "too_long")):
-        return f"must be {wanted}"
-    return f"must be {wanted}, not {show(value)}"
+        return f"must be {phrase}"
+    return f"must be {phrase}, not {show(value)}"

@@ -62,9 +62,10 @@ class Fleet(Generic[A]):
 
     def clients_of(self, address: A) -> tuple[ServerClient, ...]:
         """Return the clients of an address's servers; servers that are not in use get new ones."""
-        known = {client.server: client for client in self.servers}
+        clients = {client.server: client for client in self.servers}
         return tuple(
-            known.get(server) or ServerClient(server, self.transport) for server in address.servers
+            clients.get(server) or ServerClient(server, self.transport)
+            for server in address.servers
         )
 
     def use(self, address: A, clients: Sequence[ServerClient] = ()) -> None:

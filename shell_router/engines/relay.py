@@ -149,18 +149,18 @@ class PairRelay:
         # about: it is not tokenized here, and an image has many more bytes than a context
         tokens = max(1, min(len(body) // 4, (rules.context_length or len(body)) * requests))
         most = 0 if update else native.max_output_tokens
-        wanted = PlacementRequest(
+        request = PlacementRequest(
             tokens, None, most, hints, affinity, update, adapter, requests=requests
         )
         if update and all(only.way != "pair" for only in self.fleet.prefill_only.values()):
-            return self._forward_to_prefill(native, wanted)
-        return _ByPair(self, route, native, wanted)
+            return self._forward_to_prefill(native, request)
+        return _ByPair(self, route, native, request)
 
     @asynccontextmanager
     async def _forward_to_prefill(
-        self, native: NativeBody, wanted: PlacementRequest
+        self, native: NativeBody, request: PlacementRequest
     ) -> AsyncIterator[Relayed]:
-        slot = await take_slot(self.fleet.prefills, wanted)
+        slot = await take_slot(self.fleet.prefills, request)
         server = slot.engine
         body = native.with_fields({})
         try:
@@ -172,7 +172,7 @@ class PairRelay:
             slot.close()
 
     async def begin(
-        self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
+        self, route: NativeRoute, native: NativeBody, request: PlacementRequest
     ) -> tuple[Pair, Relayed]:
         """Return the first attempt whose answer began; its legs run on.
 
@@ -180,7 +180,7 @@ class PairRelay:
             EngineError: The attempts failed.
             PromptTooLong: An engine says so.
         """
-        attempts = Attempts(self.fleet, wanted)
+        attempts = Attempts(self.fleet, request)
         while True:
             pair = await attempts.pick()
             try:
@@ -223,10 +223,10 @@ class _ByPair(AbstractAsyncContextManager[Relayed]):
     """A native request on a pair while the context is open."""
 
     def __init__(
-        self, relay: PairRelay, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
+        self, relay: PairRelay, route: NativeRoute, native: NativeBody, request: PlacementRequest
     ) -> None:
         self._relay = relay
-        self._request = (route, native, wanted)
+        self._request = (route, native, request)
         self._pair: Pair
 
     async def __aenter__(self) -> Relayed:

@@ -15,7 +15,7 @@ _WINDOW_TOKENS = 512
 _BATCH_TOKENS = 8192
 
 
-def sentence_transformer(named: str, *, device: str, threads: int) -> Any:
+def sentence_transformer(name: str, *, device: str, threads: int) -> Any:
     """Load a model from a folder, or by its name in the local Hugging Face cache."""
     torch.set_num_threads(threads)
     logging.set_verbosity_error()
@@ -25,7 +25,7 @@ def sentence_transformer(named: str, *, device: str, threads: int) -> Any:
         kept_as = {"dtype": torch.float32}
     else:
         kept_as = {}
-    return SentenceTransformer(named, device=device, local_files_only=True, model_kwargs=kept_as)
+    return SentenceTransformer(name, device=device, local_files_only=True, model_kwargs=kept_as)
 
 
 Window = tuple[int, dict[str, list[int]]]

@@ -151,7 +151,7 @@ def read_chat_template(
     if file.exists():
         source = file.read_text(encoding="utf-8")
     elif isinstance(source, list):
-        source = {named["name"]: named["template"] for named in source}.get("default")
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
         return None
     special_tokens = {}

@@ -170,9 +170,9 @@ class _Report:
         key = str(place[-1])
         holder = spell(whole[:-1])
         forms = forms_at(self.schema, place[:-1])
-        known = [name for form in forms for name in form.get("properties", {})]
+        names = [name for form in forms for name in form.get("properties", {})]
         where = f" in {holder}" if holder else ""
-        return Problem(whole, f"Unknown key '{key}'{where}.", suggest(key, known))
+        return Problem(whole, f"Unknown key '{key}'{where}.", suggest(key, names))
 
     def _wrong_value(self, detail: ErrorDetails, place: Path) -> Problem:
         if detail["loc"][-1:] == ("[key]",):
@@ -184,12 +184,12 @@ class _Report:
             value = self.value
             for step in place:
                 value = value[step]
-        wanted = phrase(forms)
+        expected = phrase(forms)
         is_secret = any(form.get("writeOnly") for form in forms)
         shown = _kind_of(value) if is_secret else show(value)
         whole = (*self.at, *place)
-        message = f"{spell(whole) or 'The file'} must be {wanted}, not {shown}."
-        return Problem(whole, message, _remedy(value, forms) or f"Write {wanted}.")
+        message = f"{spell(whole) or 'The file'} must be {expected}, not {shown}."
+        return Problem(whole, message, _remedy(value, forms) or f"Write {expected}.")
 
 
 def _remedy(value: object, forms: Sequence[Schema]) -> str:
@@ -233,9 +233,9 @@ def _kind_of(secret: object) -> str:
     return show(secret)
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, names: Sequence[str]) -> str:
     """Write a remedy for an unknown name: the closest known name, or all of them."""
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name, names, n=1)
     if close:
         return f"Did you mean '{close[0]}'?"
-    return f"Known: {', '.join(known) or 'none'}."
+    return f"Known: {', '.join(names) or 'none'}."

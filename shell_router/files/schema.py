@@ -106,10 +106,10 @@ def forms_at(schema: Schema, path: Sequence[str | int]) -> list[Schema]:
 
 
 def _inside(form: Schema, step: str | int) -> Iterator[Schema]:
-    named = form.get("properties", {})
+    fields = form.get("properties", {})
     others = form.get("items" if isinstance(step, int) else "additionalProperties")
-    if step in named:
-        yield named[step]
+    if step in fields:
+        yield fields[step]
     elif isinstance(others, dict):
         yield others
 

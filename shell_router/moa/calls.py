@@ -97,16 +97,16 @@ class CallReader:
         """
         held = self._held + "".join(self._calls)
         before = ""
-        found: Sequence[Any] = []
+        parsed: Sequence[Any] = []
         if self._offer.must_call:
             listed = _parse(held)
             if isinstance(listed, list):
-                found = listed
+                parsed = listed
         elif self.parser is None:
-            found = [_parse(call) for call in _CALL.findall(held)]
+            parsed = [_parse(call) for call in _CALL.findall(held)]
         elif held:
-            before, found = await self.parser.parse_calls(held, self._offer.tools)
-        calls = self._select_calls(found)
+            before, parsed = await self.parser.parse_calls(held, self._offer.tools)
+        calls = self._select_calls(parsed)
         if calls:
             return before, calls
         return held, ()

@@ -193,13 +193,13 @@ class _SlotFiller:
         if not self._slot_tokens:
             with suppress(LogTimeout):
                 return await self._cache.read(key, position, wait_s=0)
-        wanted = UNSTREAMED_INTERVAL
+        tokens = UNSTREAMED_INTERVAL
         if self._update is None or self._update.done():
-            wanted = self._tokens_until_due()
-            if wanted == 0:
+            tokens = self._tokens_until_due()
+            if tokens == 0:
                 self._unsent = 0
                 self._begin_update(await self._encode(self._prompt.encode_stable_part))
-        return await self._cache.read(key, position, at_least=max(1, wanted), wait_s=wait_s)
+        return await self._cache.read(key, position, at_least=max(1, tokens), wait_s=wait_s)
 
     async def _append(self, read: LogRead, *, shares_ids: bool) -> None:
         if shares_ids:  # a piece may have text alone, whose ids came with earlier pieces

@@ -252,10 +252,10 @@ def choose_stream_interval(outline: Outline, agent: Agent) -> int:
     """Return how many tokens of the agent its readers and its cluster's gate want at a time."""
     topology = outline.topology
     readers = topology.successors[agent.id]
-    wanted = [outline.growing[reader] for reader in readers if reader in outline.growing]
+    intervals = [outline.growing[reader] for reader in readers if reader in outline.growing]
     needs = find_exit_needs(topology, agent)
     is_judged = needs is not None and needs.reads_streams
-    return tokens_per_event(min(wanted, default=None), judged=is_judged)
+    return tokens_per_event(min(intervals, default=None), judged=is_judged)
 
 
 def find_exit_needs(topology: Topology, agent: Agent) -> ExitPolicy | None:

@@ -301,8 +301,8 @@ class Classes:
             )
         async with self._turn:  # examples are embedded once, however many requests come at first
             key = topology, classifier.id
-            known, examples = self._examples.get(key, (classifier, {}))
-            if known != classifier:  # the topology has changed
+            named_classifier, examples = self._examples.get(key, (classifier, {}))
+            if named_classifier != classifier:  # the topology has changed
                 examples = {}
             self._examples[key] = classifier, examples
             self._examples.move_to_end(key)

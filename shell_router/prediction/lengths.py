@@ -80,7 +80,7 @@ class Sketch:
 def _list_terms(text: str) -> list[str]:
     """Return the words of two characters or more in lower case, and pairs of neighbors."""
     words = _WORD.findall(text.lower())
-    return [*words, *(f"{one} {other}" for one, other in pairwise(words))]
+    return [*words, *(f"{word} {following}" for word, following in pairwise(words))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +96,30 @@ class LengthFeatures:
     models: Sequence[str]
     sketch: Sketch | None
 
-    def rows(self, asked: Sequence[tuple[Prospect, str]]) -> Floats:
-        """Return the features [asked, features]."""
-        counts = [(one.system_tokens, one.user_tokens, one.known_tokens) for one, _ in asked]
+    def rows(self, pairs: Sequence[tuple[Prospect, str]]) -> Floats:
+        """Return the features [pairs, features]."""
+        counts = [
+            (prospect.system_tokens, prospect.user_tokens, prospect.known_tokens)
+            for prospect, _ in pairs
+        ]
         parts = [
-            np.array(counts, dtype=np.float32).reshape(len(asked), 3),
-            _encode_one_hot([one.workflow for one, _ in asked], self.workflows),
-            _encode_one_hot([one.stage for one, _ in asked], self.stages),
-            _encode_one_hot([model for _, model in asked], self.models),
+            np.array(counts, dtype=np.float32).reshape(len(pairs), 3),
+            _encode_one_hot([prospect.workflow for prospect, _ in pairs], self.workflows),
+            _encode_one_hot([prospect.stage for prospect, _ in pairs], self.stages),
+            _encode_one_hot([model for _, model in pairs], self.models),
         ]
         if self.sketch is not None:
-            texts = list(dict.fromkeys(one.user for one, _ in asked))
+            texts = list(dict.fromkeys(prospect.user for prospect, _ in pairs))
             sketched = dict(zip(texts, self.sketch.of(texts), strict=True))
-            parts.append(np.array([sketched[one.user] for one, _ in asked], dtype=np.float32))
+            parts.append(
+                np.array([sketched[prospect.user] for prospect, _ in pairs], dtype=np.float32)
+            )
         return np.hstack(parts).astype(np.float32)
 
 
-def _encode_one_hot(values: Sequence[str], known: Sequence[str]) -> Floats:
+def _encode_one_hot(values: Sequence[str], categories: Sequence[str]) -> Floats:
     same: NDArray[np.bool_] = np.equal.outer(
-        np.array(values, dtype=object), np.array(known, dtype=object)
+        np.array(values, dtype=object), np.array(categories, dtype=object)
     )
     return same.astype(np.float32)
 
@@ -129,21 +134,27 @@ class LengthModel:
 
     def answers(self, prospects: Sequence[Prospect]) -> list[Mapping[str, Mapping[str, float]]]:
         """Return the medians per prospect and model, without models that training did not meet."""
-        known = self.features.models
-        asked = [(one, model) for one in prospects for model in one.models if model in known]
-        if not asked:
+        models = self.features.models
+        pairs = [
+            (prospect, model)
+            for prospect in prospects
+            for model in prospect.models
+            if model in models
+        ]
+        if not pairs:
             return [{} for _ in prospects]
-        rows = self.features.rows(asked)
+        rows = self.features.rows(pairs)
         medians = iter(zip(self.own.medians(rows), self.total.medians(rows), strict=True))
         each = [
-            {model: next(medians) for model in one.models if model in known} for one in prospects
+            {model: next(medians) for model in prospect.models if model in models}
+            for prospect in prospects
         ]
         return [
             {
-                "own_tokens": {model: own for model, (own, _) in found.items()},
-                "total_tokens": {model: total for model, (_, total) in found.items()},
+                "own_tokens": {model: own for model, (own, _) in forecast.items()},
+                "total_tokens": {model: total for model, (_, total) in forecast.items()},
             }
-            for found in each
+            for forecast in each
         ]
 
     def save(self, folder: Path) -> None:

@@ -54,7 +54,7 @@ class ScoreModel:
 
     def answers(self, prospects: Sequence[Prospect]) -> list[Mapping[str, Mapping[str, float]]]:
         """Return the scores per prospect and model, without models that training did not meet."""
-        texts = list(dict.fromkeys(one.user for one in prospects))
+        texts = list(dict.fromkeys(prospect.user for prospect in prospects))
         if not texts:
             return []
         rows = dict(zip(texts, self.scores(texts), strict=True))
@@ -62,12 +62,12 @@ class ScoreModel:
         return [
             {
                 "scores": {
-                    name: float(rows[one.user][places[name]])
-                    for name in one.models
+                    name: float(rows[prospect.user][places[name]])
+                    for name in prospect.models
                     if name in places
                 }
             }
-            for one in prospects
+            for prospect in prospects
         ]
 
 

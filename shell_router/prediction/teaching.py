@@ -45,8 +45,8 @@ def collect_lessons(answers: Sequence[Graded]) -> Lessons:
 
     Raises ConfigError for too few.
     """
-    questions = tuple(dict.fromkeys(one.question for one in answers))
-    models = tuple(dict.fromkeys(one.model for one in answers))
+    questions = tuple(dict.fromkeys(answer.question for answer in answers))
+    models = tuple(dict.fromkeys(answer.model for answer in answers))
     require(
         len(questions) >= LEAST_QUESTIONS and len(models) > 1,
         f"{len(questions)} questions answered by {len(models)} models are too few to learn from.",

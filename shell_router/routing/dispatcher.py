@@ -282,10 +282,10 @@ class Dispatcher(Generic[E]):
         if serving:
             return serving
         wait_s = min(at.breaker.wait_s(now_s) for at in self.tracked)
-        named = " and ".join(at.name for at in self.tracked)
+        names = " and ".join(at.name for at in self.tracked)
         raise EngineUnavailable(
             (
-                f"The circuit breaker of {named} is open: no request is sent there for another "
+                f"The circuit breaker of {names} is open: no request is sent there for another "
                 f"{wait_s:.1f} s."
             ),
             remedy="Look at the engine's log, and ask again later.",

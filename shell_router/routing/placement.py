@@ -330,17 +330,17 @@ class PromptIndex:
         """
         if features.grows is None and self.prefixes is None:
             return features
-        known = features.overlaps.get(index, 0)
+        cached = features.overlaps.get(index, 0)
         if features.grows is not None:
             if self.home(features) == index:
-                known = max(known, features.prompt_tokens - features.new_tokens)
+                cached = max(cached, features.prompt_tokens - features.new_tokens)
             self._homes[features.grows] = (index, features.prompt_tokens)
             self._homes.move_to_end(features.grows)
             if len(self._homes) > KEPT:
                 self._homes.popitem(last=False)
         if self.prefixes is not None:
             self.prefixes.add(features.blocks, index)
-        new_tokens = max(1, features.prompt_tokens - known)
+        new_tokens = max(1, features.prompt_tokens - cached)
         if new_tokens == features.new_tokens:
             return features
         return replace(features, new_tokens=new_tokens)

@@ -63,18 +63,18 @@ class PrefixCache:
 
     def _make_room(self, ids: Sequence[int], owner: Hashable) -> tuple[Node, int, int]:
         """Evict until `ids` fit; return the node to continue, and the ids' part to add there."""
-        wanted = min(len(ids), self.capacity)
-        node, start = self._descend(ids[:wanted] if wanted < len(ids) else ids, owner)
-        if self.tokens + wanted - start > self.capacity:
+        size = min(len(ids), self.capacity)
+        node, start = self._descend(ids[:size] if size < len(ids) else ids, owner)
+        if self.tokens + size - start > self.capacity:
             self._touch(node)
-        while self.tokens + wanted - start > self.capacity:
+        while self.tokens + size - start > self.capacity:
             # what was just touched comes last, and `node` first of it: when it is reached all else
             # is gone or pinned
             oldest = next((other for other in self._nodes if not other.pins), node)
             if oldest is node:
                 break
             self._drop(oldest)
-        return node, start, min(wanted, start + self.capacity - self.tokens)
+        return node, start, min(size, start + self.capacity - self.tokens)
 
     def _grow(self, parent: Node, ids: Sequence[int]) -> Node:
         node = Node(ids, parent)

@@ -165,8 +165,8 @@ class WeightPair:
 
     async def served(self) -> set[Path]:
         """Return the folders of the servers' weights: one, if all is well. Raises EngineError."""
-        asked = (server.get("model_info", limit_s=self.limit_s) for server in self.servers)
-        infos = await asyncio.gather(*asked)
+        queries = (server.get("model_info", limit_s=self.limit_s) for server in self.servers)
+        infos = await asyncio.gather(*queries)
         paths = [Path(orjson.loads(info)["model_path"]) for info in infos]
         return {path.resolve() for path in paths}
 

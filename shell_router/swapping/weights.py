@@ -52,20 +52,20 @@ IRRELEVANT = {"_name_or_path", "transformers_version", "use_cache"}
 ABSENT = "nothing"
 
 
-def obstacle_to_swap(served: Path, wanted: Path) -> str:
-    """Say why a server started with `served` cannot take the weights of `wanted`.
+def obstacle_to_swap(served: Path, folder: Path) -> str:
+    """Say why a server started with `served` cannot take the weights of `folder`.
 
     A swap replaces tensors alone: stop tokens, rope and tokenizer are those of the start, so they
     must be the same. Reads files. Returns an empty text if nothing is in the way.
     """
     try:
         before = read_tensors(served)
-        after = read_tensors(wanted)
+        after = read_tensors(folder)
         if names := _differing(before, after):
             return f"{len(names)} tensors differ in name, type or size, {names[0]} first"
         for file in READ_AT_START:
             begun = _settings(served / file)
-            new = _settings(wanted / file)
+            new = _settings(folder / file)
             for key in _differing(begun, new):
                 if key not in IRRELEVANT:
                     was = short(begun.get(key, ABSENT))

@@ -37,9 +37,9 @@ class PrefillTimes:
 
 def add_up(times: Iterable[PrefillTimes | None]) -> PrefillTimes:
     """Add up both times over agents; None where an agent has none."""
-    known = [agent for agent in times if agent is not None]
-    hidden_s = sum(agent.hidden_s for agent in known)
-    exposed_s = sum(agent.exposed_s for agent in known)
+    counted = [agent for agent in times if agent is not None]
+    hidden_s = sum(agent.hidden_s for agent in counted)
+    exposed_s = sum(agent.exposed_s for agent in counted)
     return PrefillTimes(hidden_s, exposed_s)
 
 
@@ -405,12 +405,12 @@ class TraceStore:
         while len(self._traces) > self._capacity:
             self._traces.popitem(last=False)
 
-    def latest(self, tenant: str, wanted: Callable[[Trace], bool], limit: int) -> list[Trace]:
-        """Return at most `limit` of the tenant's traces that are `wanted`, the latest first."""
+    def latest(self, tenant: str, matches: Callable[[Trace], bool], limit: int) -> list[Trace]:
+        """Return at most `limit` of the tenant's traces that `matches`, the latest first."""
         latest_first = (
             trace
             for trace in reversed(self._traces.values())
-            if trace.tenant == tenant and wanted(trace)
+            if trace.tenant == tenant and matches(trace)
         )
         return list(islice(latest_first, limit))
 

@@ -162,8 +162,8 @@ class Catalog:
     def entry(self, name: str) -> Entry:
         """Look up a topology. Raises UnknownTopology."""
         if name not in self.entries:
-            known = ", ".join(sorted(self.entries)) or "none"
-            raise UnknownTopology(f"No topology is named {name!r}.", remedy=f"Known: {known}.")
+            names = ", ".join(sorted(self.entries)) or "none"
+            raise UnknownTopology(f"No topology is named {name!r}.", remedy=f"Known: {names}.")
         return self.entries[name]
 
     def graphs_without(self, name: str) -> dict[str, Graph]:
@@ -243,10 +243,10 @@ def _collect(errors: Errors, document: Document) -> Iterator[None]:
 
 def _by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Document]:
     """Return the documents by the names of their topologies, each of which may stand once."""
-    named: dict[str, Document] = {}
+    documents_by_name: dict[str, Document] = {}
     for document in documents:
         name = name_of(document)
-        first = named.setdefault(name, document)
+        first = documents_by_name.setdefault(name, document)
         if first is not document:
             owner = first.source or "a topology that was put"
             problem = Problem(
@@ -254,7 +254,7 @@ def _by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Documen
             )
             with _collect(errors, document):
                 document.require_none([problem])
-    return named
+    return documents_by_name
 
 
 def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Path, Graph]:

@@ -335,8 +335,8 @@ def _classifier_problems(file: Values) -> Iterator[Problem]:
             yield Problem((*at, "when", "classifier"), f"Unknown classifier '{name}'.", remedy)
         elif name is not None:
             classes = list(classifiers[name]["examples"])
-            wanted = [when["is"]] if isinstance(when["is"], str) else when["is"]
-            for label in wanted:
+            labels = [when["is"]] if isinstance(when["is"], str) else when["is"]
+            for label in labels:
                 if label not in classes:
                     wrong = f"The classifier '{name}' has no class '{label}'."
                     yield Problem((*at, "when", "is"), wrong, suggest(label, classes))

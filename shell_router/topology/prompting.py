@@ -17,8 +17,8 @@ from shell_router.errors import SettingError
 _BRACES = "Write {{ and }} for braces that are meant as text."
 
 
-def _require_placeholders(template: str, known: tuple[str, ...], once: str = "") -> str:
-    """Require that only `known` placeholders stand in a template, and `once` exactly one time."""
+def _require_placeholders(template: str, allowed: tuple[str, ...], once: str = "") -> str:
+    """Require that only `allowed` placeholders stand in a template, and `once` exactly one time."""
     try:
         pieces = list(Formatter().parse(template))
     except ValueError as error:
@@ -31,8 +31,8 @@ def _require_placeholders(template: str, known: tuple[str, ...], once: str = "")
         if name is None:
             continue
         names.append(name)
-        if name not in known:
-            remedy = f"Known here: {', '.join(f'{{{each}}}' for each in known)}. {_BRACES}"
+        if name not in allowed:
+            remedy = f"Known here: {', '.join(f'{{{each}}}' for each in allowed)}. {_BRACES}"
             raise SettingError(f"unknown placeholder {{{name}}}", remedy=remedy)
     if once and names.count(once) != 1:
         wrong = f"it holds {{{once}}} {names.count(once)} times"
@@ -40,11 +40,11 @@ def _require_placeholders(template: str, known: tuple[str, ...], once: str = "")
     return template
 
 
-_TEXT = Annotated[str, AfterValidator(partial(_require_placeholders, known=("question",)))]
+_TEXT = Annotated[str, AfterValidator(partial(_require_placeholders, allowed=("question",)))]
 _SLOT = Annotated[
     str,
     AfterValidator(
-        partial(_require_placeholders, known=("output", "agent", "index"), once="output")
+        partial(_require_placeholders, allowed=("output", "agent", "index"), once="output")
     ),
 ]
 

@@ -143,16 +143,16 @@ class PoolLines:
     services: Services
     _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def run(self, batch_id: str, asked: Mapping[Question, BatchLine], keep: Keep) -> None:
+    async def run(self, batch_id: str, lines: Mapping[Question, BatchLine], keep: Keep) -> None:
         """Answer the lines that have no result yet and await `keep` with each result.
 
-        `asked` holds all the pool's lines of the batch, so that a batch that was interrupted
+        `lines` holds all the pool's lines of the batch, so that a batch that was interrupted
         continues the pool's run of the same questions.
         """
-        left = await asyncio.to_thread(_list_unanswered, asked.values())
+        left = await asyncio.to_thread(_list_unanswered, lines.values())
         if left:
             async with self._busy:  # a batch's id stands for its input, which never changes
-                await self._answer(Questions(tuple(asked), (), batch_id), left, keep)
+                await self._answer(Questions(tuple(lines), (), batch_id), left, keep)
 
     async def _answer(
         self, questions: Questions, left: Mapping[str, BatchLine], keep: Keep

@@ -64,10 +64,10 @@ class PrefilledKv:
         dtype = about.pop("dtype")
         if dtype != str(shape.dtype):
             raise KvTransferError(f"prefill computes in {dtype}, decode in {shape.dtype}")
-        wanted = [shape.layers, 2, shape.kv_heads, sent_shape[3], shape.head_dim]
-        if sent_shape != wanted:
-            raise KvTransferError(f"the KV has shape {sent_shape}, not {wanted}: another model?")
-        return cls(flat.view(shape.dtype).reshape(wanted), **about)
+        expected = [shape.layers, 2, shape.kv_heads, sent_shape[3], shape.head_dim]
+        if sent_shape != expected:
+            raise KvTransferError(f"the KV has shape {sent_shape}, not {expected}: another model?")
+        return cls(flat.view(shape.dtype).reshape(expected), **about)
 
 
 class KvClient:

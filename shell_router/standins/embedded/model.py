@@ -141,8 +141,8 @@ class SlotKv:
         return Cache(layers=[_Layer(layer[0], layer[1], self) for layer in self._storage])
 
 
-def _double_until(have: int, wanted: int) -> int:
-    while have < wanted:
+def _double_until(have: int, least: int) -> int:
+    while have < least:
         have *= 2
     return have
 
@@ -226,10 +226,10 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
             remedy="The embedded engine serves models with full attention only; use SGLang.",
         )
     own = int(config.max_position_embeddings)
-    wanted = settings.context_length
-    if wanted is not None and wanted > own:
+    limit = settings.context_length
+    if limit is not None and limit > own:
         raise ConfigError(
-            f"context_length {wanted} is more than the model's own {own}.", remedy="Lower it."
+            f"context_length {limit} is more than the model's own {own}.", remedy="Lower it."
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     device = torch.device(network.device)
@@ -240,7 +240,7 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
             config.num_hidden_layers, config.num_key_value_heads, head_dim, network.dtype, device
         ),
         vocab_size=config.vocab_size,
-        context_length=wanted or own,
+        context_length=limit or own,
         eos_ids=_eos_ids(folder, config),
     )
 

@@ -57,18 +57,18 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._turn = asyncio.Lock()
 
-    async def of(self, wanted: tuple[str, str] | None) -> Grammar | None:
+    async def of(self, spec: tuple[str, str] | None) -> Grammar | None:
         """Return a new state of the grammar, given by kind and text; None without one.
 
         Raises InvalidRequest if it cannot be compiled.
         """
-        if wanted is None:
+        if spec is None:
             return None
         async with self._turn:  # one at a time: each may take a core for a second
-            matcher = self._compiled.pop(wanted, None) or await asyncio.to_thread(
-                self._compile, *wanted
+            matcher = self._compiled.pop(spec, None) or await asyncio.to_thread(
+                self._compile, *spec
             )
-            self._compiled[wanted] = matcher
+            self._compiled[spec] = matcher
             if len(self._compiled) > KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
         return Grammar(matcher.deep_copy())
@@ -244,9 +244,9 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # below the total even where the product rounds up to it, so that what is picked has a weight
-    wanted = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    masses = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     # where weights are NaN, as of a bias that is infinite in this dtype, some token that exists
-    return torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[-1] - 1)
+    return torch.searchsorted(cumulative, masses, right=True).clamp_(max=weights.shape[-1] - 1)
 
 
 def _column(values: Sequence[float]) -> Tensor:

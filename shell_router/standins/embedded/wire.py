@@ -200,7 +200,7 @@ def _input_ids(body: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -
     return ids
 
 
-def _check_lengths(prompt: int, wanted: int | None, limits: RequestLimits) -> None:
+def _check_lengths(prompt: int, new_tokens: int | None, limits: RequestLimits) -> None:
     """Refuse lengths beyond the limits, in SGLang's wording, which clients read."""
     context = limits.context_length
     if prompt >= context:
@@ -208,15 +208,12 @@ def _check_lengths(prompt: int, wanted: int | None, limits: RequestLimits) -> No
             f"The input ({prompt} tokens) is longer than the model's context length ({context} "
             "tokens)."
         )
-    if wanted is not None and prompt + wanted > context:
+    if new_tokens is not None and prompt + new_tokens > context:
         raise InvalidRequest(
             f"Requested token count exceeds the model's maximum context length of {context} "
-            "tokens. "
-            f"You requested a total of {prompt + wanted} tokens: {prompt} tokens from the input "
-            "messages and "
-            f"{wanted} tokens for the completion. Please reduce the number of tokens in the "
-            "input messages or the "
-            "completion to fit within the limit."
+            f"tokens. You requested a total of {prompt + new_tokens} tokens: {prompt} tokens from "
+            f"the input messages and {new_tokens} tokens for the completion. Please reduce the "
+            "number of tokens in the input messages or the completion to fit within the limit."
         )
     if prompt >= limits.max_total_tokens:
         raise InvalidRequest(

@@ -162,11 +162,11 @@ class SimulatedPair:
         output = self._write(request)
         prompt = len(request.input_ids)
         limit = request.sampling.get("max_new_tokens")
-        wanted = min(len(output), DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit))
+        length = min(len(output), DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit))
         progress = _Progress()
         sequence = Sequence(
             prompt,
-            wanted,
+            length,
             request.sampling.get("stream_interval") or 1,
             progress.report,
             progress.preempt,
@@ -180,7 +180,7 @@ class SimulatedPair:
             await self._do_transfer(self._transfer.seconds(prompt))
             self.decoding.add(sequence)
             sent = 0
-            while sent < wanted:
+            while sent < length:
                 if (now := await progress.more_than(sent)) == sent:
                     await self._resume(
                         sequence, (*request.input_ids, *output.part(0, sequence.written)[0])
@@ -192,13 +192,13 @@ class SimulatedPair:
                     logprobs = ()
                 yield Tokens(*output.part(sent, now), logprobs)
                 sent = now
-            passes = math.ceil((wanted - 1) / sequence.per_pass)
+            passes = math.ceil((length - 1) / sequence.per_pass)
             drafted = passes * (sequence.width - 1)
-            accepted = wanted - 1 - passes
+            accepted = length - 1 - passes
             yield Finish(
-                "stop" if wanted == len(output) else "length",
+                "stop" if length == len(output) else "length",
                 prompt,
-                wanted,
+                length,
                 cached,
                 drafted,
                 accepted,
