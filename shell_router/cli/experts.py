@@ -15,14 +15,11 @@ from shell_router.cli.options import (
     argument,
     examples,
     option,
-    print_table,
     read_key,
     require_writable,
     run,
-    take_options,
     write,
 )
-from shell_router.errors import DataError
 
 if TYPE_CHECKING:
     from shell_router.experts.placement import ExpertPlacement, ExpertRecord
@@ -43,9 +40,9 @@ Chosen = Annotated[
 class ExpertServer:
     """An SGLang server that records experts, and how it is reached."""
 
-    url: Annotated[str, argument("URL", "An SGLang server that records experts.")]
-    api_key_env: KeyVariable = None
-    timeout_s: Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")] = 600.0
+    url: str
+    api_key_env: str | None = None
+    timeout_s: float = 600.0
 
     @asynccontextmanager
     async def recorder(self) -> "AsyncIterator[ExpertRecorder]":
@@ -66,14 +63,17 @@ class ExpertServer:
         "shell-router experts record http://127.0.0.1:30000 --seconds 600 --out record.npz"
     )
 )
-@take_options(server=ExpertServer)
 def record(
-    server: ExpertServer,
+    url: Annotated[str, argument("URL", "An SGLang server that records experts.")],
     out: Annotated[Path, option("The record, as NumPy's .npz.", metavar="FILE")],
     seconds: Annotated[float, option("Record for S seconds what the server serves.", metavar="S")],
+    api_key_env: KeyVariable = None,
+    timeout_s: Annotated[
+        float, option("Limit for one request, in seconds.", "--timeout-s")
+    ] = 600.0,
 ) -> None:
     """Have a server record which experts its tokens choose."""
-    run(record_experts(server, out, seconds))
+    run(record_experts(ExpertServer(url, api_key_env, timeout_s), out, seconds))
 
 
 @app.command(epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json"))
@@ -91,6 +91,7 @@ def place(
     """
     from shell_router.experts.placement import ALGORITHMS
     from shell_router.experts.placement.files import format_placement, read_record
+    from shell_router.lab.tables import print_table
 
     require_writable(out)
     counts = read_record(record)
@@ -101,7 +102,7 @@ def place(
         if name != algorithm:
             _, row = _place(name, counts, gpus)
             rows.append(row)
-    print_table(f"{_summarize(counts)}, on {gpus} GPUs", rows, width=100)
+    print_table(f"{_summarize(counts)}, on {gpus} GPUs", rows)
     print(f"{out}: start SGLang with --ep-size {gpus} --init-expert-location {out}")
 
 
@@ -109,23 +110,13 @@ async def record_experts(server: ExpertServer, out: Path, seconds: float) -> Non
     """Have the server record for `seconds`, and write its record to `out`."""
     import asyncio
 
+    from shell_router.experts.placement.files import read_record
+
     require_writable(out)
     async with server.recorder() as recorder:
         archive = await recorder.record(partial(asyncio.sleep, seconds))
-    print(f"{out}: {_summarize(_write_record(out, archive))}")
-
-
-def _write_record(file: Path, archive: bytes) -> "ExpertRecord":
-    """Write the archive to `file` and read it. Raises DataError if it is no record."""
-    from shell_router.experts.placement.files import read_record
-
-    try:
-        file.write_bytes(archive)
-    except OSError as error:
-        raise DataError(
-            f"{file}: {error.strerror}.", remedy="Name a file that you may write."
-        ) from error
-    return read_record(file)
+    write(out, archive)
+    print(f"{out}: {_summarize(read_record(out))}")
 
 
 def _place(

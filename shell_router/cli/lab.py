@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,12 +19,10 @@ from shell_router.cli.options import (
     examples,
     list_option,
     option,
-    print_table,
     read_key,
     require_writable,
     run,
     say,
-    take_options,
     write,
 )
 from shell_router.errors import ConfigError
@@ -43,39 +41,24 @@ LENGTHS = Several((32, 128, 512, 1024, 2048))
 BATCHES = Several((1, 2, 4, 8, 16))
 
 
-def collect_common(
-    data: Annotated[
-        Path,
-        option(
-            (
-                'One {"question": …, "answer": …} per line, or a published data set (JSONL, CSV, '
-                "Parquet)."
-            ),
-            metavar="FILE",
-        ),
-    ],
-    grader: Annotated[
-        Literal["auto", "exact", "numeric", "choice", "math"],
-        option("Compares answers; `auto` chooses by the form of the right answer."),
-    ] = "auto",
-    offset: Annotated[int, option("Skip this many questions.", least=0)] = 0,
-    limit: Annotated[int | None, option("Ask at most this many questions.", least=1)] = None,
-    seeds: Annotated[
-        Several, list_option(int, "Ask every question once per seed.", "0,1,…")
-    ] = FIRST,
-    concurrency: Annotated[int, option("Questions that are asked at the same time.", least=1)] = 1,
-    timeout_s: Annotated[
-        float, option("Limit for one request, in seconds.", "--timeout-s")
-    ] = 900.0,
-    json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
-    records: Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")] = None,
-) -> dict[str, Any]:
-    """Collect the fields of EvaluationOptions that `eval` and `calibrate` share."""
-    require_writable(json, records)
-    return {
-        **{"data": data, "grader": grader, "offset": offset, "limit": limit, "seeds": seeds},
-        **{"concurrency": concurrency, "limit_s": timeout_s, "json": json, "records": records},
-    }
+Data = Annotated[
+    Path,
+    option(
+        'One {"question": …, "answer": …} per line, or a published data set (JSONL, CSV, Parquet).',
+        metavar="FILE",
+    ),
+]
+Grader = Annotated[
+    Literal["auto", "exact", "numeric", "choice", "math"],
+    option("Compares answers; `auto` chooses by the form of the right answer."),
+]
+Offset = Annotated[int, option("Skip this many questions.", least=0)]
+Limit = Annotated[int | None, option("Ask at most this many questions.", least=1)]
+Seeds = Annotated[Several, list_option(int, "Ask every question once per seed.", "0,1,…")]
+Concurrency = Annotated[int, option("Questions that are asked at the same time.", least=1)]
+LimitS = Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")]
+Report = Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")]
+Records = Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")]
 
 
 @app.command(
@@ -114,9 +97,8 @@ def demo(
         "shell-router eval --url http://127.0.0.1:8000 --data mine.jsonl small large tree",
     ),
 )
-@take_options(common=collect_common)
 def evaluate(
-    common: dict[str, Any],
+    data: Data,
     settings: Annotated[
         list[str] | None,
         argument("SETTING", "A model, a topology or auto. Default: all models and topologies."),
@@ -135,6 +117,14 @@ def evaluate(
     baseline: Annotated[
         str | None, option("Compare with this one. Default: the first topology.", metavar="SETTING")
     ] = None,
+    grader: Grader = "auto",
+    offset: Offset = 0,
+    limit: Limit = None,
+    seeds: Seeds = FIRST,
+    concurrency: Concurrency = 1,
+    limit_s: LimitS = 900.0,
+    json: Report = None,
+    records: Records = None,
 ) -> None:
     """Compare models and topologies on your questions.
 
@@ -151,7 +141,9 @@ def evaluate(
         raise ConfigError(
             "--api-key-env goes with --url only.", remedy="A deployment of --config needs no key."
         )
+    require_writable(json, records)
     options = EvaluationOptions(
+        data,
         config=config,
         url=url,
         api_key=read_key(api_key_env),
@@ -159,7 +151,14 @@ def evaluate(
         baseline=baseline,
         temperature=temperature,
         max_tokens=max_tokens,
-        **common,
+        grader=grader,
+        offset=offset,
+        limit=limit,
+        seeds=seeds,
+        concurrency=concurrency,
+        limit_s=limit_s,
+        json=json,
+        records=records,
     )
     run(run_evaluation(options))
 
@@ -170,11 +169,10 @@ def evaluate(
         "models/data/test.jsonl --bound 1"
     )
 )
-@take_options(common=collect_common)
 def calibrate(
     topology: Annotated[Path, argument("TOPOLOGY", "A file, with early exit or without.")],
     config: Annotated[Path, option("The deployment that serves its models.", metavar="FILE")],
-    common: dict[str, Any],
+    data: Data,
     bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
     policies: Annotated[
         Several, list_option(str, "Policies to try: in_flight, threshold.")
@@ -188,6 +186,14 @@ def calibrate(
     thresholds: Annotated[
         Several, list_option(float, "Thresholds to try.", "0.8,0.9,…")
     ] = THRESHOLDS,
+    grader: Grader = "auto",
+    offset: Offset = 0,
+    limit: Limit = None,
+    seeds: Seeds = FIRST,
+    concurrency: Concurrency = 1,
+    limit_s: LimitS = 900.0,
+    json: Report = None,
+    records: Records = None,
 ) -> None:
     """Choose a topology's early exit by its loss of accuracy.
 
@@ -197,7 +203,20 @@ def calibrate(
     from shell_router.lab.evaluation.records import EvaluationOptions
 
     tried = Tried(thresholds, policies, scopes, taus)
-    run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **common)))
+    require_writable(json, records)
+    options = EvaluationOptions(
+        data,
+        config=config,
+        grader=grader,
+        offset=offset,
+        limit=limit,
+        seeds=seeds,
+        concurrency=concurrency,
+        limit_s=limit_s,
+        json=json,
+        records=records,
+    )
+    run(run_calibration(topology, tried, bound, options))
 
 
 @app.command(
@@ -240,6 +259,7 @@ def simulate(
 def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:
     from shell_router.lab.simulation.run import simulate
     from shell_router.lab.simulation.summary import build_tables, describe_bound, summarize, to_json
+    from shell_router.lab.tables import print_table
 
     done = {
         " ".join(filter(None, (stem, name))): simulate(file.simulation, topology, file.costs, seed)
@@ -297,6 +317,7 @@ def trace(
 
     from rich.console import Console
 
+    from shell_router.lab.tables import print_table
     from shell_router.lab.traces import draw_timeline, fetch_trace, list_rows, to_perfetto
 
     key = read_key(api_key_env)

@@ -1,8 +1,7 @@
 """The parts that commands share: kinds of values, options, files to write, and the event loop."""
 
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from inspect import Parameter, Signature, signature
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,47 +72,13 @@ KeyVariable = Annotated[
 def read_key(variable: str | None) -> str | None:
     """Return the key in an environment variable. Raises ConfigError if it is empty."""
     if variable is None:
-        key = None
-    else:
-        key = os.environ.get(variable)
-    if variable is not None and not key:
+        return None
+    key = os.environ.get(variable)
+    if not key:
         raise ConfigError(
             f"--api-key-env: the environment variable {variable} is empty.", remedy="Set it."
         )
     return key
-
-
-def take_options(
-    **groups: Callable[..., object],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of other functions.
-
-    Each function's result becomes the command's parameter of the group's name.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        options = {name: signature(make).parameters for name, make in groups.items()}
-
-        def called(**values: Any) -> None:
-            made = {
-                name: make(**{key: values.pop(key) for key in options[name]})
-                for name, make in groups.items()
-            }
-            command(**values, **made)
-
-        parameters = dict(signature(command).parameters)
-        for name, parameters_of_group in options.items():
-            del parameters[name]
-            parameters.update(parameters_of_group)
-        called.__name__ = command.__name__
-        called.__doc__ = command.__doc__
-        keywords = [
-            parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters.values()
-        ]
-        called.__signature__ = Signature(keywords)  # type: ignore[attr-defined]
-        return called
-
-    return decorate
 
 
 def examples(*lines: str) -> str:
@@ -130,10 +95,10 @@ def require_writable(*files: Path | None) -> None:
             )
 
 
-def write(file: Path, content: str) -> None:
+def write(file: Path, content: str | bytes) -> None:
     """Write a file that the user named. Raises ConfigError."""
     try:
-        file.write_text(content, encoding="utf-8")
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise ConfigError(
             f"{file}: {error.strerror}.", remedy="Name a file that you may write."
@@ -146,20 +111,6 @@ def say(line: str) -> None:
     The line is written in one piece, because a thread writes the log.
     """
     print(f"{line}\n", end="", flush=True)
-
-
-def print_table(title: str, rows: Sequence[Mapping[str, str]], *, width: int = 160) -> None:
-    """Print rows of the same columns; without a terminal, in `width` columns."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(rows[0] if rows else ()):
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row.values())
-    console = Console()
-    (console if console.is_terminal else Console(width=width)).print(table)
 
 
 def run(work: Coroutine[Any, Any, object]) -> None:

@@ -178,12 +178,10 @@ def schema(kind: Annotated[FileKind, argument("KIND", "The kind of file.")]) -> 
     from shell_router.lab.simulation.settings import Simulation
     from shell_router.topology import topology_schema
 
-    if kind == "topology":
-        written = topology_schema()
-    elif kind == "deployment":
-        written = deployment_schema(kind_settings())
-    elif kind == "batch-pool":
-        written = json_schema(Pool, "Shell router batch pool")
-    else:
-        written = json_schema(Simulation, "Shell router simulation")
-    print(json.dumps(written, indent=2))
+    schemas = {
+        "topology": topology_schema(),
+        "deployment": deployment_schema(kind_settings()),
+        "batch-pool": json_schema(Pool, "Shell router batch pool"),
+        "simulation": json_schema(Simulation, "Shell router simulation"),
+    }
+    print(json.dumps(schemas[kind], indent=2))

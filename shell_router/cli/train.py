@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shell_router.cli.options import Seed, argument, examples, option, print_table
+from shell_router.cli.options import Seed, argument, examples, option
 from shell_router.errors import ConfigError
 
 app = typer.Typer(help="Train the predictors that `auto` chooses models by.", no_args_is_help=True)
@@ -23,6 +23,7 @@ def lengths(
 ) -> None:
     """Train a predictor of output lengths on recorded traces."""
     _check(held_out)
+    from shell_router.lab.tables import print_table
     from shell_router.prediction.fitting import read_traces, train_lengths
 
     model, scores = train_lengths(read_traces(traces), held_out, seed)
@@ -84,6 +85,7 @@ def router(
             remedy="Without it only a head is trained.",
         )
     from shell_router.lab.evaluation.records import read_graded
+    from shell_router.lab.tables import print_table
     from shell_router.prediction.teaching import TuningSettings, collect_lessons, train_router
 
     score = train_router(

@@ -18,11 +18,13 @@ def open_console() -> Console:
     return console
 
 
-def build_table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    """Build a table of rows with the same columns, the first of them aligned to the left."""
+def print_table(
+    title: str, rows: Sequence[Mapping[str, str]], console: Console | None = None
+) -> None:
+    """Print rows with the same columns, the first of them aligned to the left."""
     table = Table(title=Text(title), title_justify="left")
     for number, column in enumerate(rows[0] if rows else ()):
         table.add_column(Text(column), justify="right" if number else "left")
     for row in rows:
         table.add_row(*map(Text, row.values()))
-    return table
+    (console or open_console()).print(table)

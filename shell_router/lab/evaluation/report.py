@@ -1,12 +1,12 @@
 """The report: each setting's figures, from the records alone, and their tables."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console
 
 from shell_router.core.statistics import (
     METHOD_DIFFERENCE,
@@ -17,7 +17,7 @@ from shell_router.core.statistics import (
     quantile,
 )
 from shell_router.lab.evaluation.records import Record, Setting
-from shell_router.lab.tables import build_table
+from shell_router.lab.tables import print_table
 from shell_router.topology import VOTE
 
 CUT_OFF = ("early_exit", "unneeded")
@@ -240,12 +240,11 @@ def describe_engines(settings: Sequence[Setting], served: Sequence[Setting]) -> 
 NOTHING = "-"
 
 
-def build_tables(report: Report) -> Iterator[Table]:
-    """Accuracy and latency; agents and exits."""
-    yield build_table(report.title, [_format_figures(row) for row in report.rows])
-    yield build_table(
-        "Per answer: agents and early exit", [_format_activity(row) for row in report.rows]
-    )
+def print_tables(report: Report, console: Console) -> None:
+    """Print accuracy and latency, and then agents and exits."""
+    print_table(report.title, [_format_figures(row) for row in report.rows], console)
+    activity = [_format_activity(row) for row in report.rows]
+    print_table("Per answer: agents and early exit", activity, console)
 
 
 def _format_figures(row: Row) -> dict[str, str]:

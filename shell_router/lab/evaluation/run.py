@@ -24,7 +24,7 @@ from shell_router.lab.evaluation.records import (
     Setting,
     read_items,
 )
-from shell_router.lab.evaluation.report import Report, build_rows, build_tables, describe_engines
+from shell_router.lab.evaluation.report import Report, build_rows, describe_engines, print_tables
 from shell_router.lab.tables import open_console
 
 WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
@@ -194,8 +194,7 @@ async def evaluate(
                 wanted=total,
                 rows=build_rows(records, names, baseline),
             )
-            for table in build_tables(report):
-                console.print(table)
+            print_tables(report, console)
             if options.json is not None:
                 content = orjson.dumps(report.as_json(), option=orjson.OPT_INDENT_2) + b"\n"
                 _write("--json", options.json, "wb", content)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from shell_router.lab.evaluation.records import Setting
-from shell_router.lab.evaluation.report import Report, build_rows, build_tables, describe_engines
+from shell_router.lab.evaluation.report import Report, build_rows, describe_engines, print_tables
 from tests.fakes.evaluations import agent, failed, judged, record
 
 RECORDS = [
@@ -43,8 +43,7 @@ def _report(**changes: Any) -> Report:
 def _printed(report: Report) -> str:
     console = Console(width=150, force_terminal=False)
     with console.capture() as captured:
-        for table in build_tables(report):
-            console.print(table)
+        print_tables(report, console)
     return captured.get()
 
 
