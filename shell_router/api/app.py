@@ -25,7 +25,7 @@ from shell_router.api.models import TARGETS, Targets
 from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.http.app import App, Route
-from shell_router.http.connections import ServerLimits
+from shell_router.http.fast_lane import ServerLimits
 from shell_router.http.server import run_server
 from shell_router.telemetry import StallWatch
 

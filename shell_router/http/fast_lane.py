@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
+from math import inf
 from typing import cast
 
 from shell_router.http.app import App, ClientGone, Handler, Request, Response
-from shell_router.http.connections import Connections, ServerLimits
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,25 @@ _UNUSUAL = frozenset(
     }
 )
 """Headers that aiohttp acts on or refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """The limits of a server.
+
+    Attributes:
+        max_connections: The most open connections.
+        idle_timeout_s: How long a connection may wait for its next request.
+        body_timeout_s: How long a head, a handshake, or a plain request's body may take to arrive.
+        write_timeout_s: How long a client may take nothing of its reply.
+        max_body_bytes: The longest body of `Request.read`.
+    """
+
+    max_connections: int
+    idle_timeout_s: float
+    body_timeout_s: float
+    write_timeout_s: float
+    max_body_bytes: int
 
 
 class FastRequest(Request):
@@ -87,7 +106,7 @@ class FastStream:
         self.status = status
         self._connection = connection
         self._write_timeout_s = write_timeout_s
-        self._head = format_head(status, headers, b"Transfer-Encoding: chunked")
+        self._head = connection.format_head(status, headers, b"Transfer-Encoding: chunked")
         connection.streaming = True
         connection.loop.call_soon(self._write, b"")
 
@@ -109,6 +128,82 @@ class FastStream:
         self._head = b""
         if (head or chunk) and not self._connection.transport.is_closing():
             self._connection.transport.write(head + chunk)
+
+
+# --- connections
+
+SWEEP_S = 1.0
+"""Seconds between two looks at all connections."""
+RESWEEP_S = 0.05
+"""The least seconds between two looks when there are too many connections."""
+
+
+class Connections:
+    """A server's open connections; the ones that are idle for too long are closed.
+
+    A connection is idle from its beginning, or its last answer, until the head of a request is
+    complete, so a client that sends a head byte by byte is idle. When one more than
+    `max_connections` is opened, the longest idle one is closed.
+    """
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits = limits
+        self._idle_until_s: dict[asyncio.WriteTransport, float] = {}  # the longest idle first
+        self._timer: asyncio.TimerHandle | None = None
+        self._swept_s = -inf
+
+    def add(self, transport: asyncio.WriteTransport) -> None:
+        """Add a connection that waits for its first request.
+
+        If there are too many, the longest idle one is closed, or else this one.
+        """
+        self.set_idle(transport, self._limits.body_timeout_s)
+        most = self._limits.max_connections
+        swept_lately = asyncio.get_running_loop().time() < self._swept_s + RESWEEP_S
+        if len(self._idle_until_s) > most and not swept_lately:
+            self._close_overdue()
+        if len(self._idle_until_s) > most:
+            idle = (each for each, until_s in self._idle_until_s.items() if until_s < inf)
+            self._close(next(idle, transport))
+
+    def set_busy(self, transport: asyncio.WriteTransport | None) -> None:
+        """Note that a request's head has arrived."""
+        if transport in self._idle_until_s:
+            self._idle_until_s[transport] = inf
+
+    def set_idle(
+        self, transport: asyncio.WriteTransport | None, limit_s: float | None = None
+    ) -> None:
+        """Note that the connection waits for a request, for `idle_timeout_s` or `limit_s`."""
+        if transport is None or transport.is_closing():
+            return
+        loop = asyncio.get_running_loop()
+        self._idle_until_s.pop(transport, None)
+        self._idle_until_s[transport] = loop.time() + (limit_s or self._limits.idle_timeout_s)
+        self._timer = self._timer or loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        self._close_overdue()
+        if self._idle_until_s:
+            self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _close_overdue(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._swept_s = now_s
+        for transport, until_s in tuple(self._idle_until_s.items()):
+            has_sent_all = transport.is_closing() and not transport.get_write_buffer_size()
+            if has_sent_all or until_s < now_s:
+                self._close(transport)
+
+    def _close(self, transport: asyncio.WriteTransport) -> None:
+        del self._idle_until_s[transport]
+        transport.abort()
+
+    def stop(self) -> None:
+        """Sweep no more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @dataclass(eq=False)
@@ -164,6 +259,7 @@ class FastConnection(asyncio.Protocol):
         self.lane = lane
         self.loop = asyncio.get_running_loop()
         self.streaming = False
+        self._is_last = False
         self._received = b""
         self._head: _Head | None = None
         self._task: asyncio.Task[None] | None = None
@@ -244,6 +340,7 @@ class FastConnection(asyncio.Protocol):
             self._body_timer = None
         self._received = received[head.body_end :]
         self._head = None
+        self._is_last = head.is_last
         self.lane.watch.set_busy(self.transport)
         body = received[head.body_start : head.body_end]
         request = FastRequest(self, head.path, head.headers, body)
@@ -265,14 +362,16 @@ class FastConnection(asyncio.Protocol):
             return None
         if "host" not in headers or not _UNUSUAL.isdisjoint(headers):
             return None
-        if headers.get("connection", "keep-alive").lower() != "keep-alive":
+        connection = headers.get("connection", "keep-alive").lower()
+        if connection not in ("keep-alive", "close"):
             return None
         if not _LENGTH.fullmatch(length):
             return None
         if int(length) > min(MAX_BODY_BYTES, self.lane.limits.max_body_bytes):
             return None
         start = match.end()
-        return _Head(handler, match[1].decode(), headers, start, start + int(length))
+        end = start + int(length)
+        return _Head(handler, match[1].decode(), headers, start, end, connection == "close")
 
     async def _serve(self, request: FastRequest, handler: Handler) -> None:
         try:
@@ -294,7 +393,7 @@ class FastConnection(asyncio.Protocol):
             self._task = None
             self.streaming = False
         self.lane.watch.set_idle(self.transport)
-        if self.lane.closing:
+        if self.lane.closing or self._is_last:
             self.transport.close()
         elif not self.transport.is_closing():
             self.transport.resume_reading()
@@ -306,7 +405,14 @@ class FastConnection(asyncio.Protocol):
             self.transport.abort()
         elif not self.transport.is_closing():
             length = b"Content-Length: %d" % len(reply.body)
-            self.transport.write(format_head(reply.status, reply.headers, length) + reply.body)
+            head = self.format_head(reply.status, reply.headers, length)
+            self.transport.write(head + reply.body)
+
+    def format_head(self, status: int, headers: Mapping[str, str], framing: bytes) -> bytes:
+        """Format a reply's head, which says so if the connection closes after it."""
+        if self._is_last and "Connection" not in headers:
+            framing += b"\r\nConnection: close"
+        return format_head(status, headers, framing)
 
     def _give_away(self) -> None:
         """Let aiohttp serve this connection from now on."""
@@ -327,13 +433,17 @@ class FastConnection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class _Head:
-    """A plain head, and where its body begins and ends in the received bytes."""
+    """A plain head, and where its body begins and ends in the received bytes.
+
+    `is_last` tells that the client wants the connection closed after the reply.
+    """
 
     handler: Handler
     path: str
     headers: Mapping[str, str]
     body_start: int
     body_end: int
+    is_last: bool
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> str | None:

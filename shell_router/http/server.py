@@ -18,8 +18,7 @@ from shell_router.http.app import (
     Request,
     Response,
 )
-from shell_router.http.connections import Connections, ServerLimits
-from shell_router.http.fast_lane import FastLane, peer_of
+from shell_router.http.fast_lane import Connections, FastLane, ServerLimits, peer_of
 
 CLOSE_LIMIT_S = 1.0
 """How long connections may take to close at the end, before they are broken."""
