@@ -104,11 +104,6 @@ class WorkerQueue:
         self.waiting = deque(() if share.failed_sessions else share.prompts)
         return share
 
-    def count_output(self) -> None:
-        """Count an output of the running share."""
-        self.answered += 1
-        self.left -= 1
-
     def end(self) -> list[BatchPrompt]:
         """End the running share; return its prompts that the engine never had."""
         waiting = list(self.waiting)
@@ -150,7 +145,7 @@ class WorkerQueues:
         self._failed_on: dict[str, set[int]] = {name: set() for name in self._models}
         """The workers on which a model failed to load."""
         self._failed_sessions: Counter[str] = Counter()
-        self._answering: set[str] = set()
+        self.answering: set[str] = set()
         """The models that have answered something."""
         assigned = dict.fromkeys(prompts, 0)
         for session in plan.sessions:
@@ -311,7 +306,7 @@ class WorkerQueues:
         if answered:
             return self._distribute(Share(share.model, left), others)
         self._failed_sessions[share.model] += 1
-        never_answered = share.model not in self._answering
+        never_answered = share.model not in self.answering
         is_given_up = never_answered and self._failed_sessions[share.model] >= TRIES
         failed_sessions = share.failed_sessions + 1
         if is_given_up or failed_sessions >= TRIES or not others:
@@ -348,10 +343,6 @@ class WorkerQueues:
             if prompts:
                 return self._queues[worker].begin(Share(model, prompts)), other
         return None
-
-    def mark_answering(self, model: str) -> None:
-        """Note that the model has answered something."""
-        self._answering.add(model)
 
     def _busy_s(self, queue: WorkerQueue, *, but: str | None = None) -> float:
         """Return the seconds that a queue takes, without the shares of the model `but`."""

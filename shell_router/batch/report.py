@@ -109,7 +109,7 @@ class _OnScreen(Follow):
         """Move the bar."""
         assert self._task is not None and self._sessions is not None
         self._progress.update(
-            self._task, advance=1, left=f"about {self._sessions.left_s:.0f} s left"
+            self._task, advance=1, left=f"about {self._sessions.queues.left_s:.0f} s left"
         )
 
     def on_progress(self, line: str) -> None:

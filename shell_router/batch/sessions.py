@@ -183,11 +183,6 @@ class Sessions:
                 tasks.create_task(self._work(worker, run_begun_s), name=f"worker {worker}")
         return tuple(sorted(self._ended, key=attrgetter("worker", "begin_s")))
 
-    @property
-    def left_s(self) -> float:
-        """The seconds that the rest takes, by the models' costs."""
-        return self.queues.left_s
-
     async def _work(self, worker: int, run_begun_s: float) -> None:
         while share := await self._begin_next(self.queues[worker]):
             begun_s = self.clock() - run_begun_s
@@ -268,7 +263,7 @@ class Sessions:
             left = await self._answer(model, queue, share)
             done += queue.answered
             if queue.answered:
-                self.queues.mark_answering(share.model)
+                self.queues.answering.add(share.model)
             if left[0]:
                 return done, share, left
             run_s = self.clock() - begun_s
@@ -359,7 +354,8 @@ class Sessions:
         """
 
         async def on_output(output: Output) -> None:
-            queue.count_output()
+            queue.answered += 1
+            queue.left -= 1
             await self.write(output)
 
         suspects: Sequence[BatchPrompt] = ()

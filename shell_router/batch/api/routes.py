@@ -35,7 +35,6 @@ from shell_router.http.app import App, Key, Reply, Request, Response, Route
 from shell_router.moa.deadline import Deadline
 
 MAX_LISTED_FILES = 10_000
-ENDPOINT = "/v1/chat/completions"
 MAX_UNFINISHED = 100
 """Batches of one tenant."""
 JSONL = "application/jsonl"

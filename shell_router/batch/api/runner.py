@@ -48,7 +48,6 @@ class ChatLines:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._chats = chats
-        self._metrics = chats.services.metrics
         self._concurrency = concurrency
         self._pools = pools
         self._slots = asyncio.Semaphore(concurrency)
@@ -96,7 +95,7 @@ class ChatLines:
         """Return the result, and whether another attempt may succeed."""
         request_id = self._chats.services.new_id()
         async with self._slots:
-            with self._metrics.running_batch_lines.track_inprogress():
+            with self._chats.services.metrics.running_batch_lines.track_inprogress():
                 try:
                     run, frames = await self._chats.begin(line.body, tenant)
                     body = frames.whole(await run.answer())

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from shell_router.batch.journal import lock_file, replace_file
 from shell_router.errors import (
@@ -146,12 +147,6 @@ class BatchRecord:
     error_file_id: str | None = None
     input_bytes: int = 0
 
-    @classmethod
-    def read(cls, **stored: Any) -> "BatchRecord":
-        """Build the record from its stored JSON."""
-        faults = tuple(Fault(**fault) for fault in stored.pop("faults"))
-        return cls(**stored, faults=faults)
-
     @property
     def ended(self) -> bool:
         """Whether the batch has reached a final status."""
@@ -207,16 +202,17 @@ class Records(Generic[R]):
     """
 
     def __init__(
-        self, folder: Path, read: Callable[..., R], unknown: Callable[[str], ShellRouterError]
+        self, folder: Path, kind: type[R], unknown: Callable[[str], ShellRouterError]
     ) -> None:
         self._folder = folder
         self._unknown = unknown
         self._writing = Lock()
+        reader = TypeAdapter(kind)
         records: list[R] = []
         for path in folder.glob("*.json"):
             try:
-                records.append(read(**orjson.loads(path.read_bytes())))
-            except (ValueError, TypeError, KeyError) as error:
+                records.append(reader.validate_json(path.read_bytes(), extra="forbid"))
+            except ValidationError as error:
                 log.warning("%s is left aside, as it cannot be read: %s", path, error)
         records.sort(key=lambda record: (record.created_at, record.id))
         self._by_id: dict[str, R] = {record.id: record for record in records}
@@ -288,7 +284,7 @@ class BatchFolder:
         )
         self.batches = Records(
             self._batches,
-            BatchRecord.read,
+            BatchRecord,
             lambda id: UnknownBatch(
                 f"There is no batch {id!r}.", remedy="GET /v1/batches lists yours."
             ),

@@ -81,17 +81,16 @@ async def open_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
             numbers = range(len(pool.workers))
             workers = PoolWorkers([RayWorker(ray, pool, number, folder) for number in numbers])
         else:
-            workers = _build_local_workers(pool, folder)
+            spanning = None
+            if pool.spanning is not None:
+                spanning = LocalWorker(pool, pool.spanning, folder / "spanning")
+            workers = PoolWorkers(
+                [
+                    LocalWorker(pool, settings, folder / f"worker-{number}")
+                    for number, settings in enumerate(pool.workers)
+                ],
+                spanning,
+            )
         await stack.enter_async_context(aclosing(workers))
         await workers.start()
         yield workers
-
-
-def _build_local_workers(pool: Pool, folder: Path) -> PoolWorkers:
-    workers = [
-        LocalWorker(pool, settings, folder / f"worker-{number}")
-        for number, settings in enumerate(pool.workers)
-    ]
-    if pool.spanning is None:
-        return PoolWorkers(workers)
-    return PoolWorkers(workers, LocalWorker(pool, pool.spanning, folder / "spanning"))

@@ -197,15 +197,13 @@ def describe_outcome(choice: CalibratedExit, bound: float, questions: int) -> li
         f"{loss.low:.2f} to "
         f"{loss.high:.2f}) on {questions} questions; the bound is {bound:g}."
     )
-    if choice.latency >= 1:
-        slow = ["It saves no time: keep early_exit off."]
-    else:
-        slow = []
-    if loss.high <= bound:
-        sure = "The whole interval is within the bound."
-    else:
+    sure = "The whole interval is within the bound."
+    if loss.high > bound:
         sure = (
             f"These questions cannot rule out a loss of {loss.high:.2f} points: more of them "
             "would narrow that."
         )
-    return [f"early_exit: {{{keys}}}", outcome, sure, *slow]
+    lines = [f"early_exit: {{{keys}}}", outcome, sure]
+    if choice.latency >= 1:
+        lines.append("It saves no time: keep early_exit off.")
+    return lines

@@ -45,10 +45,7 @@ class RouterClient:
     ) -> None:
         self._session = session
         self.url = url.rstrip("/").removesuffix("/v1")
-        if api_key:
-            self._headers = {"Authorization": f"Bearer {api_key}"}
-        else:
-            self._headers = {}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
         self._clock = clock
 
@@ -95,9 +92,8 @@ class RouterClient:
 
     async def traces(self, filters: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
         """Fetch the latest requests, the last first. Raises ShellRouterError."""
-        traces: Sequence[Mapping[str, Any]] = (
-            await self._fetch("GET", f"/v1/traces?{urlencode(filters)}")
-        )[0]["data"]
+        listed, _ = await self._fetch("GET", f"/v1/traces?{urlencode(filters)}")
+        traces: Sequence[Mapping[str, Any]] = listed["data"]
         return traces
 
     async def _fetch(
@@ -111,14 +107,11 @@ class RouterClient:
             content = None
         if status == OK and isinstance(content, dict):
             return content, headers
-        if isinstance(content, dict):
-            error = content.get("error")
-        else:
-            error = None
-        if isinstance(error, dict) and "message" in error:
-            words = str(error["message"])
-        else:
-            words = repr(answer[:200])
+        match content:
+            case {"error": {"message": message}}:
+                words = str(message)
+            case _:
+                words = repr(answer[:200])
         if status == UNAUTHORIZED:
             raise Unauthorized(
                 words, remedy="Name the variable that holds the key with --api-key-env."
@@ -167,9 +160,12 @@ async def connect_router(
             # on a free port, and without keys, which only callers on other machines would need
             config = load_config(options.config, os.environ, with_keys=False)
             config = replace(
-                config, listen=Listen(port=0, ui=config.listen.ui), api_keys={}, api_keys_file=None
+                config,
+                listen=Listen(port=0, ui=config.listen.ui),
+                api_keys={},
+                api_keys_file=None,
+                topologies=options.topologies or config.topologies,
             )
-            config = replace(config, topologies=options.topologies or config.topologies)
             url = await _start_deployment(config, options.config, stack, on_progress)
             models = tuple(config.models)
         connector = aiohttp.TCPConnector(limit=0)  # all members of a vote ask at the same time

@@ -107,7 +107,7 @@ class Run(Follow):
         if self.refuse:
             self.refuse(output)
         self.outputs.append(output)
-        self.left_s.append(self.running.left_s)
+        self.left_s.append(self.running.queues.left_s)
 
     async def done(self) -> "Run":
         async with asyncio.timeout(20):
@@ -127,7 +127,7 @@ class Run(Follow):
         """Every prompt has one output, and nothing is left open."""
         assert Counter(output.key for output in self.outputs) == self.wanted
         assert not self.workers.open
-        assert self.running.left_s == 0
+        assert self.running.queues.left_s == 0
 
 
 @st.composite
@@ -577,11 +577,11 @@ async def test_a_prompt_that_does_not_fit_the_context_is_an_error_that_says_so_a
 
 async def test_the_estimate_falls_to_nothing() -> None:
     run = Run(ScriptedWorkers(), [{"a": 5, "b": 2}, {"b": 4}], concurrency=1)
-    assert run.running.left_s == (10 + 5) + (10 + 2)  # before it begins
+    assert run.running.queues.left_s == (10 + 5) + (10 + 2)  # before it begins
     await run.done()
     assert run.left_s[0] == pytest.approx(4 + 10 + 2)
     assert run.left_s == sorted(run.left_s, reverse=True)
-    assert run.running.left_s == 0
+    assert run.running.queues.left_s == 0
 
 
 async def test_sessions_are_timed_from_the_start_of_the_run_loads_included() -> None:
