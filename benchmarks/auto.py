@@ -50,7 +50,7 @@ from shell_router.config import Config, EmbedderSettings, ModelSettings, Predict
 from shell_router.core.engine import UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Event, ModelChosen
 from shell_router.core.predictors import Forecasts, Predictor, Prospect
-from shell_router.core.statistics import Z95, paired_difference, quantile, wilson
+from shell_router.core.statistics import Z95, estimate_paired_difference, quantile, wilson
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
@@ -303,7 +303,9 @@ def row_of(setting: Setting, settings: Sequence[Setting]) -> Row:
     """The setting, the small model's accuracy and the large one's latency."""
     small, large = settings[0], settings[2]
     right = wilson(sum(setting.right.values()) / len(setting.right), len(setting.right))
-    gain = paired_difference([setting.right[one] - small.right[one] for one in setting.right])
+    gain = estimate_paired_difference(
+        [setting.right[one] - small.right[one] for one in setting.right]
+    )
     saved = latency_saved(setting, large)
     latencies_s = [one for block in setting.latencies_s for one in block]
     return {

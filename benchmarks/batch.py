@@ -61,7 +61,7 @@ from shell_router.batch.questions import Questions
 from shell_router.batch.run import BatchReport, PoolRun
 from shell_router.batch.sessions import Follow, Workers, load_on_workers, profile_model
 from shell_router.batch.workers import open_workers
-from shell_router.core.statistics import paired_difference, wilson
+from shell_router.core.statistics import estimate_paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
 PLANNERS: dict[str, tuple[Callable[[Workload], BatchPlan], bool]] = {
@@ -322,7 +322,9 @@ def _gate_row(name: str, rounds: Sequence[BatchReport], always: BatchReport) -> 
     measured_s = [stage.measured.makespan_s for stage in stages]
     rights, those = ([bool(result.right) for result in one.results] for one in (rounds[0], always))
     right = wilson(statistics.mean(rights), len(rights))
-    lost = paired_difference([other - own for other, own in zip(those, rights, strict=True)])
+    lost = estimate_paired_difference(
+        [other - own for other, own in zip(those, rights, strict=True)]
+    )
     skipped = statistics.mean(result.by == "proposers" for result in rounds[0].results)
     return {
         "gate": name,

@@ -124,9 +124,9 @@ def _gate_ms(states: Sequence[TokenStates], rounds: int) -> float:
     for _ in range(rounds):
         gate = ClusterGate(tau=0.7, min_completed=2)
         for one in states[:-1]:
-            gate.completed("a", "", 0.9, features(one))
+            gate.add_output("a", "", 0.9, features(one))
         started = time.perf_counter()
-        gate.completed("a", "", 0.9, features(states[-1]))
+        gate.add_output("a", "", 0.9, features(states[-1]))
         gate.score()
         times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times)

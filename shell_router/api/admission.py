@@ -204,7 +204,7 @@ class Admission:
     def _record(self, request: Request, status: int, started_s: float) -> None:
         services = self._services
         took_s = services.clock() - started_s
-        services.metrics.http_request_ended(request.route, status, took_s)
+        services.metrics.count_http_request(request.route, status, took_s)
         if services.access_log is not None:
             line = format_line(request, status, services.wall() - took_s, took_s)
             services.access_log.add(lambda: (line,))

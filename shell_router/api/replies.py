@@ -227,7 +227,7 @@ def common_headers(request: Request) -> dict[str, str]:
     if TRACE in request:
         trace = request[TRACE]
         headers["x-trace-id"] = trace.id
-        placed = trace.placed()
+        placed = trace.list_placements()
         if trace.choices:
             headers["x-model-choice"] = "; ".join(
                 map(_format_choice, trace.choices[:NAMED_CHOICES])

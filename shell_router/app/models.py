@@ -9,7 +9,7 @@ from typing import Any
 from shell_router.app.model_files import ModelFiles, read_files
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
 from shell_router.config import Config, ModelSettings
-from shell_router.config.models import adapted_name
+from shell_router.config.models import name_adapter
 from shell_router.core.engine import Relay, ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.fleet import Fleet
@@ -27,7 +27,7 @@ class RunningModel:
         """Yield the model's LoRA adapters as models, each with its relay."""
         alias = self.served.alias
         for adapter, (engine, relay) in self.engine.adapters.items():
-            name = adapted_name(alias, adapter)
+            name = name_adapter(alias, adapter)
             yield replace(self.served, alias=name, engine=engine, base=alias), relay
 
 

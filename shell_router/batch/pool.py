@@ -289,4 +289,4 @@ def _merge_launches(launches: Sequence[PairLaunch]) -> PairLaunch:
 def load_pool(path: Path) -> Pool:
     """Read a pool's file. Raises ConfigError, which begins with the file and the line."""
     pool, _ = read_file(path, Pool, see=SEE)
-    return replace(pool, embedder=pool.embedder.found_from(path.parent))
+    return replace(pool, embedder=pool.embedder.resolve_from(path.parent))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from shell_router.batch.planner import ModelWork
-from shell_router.core.statistics import Timing, fit_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, measure_held_out_error
 from shell_router.errors import ConfigError
 from shell_router.files.types import Amount
 
@@ -101,7 +101,7 @@ def fit_profile(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
         start_s,
         step_s,
         token_s,
-        held_out_error=held_out_error(timings),
+        held_out_error=measure_held_out_error(timings),
         runs=tuple(runs),
     )
 

@@ -10,8 +10,8 @@ from shell_router.config.models import (
     LaunchSettings,
     ModelSettings,
     SwappingSettings,
-    adapted_name,
     flags_of,
+    name_adapter,
 )
 from shell_router.config.settings import (
     AccessLogSettings,
@@ -78,7 +78,7 @@ class Config:
         """Every name that topologies and requests may give a model, adapters included."""
         names = list(self.models)
         for alias, model in self.models.items():
-            names.extend(adapted_name(alias, adapter) for adapter in model.adapters)
+            names.extend(name_adapter(alias, adapter) for adapter in model.adapters)
         return tuple(names)
 
     @property
@@ -181,7 +181,7 @@ class Config:
     def _require_sleeper(self, where: str, model: ModelSettings) -> None:
         remedy = "Leave them out, or name the models that take turns in swapping.models."
         require(not model.adapters, f"{where} takes turns with others, and has adapters", remedy)
-        for flags in self._launched_flags(model):
+        for flags in self._list_flags(model):
             require(
                 "--device=cpu" not in flags and ("--device", "cpu") not in pairwise(flags),
                 f"{where} sleeps while others are awake, and is started on a CPU, where SGLang "
@@ -196,7 +196,7 @@ class Config:
         The router does not pass it on: every user of the machine can read a command line.
         """
         for alias, model in self.models.items():
-            for flags in self._launched_flags(model) if model.engine_key is not None else ():
+            for flags in self._list_flags(model) if model.engine_key is not None else ():
                 require(
                     any(flag.partition("=")[0] == "--api-key" for flag in flags),
                     f"models.{alias} has an engine_key, and the engines that `launch` starts ask "
@@ -204,7 +204,7 @@ class Config:
                     remedy="Give them `--api-key` in launch.flags, or leave engine_key out.",
                 )
 
-    def _launched_flags(self, model: ModelSettings) -> list[list[str]]:
+    def _list_flags(self, model: ModelSettings) -> list[list[str]]:
         """List the flags of each engine that `shell-router launch` starts for the model."""
         launches = [pair.launch for pair in model.pairs if pair.launch is not None]
         prefill = [flags_of("prefill", self.launch, launch) for launch in launches]

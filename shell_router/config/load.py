@@ -35,7 +35,7 @@ def read_config(
     """
     document = load_document(path, SEE_PAGE)
     config = _with_engines(document, path.parent, kinds)
-    config = replace(config, embedder=config.embedder.found_from(path.parent))
+    config = replace(config, embedder=config.embedder.resolve_from(path.parent))
     if not with_keys:
         return config
 

@@ -275,7 +275,7 @@ class SwappingSettings:
         return self.max_loaded_models or len(self.pairs)
 
 
-def adapted_name(alias: str, adapter: str) -> str:
+def name_adapter(alias: str, adapter: str) -> str:
     """Name an adapter as requests do, in SGLang's form."""
     return f"{alias}:{adapter}"
 

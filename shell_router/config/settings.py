@@ -269,7 +269,7 @@ class EmbedderSettings:
             return "all-MiniLM-L6-v2"
         return Path(self.model).name
 
-    def found_from(self, folder: Path) -> "EmbedderSettings":
+    def resolve_from(self, folder: Path) -> "EmbedderSettings":
         """Resolve a model that begins with a dot, which is a folder seen from `folder`."""
         if self.model.startswith("."):
             return replace(self, model=str(folder / self.model))

@@ -59,7 +59,7 @@ class Drafter:
 
     def propose(self, most: int) -> Sequence[int]:
         """Return up to `most` tokens that may come next; none if the end has not occurred yet."""
-        self._proposed = self._continuation(most) if most > 0 else ()
+        self._proposed = self._find_continuation(most) if most > 0 else ()
         return self._proposed
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class Drafter:
             self._proposed = ()
         self._tokens += tokens
 
-    def _continuation(self, most: int) -> Sequence[int]:
+    def _find_continuation(self, most: int) -> Sequence[int]:
         tokens = self._tokens
         self._index()
         if len(tokens) < _SHORTEST_MATCH:
@@ -160,13 +160,13 @@ class DraftGate:
             drafts: Length and acceptance of each draft.
         """
         drafted = [(length, acceptance) for length, acceptance in drafts if length]
-        plain_s = self._known((False, _bucket(rows)))
+        plain_s = self._recall_s((False, _bucket(rows)))
         if not drafted or plain_s is None:
             return 1
         best = 1
         rate = rows / plain_s
         dearest_s = plain_s * (_MOST_SLOWDOWN if len(drafted) < rows else math.inf)
-        times_s = {width: self._known((True, _bucket(rows * width))) for width in WIDTHS[1:]}
+        times_s = {width: self._recall_s((True, _bucket(rows * width))) for width in WIDTHS[1:]}
         widest_known = max((width for width in times_s if times_s[width] is not None), default=1)
         pass_s = plain_s * _FIRST_GUESS
         for narrower, width in pairwise(WIDTHS):
@@ -178,7 +178,8 @@ class DraftGate:
                 break
             pass_s = times_s[width] or pass_s
             gained = sum(
-                _expected(min(length, width - 1), acceptance) for length, acceptance in drafted
+                _expect_accepted(min(length, width - 1), acceptance)
+                for length, acceptance in drafted
             )
             if pass_s <= dearest_s and (rows + gained) / pass_s > rate:
                 best = width
@@ -191,12 +192,12 @@ class DraftGate:
         """Count the measured seconds of a pass."""
         self._passes += 1
         key = width > 1, _bucket(rows * width)
-        mean_s = self._known(key)
+        mean_s = self._recall_s(key)
         if mean_s is not None:
             seconds = mean_s + _WEIGHT * (min(seconds, _OUTLIER * mean_s) - mean_s)
         self._costs[key] = seconds, self._passes
 
-    def _known(self, key: tuple[bool, int]) -> float | None:
+    def _recall_s(self, key: tuple[bool, int]) -> float | None:
         seconds, seen = self._costs.get(key, (0.0, -_FORGOTTEN_AFTER))
         if self._passes - seen < _FORGOTTEN_AFTER:
             return seconds
@@ -207,7 +208,7 @@ def _bucket(tokens: int) -> int:
     return tokens.bit_length()
 
 
-def _expected(length: int, acceptance: float) -> float:
+def _expect_accepted(length: int, acceptance: float) -> float:
     """Return the drafted tokens expected to be right: all up to the first wrong one."""
     if acceptance >= 1:
         return length

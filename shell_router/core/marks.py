@@ -98,18 +98,18 @@ class ReasoningSplit:
         if self.stage == "start":
             text = self._start(text)
         if self.stage != "thinking":
-            return "", self._stripped(text)
+            return "", self._strip_start(text)
         at = text.find(self._marks.end)
         if at >= 0:
-            thinking = self._thinking(text[:at])
+            thinking = self._take_thinking(text[:at])
             self.stage = "answer"
             self._begun = False
-            return thinking, self._stripped(text[at + len(self._marks.end) :])
+            return thinking, self._strip_start(text[at + len(self._marks.end) :])
         kept = next(
             n for n in range(len(self._marks.end) - 1, -1, -1) if text.endswith(self._marks.end[:n])
         )
         self._held = text[len(text) - kept :]
-        return self._thinking(text[: len(text) - kept]), ""
+        return self._take_thinking(text[: len(text) - kept]), ""
 
     def finish(self) -> tuple[str, str]:
         """Return the (thinking, answer) that was held back when the output ends."""
@@ -121,8 +121,8 @@ class ReasoningSplit:
             else:
                 self.stage = "answer"
         if self.stage == "thinking":
-            return (self._thinking(held), "")
-        return ("", self._stripped(held))
+            return (self._take_thinking(held), "")
+        return ("", self._strip_start(held))
 
     def _start(self, text: str) -> str:
         """Decide whether thinking comes first; return the text after a start mark."""
@@ -141,11 +141,11 @@ class ReasoningSplit:
             self.stage = "answer"
         return text
 
-    def _thinking(self, text: str) -> str:
+    def _take_thinking(self, text: str) -> str:
         self._pieces.append(text)
-        return self._stripped(text)
+        return self._strip_start(text)
 
-    def _stripped(self, text: str) -> str:
+    def _strip_start(self, text: str) -> str:
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)

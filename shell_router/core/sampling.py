@@ -118,12 +118,12 @@ def check_sampling(
             size = "the size of the vocabulary"
             if vocabulary is not None:
                 size = f"{vocabulary}, {size}"
-            raise _refusal(path, name, rule[1].replace("{vocabulary}", size), rule[2])
+            raise _build_refusal(path, name, rule[1].replace("{vocabulary}", size), rule[2])
         is_plain = is_plain and isinstance(value, _SHORT)
     if not is_plain:
         check_depth(params, path or "sampling_params")
         if len(orjson.dumps(params, option=orjson.OPT_NON_STR_KEYS)) > MAX_SAMPLING_BYTES:
-            raise _refusal(
+            raise _build_refusal(
                 path, "", f"take more than {MAX_SAMPLING_BYTES} bytes", "Send a smaller schema."
             )
 
@@ -166,7 +166,7 @@ def require_possible(characters: int, context_length: int) -> None:
         )
 
 
-def _refusal(path: str, name: str, what: str, remedy: str) -> InvalidField:
+def _build_refusal(path: str, name: str, what: str, remedy: str) -> InvalidField:
     field = ".".join(filter(None, (path, name))) or "sampling_params"
     return InvalidField(f"{field} {what}.", field=field, remedy=remedy)
 

@@ -38,7 +38,7 @@ def wilson(share: float, answers: float) -> Interval:
     return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
 
 
-def clustered_share(rights: Sequence[Sequence[bool]]) -> Interval:
+def estimate_clustered_share(rights: Sequence[Sequence[bool]]) -> Interval:
     """Compute the share of right answers; a question may be answered with several seeds.
 
     Answers to one question resemble each other. So the interval is that of as many independent
@@ -63,7 +63,7 @@ def _effective_answers(rights: Sequence[Sequence[bool]], share: float, answers: 
     return questions
 
 
-def paired_difference(differences: Sequence[float]) -> Interval:
+def estimate_paired_difference(differences: Sequence[float]) -> Interval:
     """Compute the mean of the questions' differences in their share of right answers.
 
     Agresti and Min (2005): half a question is added to each cell of the paired table (won, lost,
@@ -120,7 +120,7 @@ def fit_costs(timings: Sequence[Timing]) -> list[float]:
     return [float(cost) for cost in fit_non_negative(rows / scale, targets) / scale]
 
 
-def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
+def measure_held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
     """Return the mean relative error on each kind, of costs fitted to the other kinds.
 
     It is None for at most `least` kinds.
@@ -153,14 +153,16 @@ def fit_non_negative(terms: Floats, targets: Floats) -> Floats:
         fitted
         for size in range(1, count + 1)
         for subset in combinations(range(count), size)
-        if (fitted := _fitted(terms, targets, subset)) is not None
+        if (fitted := _fit_without(terms, targets, subset)) is not None
     ]
-    nothing = (_error(terms, targets, np.zeros(count)), np.zeros(count))
+    nothing = (_measure_error(terms, targets, np.zeros(count)), np.zeros(count))
     _, best = min((*fits, nothing), key=lambda fitted: fitted[0])
     return best
 
 
-def _fitted(terms: Floats, targets: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
+def _fit_without(
+    terms: Floats, targets: Floats, subset: tuple[int, ...]
+) -> tuple[float, Floats] | None:
     """Fit with all terms but `subset` at 0; None if a factor would be negative.
 
     Returns:
@@ -171,9 +173,9 @@ def _fitted(terms: Floats, targets: Floats, subset: tuple[int, ...]) -> tuple[fl
         return None
     factors = np.zeros(terms.shape[1])
     factors[list(subset)] = fitted
-    return _error(terms, targets, factors), factors
+    return _measure_error(terms, targets, factors), factors
 
 
-def _error(terms: Floats, targets: Floats, factors: Floats) -> float:
+def _measure_error(terms: Floats, targets: Floats, factors: Floats) -> float:
     # rounded so that equal fits are equal, and the simpler comes first
     return round(float(((terms @ factors - targets) ** 2).sum()), 12)

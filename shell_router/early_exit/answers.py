@@ -314,10 +314,10 @@ def elect(ballots: Sequence[Ballot], waiting: int) -> Ballot | None:
     if not ballots or (waiting and most - second <= waiting):
         return None
 
-    def standing(ballot: Ballot) -> tuple[int, float, float]:
+    def rank(ballot: Ballot) -> tuple[int, float, float]:
         if ballot.answer is None:
             return 0, 0.0, ballot.confidence
         agreeing = sum(other.confidence for other in ballots if other.answer == ballot.answer)
         return votes[ballot.answer], agreeing, ballot.confidence
 
-    return max(ballots, key=standing)
+    return max(ballots, key=rank)

@@ -30,10 +30,10 @@ class ClusterGate:
         self._features: list[Features] = []
         self._rows: list[list[float]] = []
 
-    def wrote(self, agent: str, text: str, confidence: float) -> None:
+    def add_text(self, agent: str, text: str, confidence: float) -> None:
         """Ignore unfinished outputs."""
 
-    def completed(
+    def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None
     ) -> None:
         """Take in a completed output (lines 4 to 9).

@@ -27,7 +27,7 @@ class Judgement:
 class Gate(Protocol):
     """The judge of one cluster in one run."""
 
-    def wrote(self, agent: str, text: str, confidence: float) -> None:
+    def add_text(self, agent: str, text: str, confidence: float) -> None:
         """Take in text that `agent` adds; only for policies that `read_streams`.
 
         Args:
@@ -37,7 +37,7 @@ class Gate(Protocol):
         """
         ...
 
-    def completed(
+    def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None
     ) -> None:
         """Take in the complete output of `agent`.

@@ -60,7 +60,7 @@ class _OpenOutput:
         The last word may still grow, so it waits; an answer counts once its line has ended.
         """
         self._reader.add(text)
-        self._state(self._reader.stated)
+        self._set_stated(self._reader.stated)
         first, *others = _BLANKS.split(text)
         self._word.append(first)
         if others:
@@ -70,7 +70,7 @@ class _OpenOutput:
 
     def end(self) -> None:
         """Take in the end of the text."""
-        self._state(self._reader.end())
+        self._set_stated(self._reader.end())
         self._take("".join(self._word).split())
         self.complete = True
         self.overlaps.clear()
@@ -81,7 +81,7 @@ class _OpenOutput:
         self.overlaps[answer] = overlap
         overlap.add(self.words)
 
-    def _state(self, stated: Stated | None) -> None:
+    def _set_stated(self, stated: Stated | None) -> None:
         if stated is not self._stated:
             self._stated = stated
             if stated is None:
@@ -110,13 +110,13 @@ class InFlightGate:
         self._members = {name: _OpenOutput() for name in members}
         self._ended: set[str] = set()
 
-    def wrote(self, agent: str, text: str, confidence: float) -> None:
-        """See `Gate.wrote`."""
+    def add_text(self, agent: str, text: str, confidence: float) -> None:
+        """See `Gate.add_text`."""
         member = self._members[agent]
         member.confidence = confidence
         member.write(text)
 
-    def completed(
+    def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None
     ) -> None:
         """End the output; the first with its answer is compared with the unfinished outputs."""
@@ -134,7 +134,7 @@ class InFlightGate:
         scored = self.score(running)
         if scored is NO_QUORUM or scored.probability < self._threshold:
             return Judgement(False, scored, self._threshold)
-        answer = _leading_answer(self._judged_members(running))
+        answer = _find_leading_answer(self._list_judged(running))
         stating = [
             name
             for name, member in self._members.items()
@@ -143,7 +143,7 @@ class InFlightGate:
         stating.sort(key=lambda name: self._members[name].confidence, reverse=True)
         return Judgement(True, scored, self._threshold, tuple(stating))
 
-    def _judged_members(self, running: Collection[str]) -> list[_OpenOutput]:
+    def _list_judged(self, running: Collection[str]) -> list[_OpenOutput]:
         """Leave out the members that have failed."""
         return [
             member for name, member in self._members.items() if member.complete or name in running
@@ -161,12 +161,12 @@ class InFlightGate:
         All are 0 while fewer than the quorum state the answer, and while none of those has ended:
         one output has to be there for the successor to read.
         """
-        members = self._judged_members(running)
-        answer = _leading_answer(members)
+        members = self._list_judged(running)
+        answer = _find_leading_answer(members)
         stating = [member.confidence for member in members if member.answer == answer]
         if answer is None or answer not in self._ended or len(stating) < self._quorum:
             return NO_QUORUM
-        agreeing = [_support(member, answer) for member in members]
+        agreeing = [_weigh_support(member, answer) for member in members]
         support = sum(s * member.confidence for s, member in zip(agreeing, members, strict=True))
         return Score(
             confidence=rms_confidence(stating),
@@ -176,7 +176,7 @@ class InFlightGate:
         )
 
 
-def _leading_answer(members: Sequence[_OpenOutput]) -> str | None:
+def _find_leading_answer(members: Sequence[_OpenOutput]) -> str | None:
     """Return the answer with the largest sum of confidences; None if none is stated."""
     sums: dict[str, float] = {}
     for member in members:
@@ -185,7 +185,7 @@ def _leading_answer(members: Sequence[_OpenOutput]) -> str | None:
     return max(sums, key=sums.__getitem__, default=None)
 
 
-def _support(member: _OpenOutput, answer: str) -> float:
+def _weigh_support(member: _OpenOutput, answer: str) -> float:
     if member.answer is not None or member.complete:
         return float(member.answer == answer)
     return member.overlaps[answer].value

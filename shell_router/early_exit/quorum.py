@@ -13,10 +13,10 @@ class QuorumGate:
         self._min_completed = min_completed
         self._completed = 0
 
-    def wrote(self, agent: str, text: str, confidence: float) -> None:
+    def add_text(self, agent: str, text: str, confidence: float) -> None:
         """Ignore unfinished outputs."""
 
-    def completed(
+    def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None
     ) -> None:
         """Count the agent."""

@@ -68,7 +68,7 @@ class Legs:
         bodies: tuple[bytes, bytes],
         read_timeout_s: float,
         on_prefilled: Callable[[], None] | None = None,
-        blame: Callable[[ServerClient, ServerFailure], None] = ServerClient.failed,
+        blame: Callable[[ServerClient, ServerFailure], None] = ServerClient.note_failure,
         route: str = "generate",
     ) -> None:
         self.prefill_server = prefill
@@ -117,7 +117,7 @@ class Legs:
                 if (tokens := reader.feed(chunk)) is not None:
                     if not self._begun:
                         self._begun = True
-                        self.decode_server.succeeded()
+                        self.decode_server.note_success()
                     return tokens
             if reader.error is not None:
                 raise reader.error
@@ -216,7 +216,7 @@ class Legs:
                 streamed = prefill.content_type.startswith("text/event-stream")
                 require_not_aborted(server.name, body, streamed=streamed)
             self._prefill_answer = body
-            server.succeeded()
+            server.note_success()
         except (EngineError, PromptTooLong) as error:
             # an error status of decode is the first failure already, and is being read
             if self.decode.status in (0, HTTP_OK):

@@ -38,7 +38,7 @@ class Pair:
     def close_prefill(self) -> None:
         """Free the prefill server's slot, because the prompt is prefilled."""
         self.prefill.close()
-        self.decode.prefilled()
+        self.decode.note_prefill()
 
     def close(self) -> None:
         """Abort the legs, unless they have ended, and free the slots; idempotent."""
@@ -71,7 +71,7 @@ class Attempts:
             self._statuses.append((server, error))
         else:
             self.count_statuses()
-            server.failed(error)
+            server.note_failure(error)
 
     def count_statuses(self) -> None:
         """Count earlier and later error statuses as the servers' faults.
@@ -79,7 +79,7 @@ class Attempts:
         An attempt has succeeded, or has failed in another way.
         """
         for server, error in self._statuses or ():
-            server.failed(error)
+            server.note_failure(error)
         self._statuses = None
 
     async def pick(self) -> Pair:

@@ -77,11 +77,11 @@ class PrefillOnly:
             await exchange.head()
             yield exchange
             if exchange.status == HTTP_OK:
-                self.server.succeeded()
+                self.server.note_success()
             elif exchange.status >= INTERNAL_ERROR:  # a relayed answer; `read_all` raises by itself
-                self.server.failed(EngineRejected("", status=exchange.status))
+                self.server.note_failure(EngineRejected("", status=exchange.status))
         except (EngineError, PromptTooLong) as error:
-            self.server.failed(error)
+            self.server.note_failure(error)
             raise
         finally:
             if not exchange.complete:

@@ -248,7 +248,7 @@ async def _await_answer(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     # an error or an abort inside a good answer is no sign that decode serves
     fails = b'"error"' in first or b'"abort"' in first
     if good and not fails:
-        legs.decode_server.succeeded()
+        legs.decode_server.note_success()
     chunks: AsyncIterator[bytes] = _DecodeBody(legs, first, pair.decode)
     if native.input_logprobs and good:
         logprobs = InputLogprobs(legs.prefill_server.name, await legs.read_prefill())
@@ -283,7 +283,7 @@ class _DecodeBody(AsyncIterator[bytes]):
         if self._legs.decode.status == HTTP_OK:
             self._count()
             if self._counted and not self._slot.features.update:
-                self._slot.completed()
+                self._slot.note_completion()
             self._legs.settle_later()
         raise StopAsyncIteration
 
@@ -321,7 +321,7 @@ class _DecodeBody(AsyncIterator[bytes]):
         more = (sum(self._reported.values()) or self._events) - self._counted
         if more > 0:
             self._counted += more
-            self._slot.wrote(more)
+            self._slot.note_tokens(more)
 
 
 async def _body(response: Exchange) -> AsyncIterator[bytes]:

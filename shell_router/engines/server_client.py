@@ -256,13 +256,13 @@ class ServerClient:
         failure.add_note(f"{self}: {error or type(error).__name__}")
         return failure
 
-    def failed(self, error: ServerFailure) -> None:
+    def note_failure(self, error: ServerFailure) -> None:
         """Count `error` against the server if it is the server's fault, not the request's."""
         crashed = isinstance(error, EngineRejected) and error.status >= 500
         if not (crashed or isinstance(error, _SERVERS_FAULTS)):
             return
         self.failures += 1
-        if self.breaker.failed(self._clock()):
+        if self.breaker.note_failure(self._clock()):
             logger.warning(
                 "circuit breaker of the %s is open, probing every %g s (%s)",
                 self,
@@ -270,9 +270,9 @@ class ServerClient:
                 error.__cause__ or error,
             )
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         """Count a good answer, which closes the breaker."""
-        if self.breaker.failures and self.breaker.succeeded():
+        if self.breaker.failures and self.breaker.note_success():
             logger.info("circuit breaker of the %s is closed: it serves again", self)
 
     def abort(self, rids: Sequence[str]) -> None:

@@ -122,10 +122,10 @@ class SglangPair:
                         begun = True
                         attempts.count_statuses()
                     if isinstance(event, Finish):
-                        pair.decode.completed()
+                        pair.decode.note_completion()
                         yield event
                         return
-                    pair.decode.wrote(len(event.ids))
+                    pair.decode.note_tokens(len(event.ids))
                     yield event
             except EngineError as error:
                 if begun or pair.legs is None:

@@ -78,7 +78,7 @@ class ClusterExit:
 
     def judge_text(self, agent: str, text: str, confidence: float) -> Verdict:
         """Judge after `agent` has written `text`. Scores without an exit are not reported."""
-        self._gate.wrote(agent, text, confidence)
+        self._gate.add_text(agent, text, confidence)
         return self.judge_failure()
 
     def judge_failure(self) -> Verdict:
@@ -105,7 +105,7 @@ class ClusterExit:
         if self._needs.embeds:
             return await self._judge_embedding(agent, output)
         self._completed.append(agent)
-        self._gate.completed(agent, output.text, output.confidence or 0.0, None)
+        self._gate.add_output(agent, output.text, output.confidence or 0.0, None)
         verdict = self._judge(self._clock(), report=True)
         if verdict.cut and self._needs.takes_grace:
             await asyncio.sleep(self._settings.grace_s)
@@ -127,7 +127,7 @@ class ClusterExit:
             try:
                 states = await self._embedder.embed(output.text)
                 await asyncio.to_thread(
-                    lambda: self._gate.completed(agent, output.text, confidence, features(states))
+                    lambda: self._gate.add_output(agent, output.text, confidence, features(states))
                 )
             # ValueError: the embedder's answer is no embedding
             except (EngineError, ValueError) as error:

@@ -89,8 +89,8 @@ class TrackedEngine(Generic[E]):
 class EngineSlot(Generic[E]):
     """A request's slot on `engine`, from the moment it may be sent there until `close`.
 
-    The caller must close it. `prefilled` and `wrote` keep the engine's load true; after `close`
-    they have no effect.
+    The caller must close it. `note_prefill` and `note_tokens` keep the engine's load true; after
+    `close` they have no effect.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class EngineSlot(Generic[E]):
         """Return the engine that the request went to, and why."""
         return Placement(self.name, self._dispatcher.policy, self.why, self.waited_s)
 
-    def prefilled(self) -> None:
+    def note_prefill(self) -> None:
         """Count its prompt as prefilled; idempotent."""
         if self._closed or self._held:
             return
@@ -133,7 +133,7 @@ class EngineSlot(Generic[E]):
         if self._dispatcher.holds:
             self._dispatcher.grant()
 
-    def wrote(self, tokens: int) -> None:
+    def note_tokens(self, tokens: int) -> None:
         """Count `tokens` more output tokens, which may exceed the expected ones.
 
         The first tokens show that the prompt is prefilled.
@@ -141,7 +141,7 @@ class EngineSlot(Generic[E]):
         if self._closed:
             return
         if not self._held:
-            self.prefilled()
+            self.note_prefill()
         load = self._load
         output = self._output
         expected = tokens if tokens < output else output
@@ -153,9 +153,9 @@ class EngineSlot(Generic[E]):
         if self._dispatcher.holds:
             self._dispatcher.queue.count_tokens(self.features.user, 0, tokens)
 
-    def completed(self) -> None:
+    def note_completion(self) -> None:
         """Count its output as complete."""
-        self._dispatcher.prompts.wrote(self._written / self.features.requests)
+        self._dispatcher.prompts.note_tokens(self._written / self.features.requests)
 
     def close(self) -> None:
         """Free the slot, however the request ended; idempotent."""
@@ -169,7 +169,7 @@ class EngineSlot(Generic[E]):
         load.output_tokens -= self._output
         load.held_tokens -= self._held
         if self._dispatcher.holds:
-            self._dispatcher.left(self.features)
+            self._dispatcher.leave(self.features)
 
 
 class Dispatcher(Generic[E]):
@@ -254,7 +254,7 @@ class Dispatcher(Generic[E]):
         (at,) = (tracked for tracked in self.tracked if tracked.engine is engine)
         for entry in self.queue.entries:
             if entry.bound is not None and entry.bound.index == at.index:
-                self._held_back(entry, -1)
+                self._count_held_back(entry, -1)
                 entry.bound = None
         self._track([tracked for tracked in self.tracked if tracked is not at])
         self.grant()
@@ -311,7 +311,7 @@ class Dispatcher(Generic[E]):
             excluded = frozenset(at.index for at in self.tracked if at.engine in avoid)
         features = self.prompts.features(request, prefills=self._prefills, decodes=self._decodes)
         if not self.holds:
-            choice = self._choice(features, _not_excluded(serving, excluded))
+            choice = self._choose(features, _not_excluded(serving, excluded))
             self._memory.note(features, choice.index, now_s)
             return self._take(choice, features, now_s)
         most = self.settings.queue.max_waiting
@@ -337,7 +337,7 @@ class Dispatcher(Generic[E]):
         if entry.slot is not None:
             entry.slot.close()
         else:
-            self._held_back(entry, -1)
+            self._count_held_back(entry, -1)
             self.queue.leave(entry.features)
 
     def grant(self) -> None:
@@ -372,7 +372,7 @@ class Dispatcher(Generic[E]):
             self._grant_to(first, able(first))
             first.decided()
 
-    def left(self, features: RoutingFeatures) -> None:
+    def leave(self, features: RoutingFeatures) -> None:
         """A request is over."""
         self.queue.leave(features)
         self.grant()
@@ -398,7 +398,7 @@ class Dispatcher(Generic[E]):
             return False
         return limits.max_running is None or load.running - load.updates < limits.max_running
 
-    def _choice(self, features: RoutingFeatures, among: Sequence[TrackedEngine[E]]) -> Choice:
+    def _choose(self, features: RoutingFeatures, among: Sequence[TrackedEngine[E]]) -> Choice:
         if self._only is not None:
             return self._only
         home = self.prompts.home(features)
@@ -420,11 +420,11 @@ class Dispatcher(Generic[E]):
         """Choose the engine now, if settings say so or an engine holds the prompt's beginning."""
         home = self.prompts.home(entry.features)
         if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
-            entry.bound = self._choice(entry.features, among)
+            entry.bound = self._choose(entry.features, among)
             self._memory.note(entry.features, entry.bound.index, entry.arrived_s)
-            self._held_back(entry, 1)
+            self._count_held_back(entry, 1)
 
-    def _held_back(self, entry: QueueEntry, more: int) -> None:
+    def _count_held_back(self, entry: QueueEntry, more: int) -> None:
         """Count the entry as held back for its bound engine, or no longer if `more` is -1."""
         if entry.bound is not None:
             load = self._by_index[entry.bound.index].load
@@ -436,14 +436,14 @@ class Dispatcher(Generic[E]):
         now_s = self._clock()
         choice = entry.bound
         if choice is None or all(at.index != choice.index for at in among):
-            choice = self._choice(entry.features, _not_excluded(among, entry.excluded))
+            choice = self._choose(entry.features, _not_excluded(among, entry.excluded))
         if entry.bound is None:
             self._memory.note(entry.features, choice.index, now_s)
         waited_s = 0.0
         if entry.waits:
             waited_s = now_s - entry.arrived_s
             self.waits.add(waited_s)
-        self._held_back(entry, -1)
+        self._count_held_back(entry, -1)
         entry.slot = slot = self._take(choice, entry.features, now_s, waited_s)
         self.queue.take(entry, slot.features.new_tokens)
 
@@ -451,9 +451,9 @@ class Dispatcher(Generic[E]):
         self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0
     ) -> EngineSlot[E]:
         at = self._by_index[choice.index]
-        features = self.prompts.sent(features, choice.index)
+        features = self.prompts.note_sent(features, choice.index)
         if at.breaker.failures:
-            at.breaker.tried(now_s)
+            at.breaker.note_attempt(now_s)
         at.load.chosen = self._memory.made
         self.choices[choice.why] += 1
         return EngineSlot(self, at, features, choice.why, waited_s)

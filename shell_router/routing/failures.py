@@ -44,12 +44,12 @@ class Breaker:
         """Return the seconds until a request may be sent."""
         return max(0.0, self.blocked_until_s - now_s)
 
-    def tried(self, now_s: float) -> None:
+    def note_attempt(self, now_s: float) -> None:
         """A request is being sent: while the breaker is open the only one for `open_s`."""
         if self.failures >= self._limit:
             self.blocked_until_s = now_s + self.open_s
 
-    def failed(self, now_s: float) -> bool:
+    def note_failure(self, now_s: float) -> bool:
         """Note a failure; return whether it opened the breaker."""
         self.failures += 1
         if self.failures != self._limit:
@@ -57,7 +57,7 @@ class Breaker:
         self.blocked_until_s = now_s + self.open_s
         return True
 
-    def succeeded(self) -> bool:
+    def note_success(self) -> bool:
         """Note a success; return whether it closed the breaker."""
         closed = self.failures >= self._limit
         self.failures = 0

@@ -147,7 +147,7 @@ class PrefillLoad:
             if computed is not None:
                 self._measured.add(computed, now_s - work.began_s)
 
-    def delayed(self, now_s: float, seconds: float) -> float:
+    def estimate_delayed(self, now_s: float, seconds: float) -> float:
         """Return lambda (V + seconds) / (1 - rho), the prompts expected to wait for an update."""
         self._fade(now_s)
         idle = max(_LEAST_IDLE, 1 - self._busy / self.servers)
@@ -207,7 +207,7 @@ def tokens_until_due(load: PrefillLoad, now_s: float, unsent: int, rest: Remaind
     else:
         time_s = left * rest.token_s - load.outstanding_s - cost.fixed_s
     gain_s = min(moved_s, time_s) * min(1.0, unsent / (2 * left)) * rest.survives
-    delayed = load.delayed(now_s, cost.seconds(unsent))
+    delayed = load.estimate_delayed(now_s, cost.seconds(unsent))
     if gain_s > cost.fixed_s * (_FIXED_PARTS + delayed) + (1 - rest.survives) * moved_s:
         return 0
     return max(

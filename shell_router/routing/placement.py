@@ -322,7 +322,7 @@ class PromptIndex:
             return None
         return self._homes.get(features.grows, (None, 0))[0]
 
-    def sent(self, features: RoutingFeatures, index: int) -> RoutingFeatures:
+    def note_sent(self, features: RoutingFeatures, index: int) -> RoutingFeatures:
         """Note that the prompt goes to this engine.
 
         Returns:
@@ -345,7 +345,7 @@ class PromptIndex:
             return features
         return replace(features, new_tokens=new_tokens)
 
-    def wrote(self, tokens: float) -> None:
+    def note_tokens(self, tokens: float) -> None:
         """Note the output tokens of a request that ended; for a batch, their mean."""
         self._mean_output += _WEIGHT * (tokens - self._mean_output)
 

@@ -107,7 +107,7 @@ def least_attained(entry: QueueEntry, queue: "RequestQueue") -> Key:
     It does not age: a user who is not served becomes the least served, and with aging a flood of
     one user's requests would go before all others.
     """
-    return (queue.attained(entry.features.user),)
+    return (queue.count_attained(entry.features.user),)
 
 
 ORDERS: dict[str, Order] = {
@@ -212,7 +212,7 @@ class RequestQueue:
         self._active: Counter[str | None] = Counter()
         self._levels: OrderedDict[tuple[str | None, str | None], tuple[int, int]] = OrderedDict()
 
-    def attained(self, user: str | None) -> float:
+    def count_attained(self, user: str | None) -> float:
         """Return the tokens that the user was served, outputs doubled, over its weight."""
         return self._attained.get(user, 0.0)
 
@@ -234,8 +234,10 @@ class RequestQueue:
         """
         user = entry.features.user
         if not self._active[user] and self._active.total():
-            least = min(self.attained(other) for other, count in self._active.items() if count)
-            self._set(user, max(self.attained(user), least))
+            least = min(
+                self.count_attained(other) for other, count in self._active.items() if count
+            )
+            self._set(user, max(self.count_attained(user), least))
         self._active[user] += 1
         entry.chosen_before = self._chosen
         self.entries.append(entry)
@@ -261,7 +263,9 @@ class RequestQueue:
     def count_tokens(self, user: str | None, prompt_tokens: int, output_tokens: int = 0) -> None:
         """Count tokens that were prefilled or decoded for the user."""
         tokens = prompt_tokens + OUTPUT_WEIGHT * output_tokens
-        self._set(user, self.attained(user) + tokens / self.settings.weights.get(user or "", 1.0))
+        self._set(
+            user, self.count_attained(user) + tokens / self.settings.weights.get(user or "", 1.0)
+        )
 
     def leave(self, features: RoutingFeatures) -> None:
         """Count a request that has joined as ended."""

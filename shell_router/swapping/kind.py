@@ -47,7 +47,7 @@ class SwappedModel:
 
         Raises ModelFailed, and EngineUnavailable for a request that waits too long for its turn.
         """
-        async with self.leases.leased(self.alias):
+        async with self.leases.lease(self.alias):
             if request.hints.topology is not None:
                 for reader in self._readers:
                     self.leases.load_ahead(reader)
@@ -68,7 +68,7 @@ class SwappedModel:
             raise EngineUnavailable(
                 f"The model {self.alias!r} is not loaded yet.", remedy="Its request will wait."
             )
-        async with self.leases.leased(self.alias):
+        async with self.leases.lease(self.alias):
             return await self.places.engine(self.alias).prefill(request)
 
 
@@ -111,14 +111,16 @@ class Swapping:
             try:
                 await _load_first(leases, by_usage[: settings.places], on_progress)
                 yield {
-                    alias: _started(SwappedModel(alias, leases, places, catalog), config, metrics)
+                    alias: _describe_engine(
+                        SwappedModel(alias, leases, places, catalog), config, metrics
+                    )
                     for alias in files
                 }
             finally:
                 await tasks.aclose(0)
 
 
-def _started(model: SwappedModel, config: Config, metrics: TurnMetrics) -> StartedEngine:
+def _describe_engine(model: SwappedModel, config: Config, metrics: TurnMetrics) -> StartedEngine:
     fleets = model.places.fleets
     if fleets:
         name = "SGLang pairs, loaded in turns"
@@ -135,7 +137,7 @@ async def _load_first(leases: ModelLeases, aliases: Sequence[str], on_progress: 
     failures: list[EngineError] = []
     for alias in aliases:
         try:
-            async with leases.leased(alias):
+            async with leases.lease(alias):
                 on_progress(f"model {alias} is loaded")
         except EngineError as error:
             failures.append(error)

@@ -86,7 +86,7 @@ class ModelLeases:
         return self._turns.serves(model)
 
     @asynccontextmanager
-    async def leased(self, model: str) -> AsyncIterator[None]:
+    async def lease(self, model: str) -> AsyncIterator[None]:
         """Keep the model loaded while the context is open, once it is.
 
         A model whose weights turn out to be lost (WeightsLost) is loaded again.
@@ -130,7 +130,7 @@ class ModelLeases:
         except BaseException as error:
             self._withdraw(waiter)
             if isinstance(error, TimeoutError):
-                raise self._too_late(model) from error
+                raise self._build_timeout(model) from error
             raise
 
     def _withdraw(self, waiter: _Waiter) -> None:
@@ -171,14 +171,14 @@ class ModelLeases:
         """
         turns = self._turns
         turns.drain(self._clock())
-        while group := self._first_served():
+        while group := self._find_served():
             now_s = self._clock()
             for waiter in self._take_waiters([group]):
                 self.counts.waits.add(now_s - waiter.arrived_s)
                 waiter.lease.set_result(turns.pin(group.model))
             turns.drain(self._clock())
 
-    def _first_served(self) -> Group[_Waiter] | None:
+    def _find_served(self) -> Group[_Waiter] | None:
         for group in self._turns.groups:
             if self._turns.serves(group.model):
                 return group
@@ -189,7 +189,7 @@ class ModelLeases:
         self._turns.groups = [group for group in self._turns.groups if group not in groups]
         return [waiter for group in groups for waiter in group.waiters if not waiter.lease.done()]
 
-    def _too_late(self, model: str) -> EngineUnavailable:
+    def _build_timeout(self, model: str) -> EngineUnavailable:
         if self._turns.is_coming(model):
             return EngineUnavailable(
                 f"The model {model!r} was still being loaded after {self._wait_s:g} s.",

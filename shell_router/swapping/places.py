@@ -75,7 +75,7 @@ class Places:
         lost.
         """
         if alias not in self._loaded:
-            raise _weights_lost(alias)
+            raise _build_weights_lost(alias)
         return self._loaded[alias][0]
 
     async def aclose(self) -> None:
@@ -90,7 +90,7 @@ def _load_failure(alias: str, reason: str, remedy: str = "") -> ModelFailed:
     )
 
 
-def _weights_lost(alias: str) -> WeightsLost:
+def _build_weights_lost(alias: str) -> WeightsLost:
     return WeightsLost(
         f"The weights of {alias} were lost, and are loaded again.", remedy="Ask again."
     )
@@ -108,11 +108,11 @@ async def embedded_places(
     await run_in_thread(start_fork_server)
 
     @asynccontextmanager
-    async def opened(alias: str) -> AsyncIterator[Engine]:
+    async def open_pair(alias: str) -> AsyncIterator[Engine]:
         async with kind.running({alias: files[alias]}, config, log.debug) as engines:
             yield engines[alias].engine
 
-    async with aclosing(Places(opened)) as places:
+    async with aclosing(Places(open_pair)) as places:
         yield places
 
 
@@ -131,7 +131,7 @@ class SwappedPairs:
         self._free = list(pairs)
 
     @asynccontextmanager
-    async def opened(self, alias: str) -> AsyncIterator[Engine]:
+    async def open(self, alias: str) -> AsyncIterator[Engine]:
         """Serve the model on a pair of its own. A pair that fails is tried again last."""
         folder = self._folders[alias]
         pair = next((pair for pair in self._free if pair.folder == folder), self._free[0])
@@ -158,12 +158,12 @@ class WeightPair:
 
     async def begin(self) -> None:
         """Ask the servers for their weights. Raises EngineError."""
-        served = await self.served()
+        served = await self.read_served()
         self._began_with = next(iter(served))
         if len(served) == 1:
             self.folder = self._began_with
 
-    async def served(self) -> set[Path]:
+    async def read_served(self) -> set[Path]:
         """Return the folders of the servers' weights: one, if all is well. Raises EngineError."""
         queries = (server.get("model_info", limit_s=self.limit_s) for server in self.servers)
         infos = await asyncio.gather(*queries)
@@ -208,10 +208,10 @@ class CheckedEngine:
     folder: Path
 
     async def _check_weights(self) -> None:
-        if await self.pair.served() != {self.folder}:
+        if await self.pair.read_served() != {self.folder}:
             if self.pair.folder == self.folder:
                 self.pair.folder = None
-            raise _weights_lost(self.alias)
+            raise _build_weights_lost(self.alias)
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""
@@ -249,7 +249,7 @@ async def swapped_places(
             await pair_of_weights.begin()
             pairs.append(pair_of_weights)
         folders = {alias: model.folder.resolve() for alias, model in files.items()}
-        yield Places(SwappedPairs(folders, pairs).opened, clients)
+        yield Places(SwappedPairs(folders, pairs).open, clients)
 
 
 # --- sleeping servers
@@ -294,7 +294,7 @@ class SleepingPairs:
         self._probed: set[str] = set()
 
     @asynccontextmanager
-    async def opened(self, alias: str) -> AsyncIterator[Engine]:
+    async def open(self, alias: str) -> AsyncIterator[Engine]:
         """Keep the model awake.
 
         Raises EngineStalled if other models may still have GPU memory, and EngineError.
@@ -344,4 +344,4 @@ async def sleeping_places(
             launched.add(alias)
     limit_s = config.limits.engine_start_s
     async with running_pairs(addresses, files, config, on_progress, client=SleepingPair) as clients:
-        yield Places(SleepingPairs(clients, limit_s, launched).opened, clients)
+        yield Places(SleepingPairs(clients, limit_s, launched).open, clients)

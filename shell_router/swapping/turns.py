@@ -110,7 +110,7 @@ class Turns(Generic[W]):
             if not self.is_coming(group.model):
                 turn = position
                 break
-        order = self._leaving(turn, in_use=True)
+        order = self._list_leaving(turn, in_use=True)
         kept = [name for name in self._draining if name in order]
         others = [name for name in order if name not in kept]
         needed = len(late) - (self._places - self.taken)
@@ -136,7 +136,7 @@ class Turns(Generic[W]):
         Models in use, and models whose turn comes no later than `turn`, stay.
         """
         missing = 1 + self.taken - self._places
-        leaving = self._leaving(turn)[: max(0, missing)]
+        leaving = self._list_leaving(turn)[: max(0, missing)]
         if len(leaving) < missing:
             return None
         return leaving
@@ -152,7 +152,7 @@ class Turns(Generic[W]):
         loaded.used = next(self._numbers)
         return loaded
 
-    def _leaving(self, keep_before: int | None, *, in_use: bool = False) -> list[str]:
+    def _list_leaving(self, keep_before: int | None, *, in_use: bool = False) -> list[str]:
         """List the models that may leave, in order; those up to turn `keep_before` stay."""
         turns: dict[str, int] = {}
         for turn, group in enumerate(islice(self.groups, REACH)):

@@ -61,12 +61,12 @@ def obstacle_to_swap(served: Path, folder: Path) -> str:
     try:
         before = read_tensors(served)
         after = read_tensors(folder)
-        if names := _differing(before, after):
+        if names := _list_differences(before, after):
             return f"{len(names)} tensors differ in name, type or size, {names[0]} first"
         for file in READ_AT_START:
-            begun = _settings(served / file)
-            new = _settings(folder / file)
-            for key in _differing(begun, new):
+            begun = _read_settings(served / file)
+            new = _read_settings(folder / file)
+            for key in _list_differences(begun, new):
                 if key not in IRRELEVANT:
                     was = short(begun.get(key, ABSENT))
                     now = short(new.get(key, ABSENT))
@@ -76,12 +76,12 @@ def obstacle_to_swap(served: Path, folder: Path) -> str:
     return ""
 
 
-def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+def _list_differences(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     names = sorted(before.keys() | after.keys())
     return [name for name in names if before.get(name, ABSENT) != after.get(name, ABSENT)]
 
 
-def _settings(file: Path) -> dict[str, object]:
+def _read_settings(file: Path) -> dict[str, object]:
     if not file.exists():
         return {}
     settings = json.loads(file.read_bytes())

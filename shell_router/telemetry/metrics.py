@@ -190,7 +190,7 @@ class Metrics:
             Histogram(PREFIX + name, meaning, labels, buckets=SHARES, registry=self.registry)
         )
 
-    def http_request_ended(self, route: str, status: int, took_s: float) -> None:
+    def count_http_request(self, route: str, status: int, took_s: float) -> None:
         """Count an HTTP request.
 
         Args:
@@ -241,13 +241,13 @@ class RunMetrics:
         target = self.trace.target
         match event:
             case events.AgentTokens() | events.AgentThought():
-                self._written(event)
+                self._count_written(event)
             case events.AgentStarted():
                 metrics.agents_started.labels(event.model).inc()
             case events.AgentFinished():
-                self._finished(event)
+                self._count_finished(event)
             case events.PrefillIncrement():
-                self._increment(event)
+                self._count_increment(event)
             case events.AgentStopped():
                 model = self._model(event.agent)
                 tokens = self.trace.agents[event.agent].tokens
@@ -255,7 +255,7 @@ class RunMetrics:
                 metrics.wasted_tokens.labels(model, event.why).inc(tokens)
             case events.AggregationSkipped():
                 metrics.aggregations_skipped.labels(self._model(event.agent)).inc()
-                self._written(event)
+                self._count_written(event)
             case events.AgentErred():
                 metrics.agents_failed.labels(
                     self._model(event.agent), str(event.dropped).lower()
@@ -269,7 +269,7 @@ class RunMetrics:
                 step = "" if target == "inline" else event.step
                 metrics.steps_chosen.labels(target, after, str(event.rule), step).inc()
                 if event.text:
-                    self._first_tokens(event.at_s)
+                    self._time_first_tokens(event.at_s)
             case events.ExitScored():
                 metrics.gate_decisions.labels(target, str(event.exited).lower()).inc()
                 metrics.gate_seconds.labels(target).observe(event.at_s - event.started_s)
@@ -288,7 +288,7 @@ class RunMetrics:
     def _model(self, agent: str) -> str:
         return self.trace.agents[agent].model
 
-    def _finished(self, event: events.AgentFinished) -> None:
+    def _count_finished(self, event: events.AgentFinished) -> None:
         model = self._model(event.agent)
         metrics = self.metrics
         metrics.agents_finished.labels(model, event.reason).inc()
@@ -300,20 +300,20 @@ class RunMetrics:
         if (token_s := self.trace.agents[event.agent].token_s) is not None:
             metrics.output_token_seconds.labels(model).observe(token_s)
 
-    def _written(
+    def _count_written(
         self, event: events.AgentTokens | events.AgentThought | events.AggregationSkipped
     ) -> None:
         if not self.answered and event.agent in self.answering:
-            self._first_tokens(event.at_s)
+            self._time_first_tokens(event.at_s)
 
-    def _first_tokens(self, at_s: float) -> None:
+    def _time_first_tokens(self, at_s: float) -> None:
         if not self.answered:
             self.answered = True
             self.metrics.first_token_seconds.labels(self.trace.target).observe(
                 at_s - self.trace.started_s
             )
 
-    def _increment(self, event: events.PrefillIncrement) -> None:
+    def _count_increment(self, event: events.PrefillIncrement) -> None:
         model = self._model(event.agent)
         metrics = self.metrics
         metrics.increments.labels(model).inc()

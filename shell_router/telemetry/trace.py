@@ -288,7 +288,7 @@ class Trace:
             self.agents[agent] = AgentTrace("unknown", at_s)
         return self.agents[agent]
 
-    def placed(self) -> tuple[Placement, ...]:
+    def list_placements(self) -> tuple[Placement, ...]:
         """Return the engines of the root's last request; empty before it."""
         root = self.agents.get(self.root)
         if root is not None and root.placed is not None:

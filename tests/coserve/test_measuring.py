@@ -17,7 +17,7 @@ from benchmarks.coserve.pool.measuring import (
     measured,
 )
 from benchmarks.coserve.pool.simulated import SimulatedComponents
-from shell_router.core.statistics import Timing, fit_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, measure_held_out_error
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.virtual_time import run_virtual
 from tests.coserve.fakes import COSTS, component
@@ -52,7 +52,7 @@ def test_timings_on_a_line_give_its_k_and_b(
     sample_s: float, batch_s: float, sizes: set[int]
 ) -> None:
     timed = [batch_timing(size, sample_s * size + batch_s) for size in sizes]
-    assert held_out_error(timed) == pytest.approx(0, abs=1e-4)
+    assert measure_held_out_error(timed) == pytest.approx(0, abs=1e-4)
     each_s, start_s = fit_costs(timed)
     for size in sizes:
         assert each_s * size + start_s == pytest.approx(sample_s * size + batch_s, rel=1e-3)

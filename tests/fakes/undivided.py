@@ -60,7 +60,7 @@ class UndividedEngine:
             await exchange.head()
             while chunk := await exchange.read():
                 if (tokens := reader.feed(chunk)) is not None:
-                    slot.wrote(len(tokens.ids))
+                    slot.note_tokens(len(tokens.ids))
                     yield tokens
             assert reader.finish is not None
             yield reader.finish

@@ -94,7 +94,7 @@ async def test_a_batch_counts_each_of_its_requests_and_what_each_has_written(
                 pass
             assert load.output_tokens == 3 * 50 - 6
             assert load.held_tokens == len(orjson.dumps(body)) // 4 + 6
-        assert pair.fleet.dispatchers["decode"].queue.attained("ann") >= 2 * 6
+        assert pair.fleet.dispatchers["decode"].queue.count_attained("ann") >= 2 * 6
         assert (load.running, load.tokens) == (0, 0)
 
 

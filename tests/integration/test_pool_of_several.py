@@ -178,7 +178,7 @@ async def test_a_trial_is_not_spent_while_the_other_role_refuses() -> None:
         prefill, decode = at.pool.fleet.servers
         for server, opened_s in ((prefill, 0.0), (decode, 1.0)):
             for _ in range(BREAKER.failures):
-                server.breaker.failed(opened_s)
+                server.breaker.note_failure(opened_s)
         at.now_s = BREAKER.open_s  # prefill may be tried, decode not yet
         await fails(at, EngineUnavailable)
         at.now_s += 1.0
@@ -189,7 +189,7 @@ async def test_a_relayed_stream_that_tells_of_a_failure_does_not_close_a_breaker
     async with scripted_pool() as at:
         decode = at.pool.fleet.servers[1]
         for _ in range(BREAKER.failures):
-            decode.breaker.failed(0.0)
+            decode.breaker.note_failure(0.0)
         at.now_s = BREAKER.open_s
         at.strike(Fault("error_event"), at.decodes[0])
         body = b'{"input_ids": [1, 2, 3], "stream": true}'
@@ -202,7 +202,7 @@ async def test_a_prefill_only_request_by_a_real_pair_spends_one_trial() -> None:
     async with scripted_pool(settings=ScriptedSettings(warms=()), retries=ONCE) as at:
         await at.pool.fleet.probe()
         for _ in range(BREAKER.failures):
-            at.pool.fleet.servers[0].breaker.failed(at.now_s)
+            at.pool.fleet.servers[0].breaker.note_failure(at.now_s)
         at.now_s += BREAKER.open_s
         async with at.pool.forward("prefill_only", b'{"input_ids": [1, 2, 3]}') as answer:
             assert answer.status == 200

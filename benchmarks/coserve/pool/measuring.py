@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.coserve.pool.errors import ComponentTooLarge
 from benchmarks.coserve.pool.values import Component, Components, Costs, Tier
-from shell_router.core.statistics import Timing, fit_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, measure_held_out_error
 from shell_router.errors import require
 
 GAIN = 0.05
@@ -121,7 +121,7 @@ async def measured(bench: Bench, amount: Amount) -> Measured:
     disk_load_s = host_load_s + median(read_s)
     sample_s, batch_s = fit_costs(fitted)
     costs = Costs(sample_s, batch_s, largest, activation_bytes, host_load_s, disk_load_s)
-    return Measured(costs, timings, held_out_error(fitted))
+    return Measured(costs, timings, measure_held_out_error(fitted))
 
 
 async def _fitting(bench: Bench, amount: Amount, free_bytes: int) -> tuple[list[int], int]:

@@ -301,9 +301,9 @@ class BatchRuns:
         run = BatchRun(self, id)
         task = asyncio.create_task(run.run(), name=id)
         self._running[id] = run, task
-        task.add_done_callback(functools.partial(self._ended, id))
+        task.add_done_callback(functools.partial(self._forget_task, id))
 
-    def _ended(self, id: str, task: "asyncio.Task[None]") -> None:
+    def _forget_task(self, id: str, task: "asyncio.Task[None]") -> None:
         del self._running[id]
         if not task.cancelled() and (error := task.exception()):
             log.error("%s ended badly", id, exc_info=error)

@@ -12,8 +12,8 @@ from shell_router.core.statistics import (
     METHOD_DIFFERENCE,
     METHOD_SHARE,
     Interval,
-    clustered_share,
-    paired_difference,
+    estimate_clustered_share,
+    estimate_paired_difference,
     quantile,
 )
 from shell_router.lab.evaluation.records import Record, Setting
@@ -159,7 +159,7 @@ def _build_row(records: Sequence[Record], baseline: Sequence[Record], is_baselin
         questions=len(rights),
         answers=len(records),
         failed=len(records) - len(answered),
-        accuracy=clustered_share([*rights.values()]),
+        accuracy=estimate_clustered_share([*rights.values()]),
         difference=None if is_baseline else _estimate_difference(records, baseline),
         latency_p50_s=quantile(waits, 0.5) if waits else None,
         latency_p95_s=quantile(waits, 0.95) if waits else None,
@@ -189,7 +189,7 @@ def _estimate_difference(records: Sequence[Record], baseline: Sequence[Record]) 
         if (record.question, record.seed) in theirs:
             differences[record.question].append(record.right - theirs[record.question, record.seed])
     if differences:
-        return paired_difference([fmean(of) for of in differences.values()])
+        return estimate_paired_difference([fmean(of) for of in differences.values()])
     return None
 
 

@@ -31,7 +31,7 @@ from shell_router.app.models import running_models
 from shell_router.app.wings import load_config
 from shell_router.config import Config, ModelSettings
 from shell_router.core.engine import Engine, Generation, ServedModel, Tokens
-from shell_router.core.statistics import Timing, fit_costs, held_out_error
+from shell_router.core.statistics import Timing, fit_costs, measure_held_out_error
 from shell_router.errors import ConfigError
 from shell_router.files.write import write_measured
 from shell_router.lab.simulation.settings import load_profiles
@@ -140,9 +140,9 @@ def fit_pair(
     transfer = TransferCosts(*fit_terms("The transfer", firsts, 2, "--lengths"))
     step_s, sequence_s, context_s = fit_terms("Decoding", decodes, 3, "--batches and --lengths")
     errors = {
-        "prefill": held_out_error(prefills, least=3),
-        "first token": held_out_error(firsts),
-        "decode": held_out_error(decodes),
+        "prefill": measure_held_out_error(prefills, least=3),
+        "first token": measure_held_out_error(firsts),
+        "decode": measure_held_out_error(decodes),
     }
     return ProfiledCosts(
         PairCosts(

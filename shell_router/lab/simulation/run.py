@@ -80,9 +80,9 @@ class SimulatedFleet:
             async with aclosing(slot.engine.generate(request)) as stream:
                 async for item in stream:
                     if isinstance(item, Tokens):
-                        slot.wrote(len(item.ids))
+                        slot.note_tokens(len(item.ids))
                     else:
-                        slot.completed()
+                        slot.note_completion()
                     yield item
         finally:
             slot.close()

@@ -53,7 +53,7 @@ def assert_follows_algorithm1(states, logprobs, tau):
     for count in range(1, len(states) + 1):
         confidence = Confidence()
         confidence.add(logprobs[count - 1])
-        gate.completed("a", "", confidence.value, features(states[count - 1]))
+        gate.add_output("a", "", confidence.value, features(states[count - 1]))
         scored = gate.score()
         expected = metric_q(states[:count], logprobs[:count], tau)
         found = (scored.confidence, scored.agreement, scored.balance, scored.probability)

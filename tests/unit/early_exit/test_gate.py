@@ -21,7 +21,7 @@ def two_outputs(**settings):
     rng = np.random.default_rng(0)
     gate = ClusterGate(tau=0.7, min_completed=2, **settings)
     for agent in "ab":
-        gate.completed(agent, "", 0.8, features(rng.standard_normal((5, 8))))
+        gate.add_output(agent, "", 0.8, features(rng.standard_normal((5, 8))))
     return gate, gate.score().probability
 
 
@@ -95,21 +95,21 @@ def test_without_self_similarity_agreement_is_that_of_pairs():
 def test_the_gate_is_silent_until_enough_outputs_are_there():
     gate = ClusterGate(tau=0.7, min_completed=3)
     output = features(np.random.default_rng(0).standard_normal((5, 8)))
-    gate.completed("a", "", 0.9, output)
+    gate.add_output("a", "", 0.9, output)
     assert gate.score() is None
-    gate.completed("a", "", 0.8, output)
+    gate.add_output("a", "", 0.8, output)
     assert gate.score() is None
-    gate.completed("c", "", 0.7, output)
+    gate.add_output("c", "", 0.7, output)
     assert gate.score() == score([0.9, 0.8, 0.7], np.ones((3, 3)), 0.7)
 
 
 def test_a_refused_output_leaves_the_gate_as_it_was():
     rng = np.random.default_rng(0)
     gate = ClusterGate(tau=0.7, min_completed=2)
-    gate.completed("a", "", 0.9, features(rng.standard_normal((5, 8))))
+    gate.add_output("a", "", 0.9, features(rng.standard_normal((5, 8))))
     with pytest.raises(ValueError, match="different models"):
-        gate.completed("b", "", 0.8, features(rng.standard_normal((5, 9))))
-    gate.completed("b", "", 1.0, features(rng.standard_normal((5, 8))))
+        gate.add_output("b", "", 0.8, features(rng.standard_normal((5, 9))))
+    gate.add_output("b", "", 1.0, features(rng.standard_normal((5, 8))))
     second = gate.score()
     assert second.confidence == pytest.approx(math.sqrt((0.81 + 1) / 2))
 
@@ -137,8 +137,8 @@ def test_every_policy_judges_complete_outputs_by_a_gate(policy: str) -> None:
     gate = EarlyExit(policy, threshold=0.5, min_completed=2).new_gate(("a", "b", "c"))
     for agent in ("a", "b"):
         states = features(np.ones((3, 4)))
-        gate.wrote(agent, "Answer: 4\n", 1.0)
-        gate.completed(agent, "Answer: 4\n", 1.0, states if POLICIES[policy].embeds else None)
+        gate.add_text(agent, "Answer: 4\n", 1.0)
+        gate.add_output(agent, "Answer: 4\n", 1.0, states if POLICIES[policy].embeds else None)
     judgement = gate.judge(("c",), lambda: 0.0)
     assert judgement is not None and judgement.exits
     assert (judgement.score is None) != POLICIES[policy].judges
@@ -148,7 +148,7 @@ def test_a_quorum_exits_once() -> None:
     gate = EarlyExit("quorum", min_completed=1).new_gate(("a", "b", "c"))
     exits = []
     for agent in ("a", "b"):
-        gate.completed(agent, "", 0.0, None)
+        gate.add_output(agent, "", 0.0, None)
         judgement = gate.judge(("c",), lambda: 0.0)
         exits.append(judgement is not None and judgement.exits)
     assert exits == [True, False]

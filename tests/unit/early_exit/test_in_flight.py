@@ -17,12 +17,12 @@ def gate(quorum: int = 1) -> InFlightGate:
 
 def write(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -> None:
     for piece in (text[at : at + 3] for at in range(0, len(text), 3)):
-        judged.wrote(name, piece, confidence)
+        judged.add_text(name, piece, confidence)
 
 
 def end(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -> None:
     write(judged, name, text, confidence)
-    judged.completed(name, text, confidence, None)
+    judged.add_output(name, text, confidence, None)
 
 
 def test_overlap_grows_with_what_was_said_of_the_other_text() -> None:
@@ -44,7 +44,7 @@ def test_nothing_is_scored_before_an_output_with_an_answer_has_ended() -> None:
     judged = gate()
     write(judged, "a", "2+2=4. Answer: 4 I am sure")
     assert judged.score(RUNNING) == NO_QUORUM
-    judged.completed("a", "", 1.0, None)
+    judged.add_output("a", "", 1.0, None)
     assert judged.score(("b", "c")) != NO_QUORUM
 
 

@@ -60,13 +60,13 @@ def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
             break
         one = living[index % len(living)]
         if what == "p":
-            one.entry.prefilled()
+            one.entry.note_prefill()
             one.prefilled = True
         elif what == "w":
             if not one.prefilled:
-                one.entry.prefilled()
+                one.entry.note_prefill()
                 one.prefilled = True
-            one.entry.wrote(tokens)
+            one.entry.note_tokens(tokens)
             one.written.append(tokens)
         else:  # completed, aborted, cut off, failed: all the same here
             one.entry.close()
@@ -74,8 +74,8 @@ def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
             living.remove(one)
         for gone in ended:  # calls after a request's end change nothing
             gone.entry.close()
-            gone.entry.wrote(5)
-            gone.entry.prefilled()
+            gone.entry.note_tokens(5)
+            gone.entry.note_prefill()
         assert (load.running, load.prefill_tokens, load.output_tokens, load.held_tokens) == sums(
             living
         )
@@ -87,8 +87,8 @@ def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
 def test_a_request_that_writes_more_than_expected_owes_nothing() -> None:
     dispatcher = tracked()
     load, entry = dispatcher.tracked[0].load, slot(dispatcher, RoutingFeatures(10, 10, 4))
-    entry.prefilled()
-    entry.wrote(7)
+    entry.note_prefill()
+    entry.note_tokens(7)
     assert (load.output_tokens, load.held_tokens, load.tokens) == (0, 17, 17)
 
 

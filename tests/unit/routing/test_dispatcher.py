@@ -209,7 +209,7 @@ async def test_when_the_last_engine_fails_no_request_waits_for_it() -> None:
     held = await take_slot(at, wanted())
     waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
-    at.tracked[0].breaker.failed(0.0)
+    at.tracked[0].breaker.note_failure(0.0)
     held.close()
     with pytest.raises(EngineUnavailable, match="circuit breaker"):
         await waiting
@@ -218,7 +218,7 @@ async def test_when_the_last_engine_fails_no_request_waits_for_it() -> None:
 @virtually
 async def test_of_those_that_wait_only_one_probes_an_engine_that_failed() -> None:
     at = dispatcher(QueueSettings(max_running=3))
-    at.tracked[0].breaker.failed(0.0)
+    at.tracked[0].breaker.note_failure(0.0)
     held = [await take_slot(at, wanted()) for _ in range(3)]
     waiting = [asyncio.create_task(take_slot(at, wanted())) for _ in range(4)]
     await asyncio.sleep(6.0)  # the breaker of engine 0 allows a probe again
@@ -228,7 +228,7 @@ async def test_of_those_that_wait_only_one_probes_an_engine_that_failed() -> Non
         "engine 0",
         "engine 1",
     ]
-    at.tracked[0].breaker.succeeded()
+    at.tracked[0].breaker.note_success()
     held[1].close()
     assert [(await task).engine for task in waiting].count("engine 0") == 2
 
@@ -239,7 +239,7 @@ async def test_bound_to_an_engine_that_failed_it_goes_elsewhere() -> None:
     held = [await take_slot(at, wanted()) for _ in range(2)]
     waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
-    at.tracked[0].breaker.failed(0.0)
+    at.tracked[0].breaker.note_failure(0.0)
     held[1].close()
     assert (await waiting).engine == "engine 1"
 
@@ -251,7 +251,7 @@ async def test_an_engine_takes_no_more_while_enough_is_to_be_prefilled_there() -
     waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     assert not waiting.done()
-    first.prefilled()
+    first.note_prefill()
     assert (await waiting).engine == "engine 0"
 
 
@@ -262,7 +262,7 @@ async def test_an_engine_takes_no_more_while_its_kv_is_expected_to_fill() -> Non
     waiting = asyncio.create_task(take_slot(at, wanted()))
     await soon()
     assert not waiting.done()
-    first.wrote(60)
+    first.note_tokens(60)
     first.close()
     assert (await waiting).engine == "engine 0"
 
@@ -320,7 +320,7 @@ async def test_requests_that_share_a_long_prefix_meet_on_one_engine() -> None:
         )
 
     first = await ask(1)
-    first.wrote(1)
+    first.note_tokens(1)
     second = await ask(2)
     assert second.engine == first.engine
     assert at.tracked[0].load.prefill_tokens == 1, "what is known to be there is not counted"
@@ -428,10 +428,10 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
 
 def _step(place: EngineSlot[str], what: str) -> None:
     if what == "prefilled":
-        place.prefilled()
+        place.note_prefill()
     elif what == "write":
-        place.wrote(7)
+        place.note_tokens(7)
     else:
         if what == "complete":
-            place.completed()
+            place.note_completion()
         place.close()

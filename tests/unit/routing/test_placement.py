@@ -50,7 +50,7 @@ def test_what_a_tenant_with_a_prefix_cache_of_its_own_has_sent_is_new_for_all_ot
         request = PlacementRequest.of(Generation("r", SHARED, cache_key=cache_key))
         return prompts.features(request, prefills=True, decodes=True)
 
-    prompts.sent(seen("alice"), 0)
+    prompts.note_sent(seen("alice"), 0)
     assert seen("alice").overlaps == {0: 3 * BLOCK_TOKENS}
     assert seen("bob").overlaps == seen(None).overlaps == {}
 

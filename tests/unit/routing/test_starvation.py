@@ -119,7 +119,7 @@ def through_the_router(trace: Trace) -> None:
 
     def started(one: Asked, slot: EngineSlot[int]) -> None:
         one.started_s, one.engine = clock(), slot.engine
-        clock.at(clock() + one.prefill_s, slot.prefilled)
+        clock.at(clock() + one.prefill_s, slot.note_prefill)
         clock.at(clock() + one.duration_s, slot.close)
 
     def arrive(one: Asked) -> None:

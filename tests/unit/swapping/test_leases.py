@@ -86,7 +86,7 @@ class Memory:
     """Contexts that no test variable refers to: they would else be closed."""
 
     async def lease(self, model: str) -> Held:
-        context = self.leases.leased(model)
+        context = self.leases.lease(model)
         await context.__aenter__()
         self.kept.append(context)
         return Held(model, context)

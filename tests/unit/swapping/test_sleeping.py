@@ -102,7 +102,7 @@ class Machine:
                 pairs[name] = pair = SleepingPair(address, limits=limits, retries=ONCE)
                 stack.push_async_callback(pair.aclose)
             sleeping = SleepingPairs(pairs, LIMIT_S, launched)
-            places, tasks = Places(sleeping.opened), TaskOwner()
+            places, tasks = Places(sleeping.open), TaskOwner()
             leases = ModelLeases(
                 places,
                 tasks,

@@ -58,7 +58,7 @@ class Pair:
         )
         self.weights = WeightPair(engine, clients.fleet.servers, 30.0)
         self.places = Places(
-            SwappedPairs({name: folder / name for name in NAMES}, [self.weights]).opened
+            SwappedPairs({name: folder / name for name in NAMES}, [self.weights]).open
         )
 
     async def answered(self, name: str) -> str:

@@ -45,7 +45,7 @@ class FakeEngines:
         self.most = 0
 
     @asynccontextmanager
-    async def opened(self, alias: str) -> AsyncIterator[Engine]:
+    async def open(self, alias: str) -> AsyncIterator[Engine]:
         self.loads.append(alias)
         await self.gate.wait()
         if alias in self.errors:
@@ -83,7 +83,7 @@ async def group(
     loaded: int = 3, catalog: Mapping[str, ModelInTurn] = CATALOG, wait_s: float = 60.0
 ) -> AsyncIterator[Group]:
     engines, tasks = FakeEngines(), TaskOwner()
-    places = Places(engines.opened)
+    places = Places(engines.open)
     leases = ModelLeases(
         places,
         tasks,

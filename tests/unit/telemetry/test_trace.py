@@ -153,10 +153,10 @@ def test_a_tenant_does_not_see_anothers_trace() -> None:
 
 def test_a_trace_tells_where_each_agent_went_last_and_why() -> None:
     reported = whole()
-    assert reported.placed() == ()
+    assert reported.list_placements() == ()
     for engine in ("prefill-0", "prefill-1"):
         reported.add(AgentPlaced(12.1, "root", (Placement(engine, "gimbal", "turn", 0.5),)))
-    assert [str(one) for one in reported.placed()] == ["prefill-1 (gimbal: turn)"]
+    assert [str(one) for one in reported.list_placements()] == ["prefill-1 (gimbal: turn)"]
     assert reported.as_json()["agents"]["root"]["engines"] == [
         {
             "engine": "prefill-1",

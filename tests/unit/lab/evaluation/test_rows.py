@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.core.statistics import paired_difference, wilson
+from shell_router.core.statistics import estimate_paired_difference, wilson
 from shell_router.lab.evaluation.report import build_rows
 from tests.fakes.evaluations import agent, failed, judged, record
 
@@ -76,7 +76,7 @@ def test_several_seeds_are_paired_one_by_one_and_count_as_one_question() -> None
     _, row = build_rows(records, ["base", "fast"], "base")
     assert (row.questions, row.answers) == (1, 2)
     assert row.accuracy == wilson(1.0, 1)
-    assert row.difference == paired_difference([1.0])
+    assert row.difference == estimate_paired_difference([1.0])
 
 
 def test_tokens_are_means_and_the_cached_share_is_of_agents_that_finished() -> None:
