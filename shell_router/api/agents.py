@@ -29,7 +29,7 @@ from shell_router.api.frames import AgentFrames
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
-from shell_router.api.streaming import respond
+from shell_router.api.streaming import stream_run
 from shell_router.core.validation import (
     Array,
     JsonObject,
@@ -185,8 +185,9 @@ async def run_agent(request: Request) -> Reply:
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored)
     frames = AgentFrames(run, agent_request)
-    is_streamed = body.get("stream", False)
-    return await respond(request, run.answer, frames, stream=is_streamed, warnings=warnings)
+    if body.get("stream"):
+        return await stream_run(request, run.answer, frames)
+    return json_reply(request, {**frames.whole(await run.answer()), **warnings})
 
 
 def _require_chat(body: AgentBody, agent_request: AgentRequest) -> None:

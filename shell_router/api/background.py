@@ -19,7 +19,7 @@ from shell_router.api.replies import json_reply, stream_error
 from shell_router.api.response_translation import ResponseTranslation, as_chat
 from shell_router.api.runs import KEPT_RUNS, Run, make_reuse_error, read_end
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
-from shell_router.api.streaming import LAST_EVENT, StreamPosition, open_stream, respond
+from shell_router.api.streaming import LAST_EVENT, StreamPosition, open_stream, stream_run
 from shell_router.api.translation import TranslatedFrames
 from shell_router.core.validation import field_error, show
 from shell_router.errors import StreamChanged, UnknownResponse
@@ -101,7 +101,7 @@ class BackgroundResponse:
         if not self.stream:
             return self.describe("queued")
         translated = TranslatedFrames(frames, self._make_translation())
-        return await respond(request, run.answer, translated, stream=True)
+        return await stream_run(request, run.answer, translated)
 
     async def _claim(self, store: Journals, run: Run) -> bool:
         """Return whether the run's journal is this router's now; raises KeyReused."""

@@ -38,10 +38,10 @@ from shell_router.api.lazy import begin_lazy, read_program
 from shell_router.api.models import Targets
 from shell_router.api.native import forward
 from shell_router.api.panels import FUSIONS, read_brought
-from shell_router.api.replies import note_ignored
+from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, read_position
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
-from shell_router.api.streaming import Frames, respond
+from shell_router.api.streaming import Frames, stream_run
 from shell_router.api.translation import ItemTranslation, TranslatedFrames
 from shell_router.core.engine import Relay
 from shell_router.core.validation import field_error
@@ -277,7 +277,9 @@ async def _respond(
         frames = TranslatedFrames(frames, call.translation)
     without_effect = [*call.target.ignored, *(name for name in ignored if name in call.body)]
     warnings = note_ignored(request, without_effect)
-    return await respond(request, answer, frames, stream=chat.stream, warnings=warnings)
+    if chat.stream:
+        return await stream_run(request, answer, frames)
+    return json_reply(request, {**frames.whole(await answer()), **warnings})
 
 
 def find_only_model(body: ChatBody) -> str:

@@ -152,7 +152,7 @@ def _agent_of(
     )
 
 
-async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
+async def begin_lazy(request: Request, run: Run, emit: Emit | None = None) -> Answer:
     """Return the marker in place of the answer, once the agent has begun; it runs on by itself."""
     agent = run.asked
     assert isinstance(agent, AgentRequest), "only agents are lazy"

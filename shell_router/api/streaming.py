@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from shell_router.api.replies import NO_HEADERS, common_headers, json_reply, stream_error
+from shell_router.api.replies import NO_HEADERS, common_headers, stream_error
 from shell_router.api.services import REQUEST_ID, SETTINGS
 from shell_router.core.events import Emit, Event
 from shell_router.errors import InvalidField, StreamChanged
@@ -15,7 +15,6 @@ from shell_router.http.app import ClientGone, Reply, Request, Stream
 from shell_router.http.sse import PING
 from shell_router.moa.requests import Answer
 
-NO_WARNINGS: Mapping[str, list[str]] = {}
 LAST_EVENT = "last-event-id"
 POSITION = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
 
@@ -211,21 +210,14 @@ class Frames(Protocol):
         ...
 
 
-async def respond(
-    request: Request,
-    run: Callable[[Emit | None], Awaitable[Answer]],
-    frames: Frames,
-    *,
-    stream: bool,
-    warnings: Mapping[str, list[str]] = NO_WARNINGS,
+async def stream_run(
+    request: Request, run: Callable[[Emit], Awaitable[Answer]], frames: Frames
 ) -> Reply:
-    """Answer with a run: event by event, or as one object with `warnings`.
+    """Answer with a run, event by event.
 
-    A stream's head goes out with the run's first event, so that a request refused before anything
+    Its head goes out with the run's first event, so that a request refused before anything
     ran still gets its status. A later failure is sent inside the stream.
     """
-    if not stream:
-        return json_reply(request, {**frames.whole(await run(None)), **warnings})
     ping_s = request.app[SETTINGS].ping_s
     async with LiveRun(run, frames.wants) as live:
         await live.wait_begun(ping_s)

@@ -1,16 +1,15 @@
 """The servers of one model: slots on them, health, reports, and changes while requests run."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Generic, TypeVar
 
 from shell_router.core.engine import PrefillCost
 from shell_router.engines.address import Address
 from shell_router.engines.server_client import Monitor, ServerClient, Transport
-from shell_router.errors import EngineError, EngineUnavailable
-from shell_router.routing.dispatcher import Dispatcher, EngineSlot, TrackedEngine
-from shell_router.routing.placement import PlacementRequest
+from shell_router.errors import EngineError
+from shell_router.routing.dispatcher import Dispatcher, TrackedEngine
 
 A = TypeVar("A", bound=Address)
 E = TypeVar("E")
@@ -154,41 +153,3 @@ class Fleet(Generic[A]):
             any(server.answers and not server.breaker.open for server in dispatcher.engines)
             for dispatcher in self.dispatchers.values()
         )
-
-
-async def take_slot(
-    dispatcher: Dispatcher[E], request: PlacementRequest, avoid: Collection[E] = ()
-) -> EngineSlot[E]:
-    """Wait for a slot on an engine, to which the request is then sent at once.
-
-    However it ends without a slot, the queue has forgotten the request.
-
-    Args:
-        dispatcher: The engines.
-        request: The request.
-        avoid: Engines that get the request only if no other serves.
-
-    Raises:
-        EngineUnavailable: All breakers are open, or no slot came free in time.
-    """
-    entry = dispatcher.submit(request, avoid)
-    if isinstance(entry, EngineSlot):
-        return entry
-    decided = asyncio.get_running_loop().create_future()
-    wait_s = dispatcher.settings.queue.wait_s
-    entry.decided = lambda: None if decided.done() else decided.set_result(None)
-    try:
-        async with asyncio.timeout(wait_s):
-            await decided
-        if entry.error is not None:
-            raise entry.error
-    except BaseException as error:
-        dispatcher.withdraw(entry)
-        if not isinstance(error, TimeoutError):
-            raise
-        raise EngineUnavailable(
-            f"No engine had capacity for the request within {wait_s:g} s.",
-            remedy="Ask again later, add engines, or raise scheduling.queue.wait_s.",
-        ) from error
-    slot: EngineSlot[E] = entry.slot
-    return slot

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from shell_router.core.engine import ChatServing, PrefillCost
 from shell_router.engines.address import PairAddress
@@ -51,24 +50,21 @@ class PairFleet(Fleet[PairAddress]):
         self.chat: ChatServing | None = None
         self.retries = retries
         self.draw = draw
-        self._room = room
+        self.room = room
         self._rid = rid
-        self._bootstraps: dict[ServerClient, tuple[str, int]] = {}
 
     def clients_of(self, address: PairAddress) -> tuple[ServerClient, ...]:
         """See `Fleet.clients_of`; the prefill server comes first."""
         prefill, decode = super().clients_of(address)
         if prefill not in self.prefill_only:
-            self._bootstraps[prefill] = address.bootstrap_host, address.bootstrap_port
+            bootstrap = {
+                "bootstrap_host": address.bootstrap_host,
+                "bootstrap_port": address.bootstrap_port,
+            }
             self.prefill_only[prefill] = PrefillOnly(
-                prefill, self.decodes, self.bootstrap, self._rid, self._room, self.transport.clock
+                prefill, self.decodes, bootstrap, self._rid, self.room, self.transport.clock
             )
         return prefill, decode
-
-    def bootstrap(self, prefill: ServerClient) -> Mapping[str, Any]:
-        """Return an attempt's fields by which decode finds this prefill server, with a new room."""
-        host, port = self._bootstraps[prefill]
-        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": self._room()}
 
     async def probe(self) -> tuple[PrefillWay, ...]:
         """Ask all servers for their abilities, and find ways of prefill-only that warm caches.
@@ -119,7 +115,6 @@ class PairFleet(Fleet[PairAddress]):
         """See `Fleet.forget`."""
         for server in servers:
             self.prefill_only.pop(server, None)
-            self._bootstraps.pop(server, None)
 
     async def version(self) -> str:
         """Return the version that the first decode server gives; raises EngineError."""

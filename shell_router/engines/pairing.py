@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shell_router.core.engine import Placement
-from shell_router.engines.fleet import take_slot
 from shell_router.engines.legs import Legs
 from shell_router.engines.pair_fleet import PairFleet
-from shell_router.engines.server_client import ServerClient, ServerFailure
+from shell_router.engines.server_client import ServerClient, ServerFailure, take_slot
 from shell_router.errors import EngineError, EngineRejected, EngineUnavailable
 from shell_router.routing.dispatcher import EngineSlot
 from shell_router.routing.placement import PlacementRequest
@@ -103,7 +102,8 @@ class Attempts:
         except EngineUnavailable as refusal:
             raise self._last or refusal from None
         fleet.retried += self.made > 0
-        return Pair(to_prefill, to_decode, fleet.bootstrap(to_prefill.engine))
+        address = fleet.prefill_only[to_prefill.engine].bootstrap
+        return Pair(to_prefill, to_decode, {**address, "bootstrap_room": fleet.room()})
 
     async def wait_after(self, pair: Pair, error: EngineError) -> None:
         """Return when the attempt after `pair` is due; raise `error` if it was the last."""

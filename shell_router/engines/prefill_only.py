@@ -13,9 +13,8 @@ from typing import Any, Literal
 import orjson
 
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
-from shell_router.engines.fleet import take_slot
 from shell_router.engines.legs import Legs
-from shell_router.engines.server_client import HTTP_OK, ServerClient
+from shell_router.engines.server_client import HTTP_OK, ServerClient, take_slot
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import EngineError, EngineRejected, PromptTooLong
 from shell_router.http.client import Exchange
@@ -38,9 +37,9 @@ class PrefillOnly:
     Attributes:
         server: The prefill server.
         decodes: The decode servers, for requests by a pair.
-        bootstrap: Gives the fields by which decode finds this server.
+        bootstrap: The fields by which decode finds this server, without a room.
         rid: Gives fresh request ids.
-        room: Gives random numbers.
+        room: Gives fresh bootstrap rooms.
         clock: Gives monotonic seconds.
         way: The way in use.
         cost: The measured cost on an idle server.
@@ -48,7 +47,7 @@ class PrefillOnly:
 
     server: ServerClient
     decodes: Dispatcher[ServerClient]
-    bootstrap: Callable[[ServerClient], Mapping[str, Any]]
+    bootstrap: Mapping[str, Any]
     rid: Callable[[], str]
     room: Callable[[], int]
     clock: Callable[[], float]
@@ -94,7 +93,8 @@ class PrefillOnly:
         # its last slots
         slot = await take_slot(self.decodes, PlacementRequest.of(request, update=True))
         try:
-            bodies = leg_bodies(request, self.bootstrap(self.server))
+            fields = {**self.bootstrap, "bootstrap_room": self.room()}
+            bodies = leg_bodies(request, fields)
             stall_s = self.server.limits.stall_s
             legs = Legs(self.server, slot.engine, (request.rid,), bodies, stall_s)
             try:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import orjson
 
 from shell_router.core.engine import NO_HINTS, Hints, NativeRoute, Relayed
-from shell_router.engines.fleet import take_slot
 from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import (
     ADAPTER,
@@ -20,7 +19,7 @@ from shell_router.engines.native_body import (
 )
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.pairing import Attempts, Pair
-from shell_router.engines.server_client import HTTP_OK, ServerClient
+from shell_router.engines.server_client import HTTP_OK, ServerClient, take_slot
 from shell_router.engines.wire import MAX_EVENT_BYTES, EventSplitter, index_of, wire_error
 from shell_router.errors import EngineError
 from shell_router.http.client import Exchange

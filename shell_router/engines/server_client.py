@@ -1,9 +1,9 @@
-"""The client of one engine server, with limits, errors, aborts and a breaker; and a monitor."""
+"""The client of one engine server, with limits, errors, aborts and a breaker; slots and reports."""
 
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from shell_router.errors import (
     EngineError,
     EngineRejected,
     EngineStalled,
+    EngineUnavailable,
     EngineUnreachable,
     PromptTooLong,
 )
@@ -29,9 +30,9 @@ from shell_router.http.client import (
     endpoint,
 )
 from shell_router.http.tasks import TaskOwner
-from shell_router.routing.dispatcher import Dispatcher, TrackedEngine
+from shell_router.routing.dispatcher import Dispatcher, EngineSlot, TrackedEngine
 from shell_router.routing.failures import Breaker, BreakerSettings
-from shell_router.routing.placement import EngineReport
+from shell_router.routing.placement import EngineReport, PlacementRequest
 
 logger = logging.getLogger(__name__)
 
@@ -353,3 +354,41 @@ class Monitor(Generic[E]):
                     )
                 wait_s = min(2 * max(wait_s, poll_s), max(LONGEST_WAIT_S, poll_s))
             await asyncio.sleep(wait_s)
+
+
+async def take_slot(
+    dispatcher: Dispatcher[E], request: PlacementRequest, avoid: Collection[E] = ()
+) -> EngineSlot[E]:
+    """Wait for a slot on an engine, to which the request is then sent at once.
+
+    However it ends without a slot, the queue has forgotten the request.
+
+    Args:
+        dispatcher: The engines.
+        request: The request.
+        avoid: Engines that get the request only if no other serves.
+
+    Raises:
+        EngineUnavailable: All breakers are open, or no slot came free in time.
+    """
+    entry = dispatcher.submit(request, avoid)
+    if isinstance(entry, EngineSlot):
+        return entry
+    decided = asyncio.get_running_loop().create_future()
+    wait_s = dispatcher.settings.queue.wait_s
+    entry.decided = lambda: None if decided.done() else decided.set_result(None)
+    try:
+        async with asyncio.timeout(wait_s):
+            await decided
+        if entry.error is not None:
+            raise entry.error
+    except BaseException as error:
+        dispatcher.withdraw(entry)
+        if not isinstance(error, TimeoutError):
+            raise
+        raise EngineUnavailable(
+            f"No engine had capacity for the request within {wait_s:g} s.",
+            remedy="Ask again later, add engines, or raise scheduling.queue.wait_s.",
+        ) from error
+    slot: EngineSlot[E] = entry.slot
+    return slot

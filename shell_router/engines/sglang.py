@@ -12,13 +12,12 @@ import orjson
 
 from shell_router.core.engine import ChatServing, Finish, Generation, Prefilled, Tokens
 from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
-from shell_router.engines.fleet import take_slot
 from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import ADAPTER, ANY_MODEL, CACHE_KEY, NativeRules
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.pairing import Attempts, Pair
 from shell_router.engines.relay import PairRelay
-from shell_router.engines.server_client import Transport
+from shell_router.engines.server_client import Transport, take_slot
 from shell_router.engines.wire import leg_bodies, wire_error
 from shell_router.errors import EngineError
 from shell_router.http.client import HttpClient

@@ -4,8 +4,7 @@ Agents of one program with the same candidates share one model (Chimera, Algorit
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +16,7 @@ from shell_router.errors import UnknownModel
 from shell_router.moa.expectations import (
     AGENT_REQUEST,
     PLAIN_REQUEST,
+    Activity,
     ForecastQuery,
     KnownPrompt,
     LatencyEstimates,
@@ -38,47 +38,6 @@ from shell_router.topology import AUTO, Topology
 log = logging.getLogger(__name__)
 
 Candidates = tuple[str, ...]
-
-
-Leave = Callable[[str], None]
-"""Called with an agent that has ended."""
-
-
-class Activity:
-    """The predicted tokens of every agent that was given to a model and has not ended."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, dict[tuple[int, str], float]] = {}
-        self._programs = 0
-
-    def sum_tokens(self, model: str) -> float:
-        """Return P_m, the sum over the entries of `model` (Algorithm 1, line 10)."""
-        return sum(self._tokens.get(model, {}).values())
-
-    @contextmanager
-    def enter_program(self, expected: Mapping[str, tuple[str, float]]) -> Iterator[Leave]:
-        """Enter the agents of one run while the context is open.
-
-        An agent leaves when the function that this yields is called, the others with the context.
-        All stages enter at once: those of a chain together hold the tokens that the paper's entry
-        of the running stage does.
-
-        Args:
-            expected: The model and the expected tokens of each agent.
-        """
-        self._programs += 1
-        program = self._programs
-        for agent, (model, tokens) in expected.items():
-            self._tokens.setdefault(model, {})[program, agent] = tokens
-
-        def leave(agent: str) -> None:
-            self._tokens[expected[agent][0]].pop((program, agent), None)
-
-        try:
-            yield leave
-        finally:
-            for agent, (model, _) in expected.items():
-                self._tokens[model].pop((program, agent), None)
 
 
 @dataclass(frozen=True, slots=True)

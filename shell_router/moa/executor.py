@@ -40,9 +40,10 @@ from shell_router.moa.agent import (
     could_have_written,
     count_usage,
 )
-from shell_router.moa.choosing import Leave, ModelChooser
+from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.cluster_exit import ClusterExit, Verdict
 from shell_router.moa.deadline import Deadline
+from shell_router.moa.expectations import Leave
 from shell_router.moa.incremental import CompletePrompt, complete_prompt
 from shell_router.moa.journal import RunJournal
 from shell_router.moa.planning import Plan, Resources, plan_fallback, plan_run

@@ -1,7 +1,8 @@
-"""What is expected of agents before they run: measured lengths and latencies, and known prompts."""
+"""What is expected of agents: measured lengths and latencies, tokens in flight, known prompts."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,6 +104,47 @@ class LatencyEstimates:
             if run_s is not None and all(precursor in finish for precursor in agent.precursors):
                 finish[agent.id] = run_s + max((finish[p] for p in agent.precursors), default=0.0)
         return finish
+
+
+Leave = Callable[[str], None]
+"""Called with an agent that has ended."""
+
+
+class Activity:
+    """The predicted tokens of every agent that was given to a model and has not ended."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, dict[tuple[int, str], float]] = {}
+        self._programs = 0
+
+    def sum_tokens(self, model: str) -> float:
+        """Return P_m, the sum over the entries of `model` (Algorithm 1, line 10)."""
+        return sum(self._tokens.get(model, {}).values())
+
+    @contextmanager
+    def enter_program(self, expected: Mapping[str, tuple[str, float]]) -> Iterator[Leave]:
+        """Enter the agents of one run while the context is open.
+
+        An agent leaves when the function that this yields is called, the others with the context.
+        All stages enter at once: those of a chain together hold the tokens that the paper's entry
+        of the running stage does.
+
+        Args:
+            expected: The model and the expected tokens of each agent.
+        """
+        self._programs += 1
+        program = self._programs
+        for agent, (model, tokens) in expected.items():
+            self._tokens.setdefault(model, {})[program, agent] = tokens
+
+        def leave(agent: str) -> None:
+            self._tokens[expected[agent][0]].pop((program, agent), None)
+
+        try:
+            yield leave
+        finally:
+            for agent, (model, _) in expected.items():
+                self._tokens[model].pop((program, agent), None)
 
 
 def expect_outputs(

@@ -17,7 +17,7 @@ from shell_router.moa.calls import ToolOffer
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import RunComparison
 from shell_router.moa.expectations import LatencyEstimates, expect_outputs
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, render_agent_prompt
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, Part, render_agent_prompt
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
@@ -97,7 +97,8 @@ async def plan_run(resources: Resources, topology: Topology, request: MoaRequest
     """
     models = resources.models
     characters = sum([len(message["content"]) for message in request.messages])
-    resources.chooser.require_possible(characters)
+    if characters > LONG_TEXT:
+        resources.chooser.require_possible(characters)
     choices: list[Event] = []
     outline = await _outline_run(resources, topology, request, characters, choices)
     topology = outline.topology
@@ -134,7 +135,8 @@ async def _outline_run(
     chooser = resources.chooser
     agents = topology.agents.values()
     sampling = {agent.id: merge_sampling(topology, agent, request) for agent in agents}
-    chooser.require_models(f"Topology {topology.name!r}", topology.models - {AUTO})
+    if not topology.models <= {AUTO, *models}:
+        chooser.require_models(f"Topology {topology.name!r}", topology.models - {AUTO})
     forecasts: Mapping[str, Forecast] = {}
     if chooser.predicts or AUTO in topology.models:
         limits = {agent: params["max_new_tokens"] for agent, params in sampling.items()}

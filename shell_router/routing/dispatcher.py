@@ -177,8 +177,8 @@ class Dispatcher(Generic[E]):
 
     An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds
     their KV. All others go where the policy says, and wait while engines are full, if settings
-    limit them (`holds`). It never waits and does no I/O: `engines.fleet.take_slot` awaits what
-    `submit` returns.
+    limit them (`holds`). It never waits and does no I/O:
+    `engines.server_client.take_slot` awaits what `submit` returns.
 
     Attributes:
         choices: Choices by reason.

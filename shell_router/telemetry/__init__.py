@@ -1,7 +1,6 @@
 """Metrics and traces, both made from the events of core/events.py."""
 
-from shell_router.telemetry.metrics import Metrics, RunMetrics
-from shell_router.telemetry.trace import Trace, TraceStore
-from shell_router.telemetry.usage import StallWatch, TokenRates
+from shell_router.telemetry.metrics import Metrics, RunMetrics, StallWatch
+from shell_router.telemetry.trace import TokenRates, Trace, TraceStore
 
 __all__ = ["Metrics", "RunMetrics", "StallWatch", "TokenRates", "Trace", "TraceStore"]

@@ -1,5 +1,7 @@
-"""The router's metrics (docs/reference/metrics.md) in one registry, counted from events."""
+"""The router's metrics (docs/reference/metrics.md) in one registry: from events, and of stalls."""
 
+import asyncio
+import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -13,7 +15,11 @@ from shell_router.core import events
 from shell_router.core.durations import SECONDS
 from shell_router.telemetry.trace import Trace
 
+log = logging.getLogger(__name__)
+
 PREFIX = "shell_router_"
+STALL_CHECK_S = 0.05
+LONG_STALL_S = 0.1
 Series = TypeVar("Series", Counter, Histogram)
 SHARES = tuple(step / 10 for step in range(1, 11))
 
@@ -324,3 +330,34 @@ class RunMetrics:
         metrics.retokenized_tokens.labels(model).inc(
             max(0, event.resident_tokens - event.cached_tokens)
         )
+
+
+class StallWatch:
+    """Measures stalls of the event loop until `close`, by how late a timer is.
+
+    `gauge` shows the longest stall of this minute and the one before. A stall over LONG_STALL_S is
+    a defect, and is logged.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, gauge: Gauge) -> None:
+        self._loop = loop
+        self._longest = [0.0, 0.0]  # of this minute and the one before
+        self._due_s = self._window_s = loop.time()
+        gauge.set_function(lambda: max(self._longest))
+        self._tick()
+
+    def _tick(self) -> None:
+        now_s = self._loop.time()
+        late_s = max(0.0, now_s - self._due_s)
+        if now_s - self._window_s >= 60:
+            self._longest = [0.0, self._longest[0]]
+            self._window_s = now_s
+        self._longest[0] = max(self._longest[0], late_s)
+        if late_s > LONG_STALL_S:
+            log.warning("the event loop was held up for %.0f ms: all requests waited", 1e3 * late_s)
+        self._due_s = now_s + STALL_CHECK_S
+        self._timer = self._loop.call_later(STALL_CHECK_S, self._tick)
+
+    def close(self) -> None:
+        """Stop measuring."""
+        self._timer.cancel()

@@ -1,4 +1,4 @@
-"""A request's trace, made from its events, and the store of the latest traces."""
+"""A request's trace, made from its events; the latest traces, and the tokens of tenants."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -430,3 +430,36 @@ class TraceStore:
                 ),
             )
         return trace
+
+
+class TokenRates:
+    """The tokens that tenants used in the last minute, approximately.
+
+    The minute before this one counts with the share of it that is less than 60 s ago.
+    """
+
+    def __init__(self) -> None:
+        # by tenant: the minute, its tokens, the tokens of the minute before
+        self._used: dict[str, tuple[float, float, float]] = {}
+
+    def add(self, tenant: str, tokens: float, now_s: float) -> None:
+        """Count tokens of prompts and outputs that the tenant has used."""
+        minute, used, before = self._at(tenant, now_s)
+        self._used[tenant] = minute, used + tokens, before
+
+    def wait_s(self, tenant: str, limit: float, now_s: float) -> float:
+        """Return the seconds until the tenant, if it uses no more, is below `limit`; 0 if it is."""
+        minute, used, before = self._at(tenant, now_s)
+        passed = now_s / 60 - minute
+        if used >= limit:
+            return 60 * (2 - passed - limit / used)
+        if before:
+            return max(0.0, 60 * (1 - passed - (limit - used) / before))
+        return 0.0
+
+    def _at(self, tenant: str, now_s: float) -> tuple[float, float, float]:
+        minute = now_s // 60
+        last, used, before = self._used.get(tenant, (minute, 0.0, 0.0))
+        if last == minute:
+            return minute, used, before
+        return minute, 0.0, used if last == minute - 1 else 0.0

@@ -16,8 +16,8 @@ from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.engines.address import PairLimits, Server
-from shell_router.engines.fleet import Fleet, take_slot
-from shell_router.engines.server_client import ServerClient, Transport
+from shell_router.engines.fleet import Fleet
+from shell_router.engines.server_client import ServerClient, Transport, take_slot
 from shell_router.engines.wire import OutputReader, body_fields
 from shell_router.http.client import HttpClient
 from shell_router.http.tasks import TaskOwner

@@ -20,8 +20,7 @@ from shell_router.core.engine import (
     ServedModel,
     Tokens,
 )
-from shell_router.engines.fleet import take_slot
-from shell_router.engines.server_client import Monitor
+from shell_router.engines.server_client import Monitor, take_slot
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
 from shell_router.lab.simulation.virtual_time import run_virtual

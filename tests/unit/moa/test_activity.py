@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import EngineUnreachable
-from shell_router.moa.choosing import Activity, ModelChooser
+from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
+from shell_router.moa.expectations import Activity
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa, ask
 from tests.fakes.scripted_engine import Gates, Script

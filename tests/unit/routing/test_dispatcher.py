@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.core.engine import Hints
-from shell_router.engines.fleet import take_slot
+from shell_router.engines.server_client import take_slot
 from shell_router.errors import EngineUnavailable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings

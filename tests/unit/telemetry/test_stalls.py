@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from shell_router.telemetry import Metrics, StallWatch
-from shell_router.telemetry.usage import LONG_STALL_S, STALL_CHECK_S
+from shell_router.telemetry.metrics import LONG_STALL_S, STALL_CHECK_S
 
 
 class Loop:
