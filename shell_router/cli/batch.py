@@ -9,6 +9,7 @@ import typer
 
 from shell_router.cli.options import (
     Json,
+    Limit,
     Seed,
     Several,
     argument,
@@ -25,7 +26,6 @@ app = typer.Typer(help="Answer a file of questions with a pool of models.", no_a
 Method = Literal["ilp", "round-robin", "longest-first"]
 Pool = Annotated[Path, argument("POOL", "YAML: models, workers, and how they answer.")]
 Data = Annotated[Path, option('Questions: JSONL, one {"question": …} per line.', metavar="FILE")]
-Limit = Annotated[int | None, option("Ask at most this many questions.", least=1)]
 Planner = Annotated[Method, option("Planner: the integer linear program, or a heuristic.")]
 LimitS = Annotated[float, option("Longest time to plan a stage, in seconds.", "--limit-s")]
 SIZES = Several((8, 16, 32, 64))

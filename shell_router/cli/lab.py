@@ -2,7 +2,6 @@
 
 import json as jsonlib
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +12,7 @@ from shell_router.cli.options import (
     NONE,
     Json,
     KeyVariable,
+    Limit,
     Seed,
     Several,
     argument,
@@ -28,7 +28,7 @@ from shell_router.cli.options import (
 from shell_router.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shell_router.lab.simulation.settings import Loaded
+    from shell_router.lab.simulation.run import Simulated
 
 app = typer.Typer()
 
@@ -53,7 +53,6 @@ Grader = Annotated[
     option("Compares answers; `auto` chooses by the form of the right answer."),
 ]
 Offset = Annotated[int, option("Skip this many questions.", least=0)]
-Limit = Annotated[int | None, option("Ask at most this many questions.", least=1)]
 Seeds = Annotated[Several, list_option(int, "Ask every question once per seed.", "0,1,…")]
 Concurrency = Annotated[int, option("Questions that are asked at the same time.", least=1)]
 LimitS = Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")]
@@ -235,37 +234,34 @@ def simulate(
 
     Runs the router's own code in virtual time, on engines that cost what their profile gives.
     """
+    from shell_router.lab.simulation.run import simulate
     from shell_router.lab.simulation.settings import load
 
     require_writable(json)
-    loaded = [load(file) for file in simulation]
-    if topology is not None:
-        for content, file in zip(loaded, simulation, strict=True):
-            if topology not in content.topologies:
-                names = ", ".join(content.topologies)
-                raise ConfigError(
-                    f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {names}."
-                )
-        loaded = [
-            replace(content, topologies={topology: content.topologies[topology]})
-            for content in loaded
-        ]
-    stems = [file.stem for file in simulation]
-    if len(set(stems)) != len(stems):
-        stems = list(map(str, simulation))
-    _simulate(dict(zip(stems if len(simulation) > 1 else [""], loaded, strict=True)), seed, json)
+    loaded = {file: load(file) for file in simulation}
+    for file, content in loaded.items():
+        if topology is not None and topology not in content.topologies:
+            names = ", ".join(content.topologies)
+            raise ConfigError(
+                f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {names}."
+            )
+    has_own_stems = len({file.stem for file in loaded}) == len(loaded)
+    done = {}
+    for file, content in loaded.items():
+        prefix = ""
+        if len(loaded) > 1:
+            prefix = f"{file.stem if has_own_stems else file} "
+        for name, graph in content.topologies.items():
+            if topology in (None, name):
+                done[prefix + name] = simulate(content.simulation, graph, content.costs, seed)
+    _report_simulated(done, json)
 
 
-def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:
-    from shell_router.lab.simulation.run import simulate
+def _report_simulated(done: "Mapping[str, Simulated]", json: Path | None) -> None:
+    """Print the tables of simulations, and write their figures to the file `json`."""
     from shell_router.lab.simulation.summary import build_tables, describe_bound, summarize, to_json
     from shell_router.lab.tables import print_table
 
-    done = {
-        " ".join(filter(None, (stem, name))): simulate(file.simulation, topology, file.costs, seed)
-        for stem, file in loaded.items()
-        for name, topology in file.topologies.items()
-    }
     answered = {name: simulated for name, simulated in done.items() if simulated.answered} or done
     summaries = {name: summarize(simulated) for name, simulated in answered.items()}
     for title, rows in build_tables(summaries):

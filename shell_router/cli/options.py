@@ -62,6 +62,7 @@ def argument(metavar: str, help: str) -> Any:
 
 
 Json = Annotated[Path | None, option("Write the figures to this file, as JSON.", metavar="FILE")]
+Limit = Annotated[int | None, option("Ask at most this many questions.", least=1)]
 Seed = Annotated[int, option("Fixes every random draw.")]
 KeyVariable = Annotated[
     str | None,

@@ -202,10 +202,10 @@ def simulate(
         gc.enable()
 
 
-def _probe_capacity(prefill: PrefillCosts, few: int = 1, many: int = 256) -> PrefillCost:
+def _probe_capacity(prefill: PrefillCosts) -> PrefillCost:
     """Return what the router would measure of the pair at its start. A fitted term may be 0."""
-    short_s, long_s = (prefill.pass_s(tokens, attended_pairs(tokens, 0)) for tokens in (few, many))
-    return PrefillCost.through(few, short_s, many, long_s)
+    short_s, long_s = (prefill.pass_s(tokens, attended_pairs(tokens, 0)) for tokens in (1, 256))
+    return PrefillCost.through(1, short_s, 256, long_s)
 
 
 async def _simulate_pairs(
