@@ -44,7 +44,7 @@ from report import Row, report
 
 from agent_cache.memory import MemoryAgentPromptCache
 from benchmarks.chimera.baselines import enter_baselines
-from shell_router.app.models import running_models
+from shell_router.app.models import run_models
 from shell_router.batch.questions import choose_grader, is_right
 from shell_router.config import Config, EmbedderSettings, ModelSettings, PredictionSettings
 from shell_router.core.engine import UNSTREAMED_INTERVAL, ServedModel
@@ -54,7 +54,7 @@ from shell_router.core.statistics import Z95, estimate_paired_difference, quanti
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
-from shell_router.prediction.service import running_predictor
+from shell_router.prediction.service import run_predictor
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.standins.embedded.settings import EmbeddedSection
 from shell_router.topology import AUTO, Agent, Topology
@@ -178,9 +178,9 @@ async def started(
             scores=ROUTING / "router", lengths=ROUTING / "lengths", limit_s=1.0
         ),
     )
-    prediction = await stack.enter_async_context(running_predictor(config.prediction))
+    prediction = await stack.enter_async_context(run_predictor(config.prediction))
     running = await stack.enter_async_context(
-        running_models(config, lambda line: print(line, file=sys.stderr))
+        run_models(config, lambda line: print(line, file=sys.stderr))
     )
     async with asyncio.timeout(LIMIT_S):
         while not all([await answers() for answers in prediction.checks.values()]):  # noqa: ASYNC110 - can only be asked

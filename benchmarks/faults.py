@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import report
 
 from benchmarks.faults.measured import FAULTS, Row, measured_rows
-from benchmarks.faults.servers import ROUTERS, running_engines, smg_in
+from benchmarks.faults.servers import ROUTERS, run_engines, smg_in
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 
 TITLE = "Faults: shell-router and sglang-router 0.3.2 in front of one SGLang pair"
@@ -76,7 +76,7 @@ async def measure(venv: Path, names: list[str], rounds: int) -> list[Row]:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        async with running_engines(venv, Path(folder)) as engines:
+        async with run_engines(venv, Path(folder)) as engines:
             return await measured_rows(
                 engines, {name: FAULTS[name] for name in names}, rounds, Path(folder)
             )

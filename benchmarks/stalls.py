@@ -64,7 +64,7 @@ def main() -> int:
 async def measured(folder: Path) -> "list[Row]":
     """A row per family of requests, and per large body."""
     from benchmarks.tenants import deployment, running_engine
-    from shell_router.app import running_server
+    from shell_router.app import serve_deployment
     from tests.fakes.hostile_inputs import FAMILIES
 
     loop = asyncio.get_running_loop()
@@ -73,7 +73,7 @@ async def measured(folder: Path) -> "list[Row]":
     with ProcessPoolExecutor(1, get_context("spawn")) as client:
         async with (
             running_engine("scripted", folder) as pairs,
-            running_server(deployment(pairs, folder)) as url,
+            serve_deployment(deployment(pairs, folder)) as url,
         ):
             gc.freeze()  # as `shell-router serve`
             gc.set_threshold(20_000, 10, 10)

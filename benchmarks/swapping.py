@@ -248,12 +248,12 @@ async def served(config: "Config", amount: Amount, name: str, asked: Sequence[As
     """Serve the stream. All settings begin with the first models loaded, whatever they know."""
     import aiohttp
 
-    from shell_router.app import running_server
+    from shell_router.app import serve_deployment
 
     found, waiting = Served(), iter(asked)
     by_hand = amount.stream == "chains" and name != "CoServe"
     async with (
-        running_server(config, on_progress=lambda _: None) as url,
+        serve_deployment(config, on_progress=lambda _: None) as url,
         aiohttp.ClientSession(url) as http,
     ):
 

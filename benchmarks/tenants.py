@@ -88,7 +88,7 @@ def main() -> int:
 
 async def measured(options: argparse.Namespace, ways: Sequence[str], folder: Path) -> "list[Row]":
     """A row per way."""
-    from shell_router.app import running_server
+    from shell_router.app import serve_deployment
 
     task = asyncio.current_task()
     assert task is not None
@@ -103,7 +103,7 @@ async def measured(options: argparse.Namespace, ways: Sequence[str], folder: Pat
     ):
         async with (
             running_engine(options.engine, folder) as pairs,
-            running_server(deployment(pairs, folder)) as url,
+            serve_deployment(deployment(pairs, folder)) as url,
         ):
             await submit(bob, run, "bob", url, 1.0, 0.0)  # warms up
             for number in range(options.rounds):

@@ -161,7 +161,7 @@ def _requests(rank: dict[str, Any]) -> int:
 
 
 @asynccontextmanager
-async def running_engines(venv: Path, folder: Path) -> AsyncIterator[Engines]:
+async def run_engines(venv: Path, folder: Path) -> AsyncIterator[Engines]:
     """A pair that serves while the context is open; its model and logs go to `folder`."""
     model = make_checkpoint(folder / "model", context_length=CONTEXT)
     pair = make_pair(model, venv, folder, options=OPTIONS)

@@ -15,7 +15,7 @@ from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import free_ports
 from launch.sglang_cpu.smollm2 import smollm2_folder
 from shell_router.api import Services
-from shell_router.app import load_config, running_services
+from shell_router.app import load_config, run_services
 from shell_router.app.launching import launch, plan_launch
 from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.errors import ConfigError, EngineUnreachable
@@ -122,14 +122,14 @@ async def running_deployment(config: Config) -> AsyncIterator[Services]:
     """
     config = replace(config, holdout=HoldoutSettings(share=0))
     if not any(pair.launch for pair in _pairs(config)):
-        async with running_services(config) as services:
+        async with run_services(config) as services:
             yield services
         return
     launched = plan_launch(_without_restarts(config), "benchmark", None, os.environ)
     try:
         async with asyncio.TaskGroup() as group:
             engines = group.create_task(launch(launched, engines_only=True, ready=print))
-            async with running_services(launched.config) as services:
+            async with run_services(launched.config) as services:
                 yield services
             engines.cancel()
     except BaseExceptionGroup as failures:

@@ -14,7 +14,7 @@ from typing import Any
 from agent_cache import MemoryAgentPromptCache
 from benchmarks.overlap.measure import drawn_question, fixed_length, four_settings, setting
 from shell_router.api.models import make_single_agent
-from shell_router.app.services import running_embedder
+from shell_router.app.services import run_embedder
 from shell_router.config import Config
 from shell_router.core.engine import Tokenizer
 from shell_router.core.predictors import Embedder
@@ -159,7 +159,7 @@ async def running_deployment(config: Config) -> AsyncIterator["Deployment"]:
     """The models of `config` and an embedder, without a server. Raises ConfigError and
     EngineError."""
     async with (
-        running_embedder(config.embedder) as (embedder, _),
+        run_embedder(config.embedder) as (embedder, _),
         MemoryAgentPromptCache(clock=time.monotonic) as cache,
         start_models(config, (), "benchmark", None, lambda _: None) as models,
     ):

@@ -42,7 +42,7 @@ class Engines:
             for model, addresses in self.pairs.items():
                 pools[model] = SglangPair(*addresses, scheduling=scheduling)
                 stack.push_async_callback(pools[model].aclose)
-                await stack.enter_async_context(pools[model].fleet.followed())
+                await stack.enter_async_context(pools[model].fleet.follow())
             yield pools
 
 

@@ -67,7 +67,7 @@ async def _join_streams(answers: Sequence[Relayed]) -> AsyncGenerator[bytes, Non
                 events = streams[place].feed(chunk)
                 if events:
                     head = head or events[0]
-                    yield b"".join([data_frame(_renamed(event, head)) for event in events])
+                    yield b"".join([data_frame(_rename_choice(event, head)) for event in events])
                 reading[asyncio.ensure_future(_read_next(answers[place]))] = place
         usages = [stream.usage for stream in streams if stream.usage]
         if usages:
@@ -103,7 +103,7 @@ class ChoiceStream:
         return events
 
 
-def _renamed(event: dict[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_choice(event: dict[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
     return {**event, "id": head["id"]} if "id" in event and "id" in head else event
 
 

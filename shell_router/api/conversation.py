@@ -349,10 +349,10 @@ def holds_marker(text: str) -> bool:
 def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a lazy answer's marker is in the messages, whole or altered."""
     return holds_marker("\n".join([turn["content"] for turn in messages])) or any(
-        map(marked_elsewhere, messages)
+        map(is_marked_elsewhere, messages)
     )
 
 
-def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+def is_marked_elsewhere(turn: Mapping[str, Any]) -> bool:
     """Return whether a marker is in the message's calls of tools, or in its thinking."""
     return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())

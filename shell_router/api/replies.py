@@ -127,7 +127,7 @@ def is_retryable(error: BaseException) -> bool:
 class ErrorBody(TypedDict):
     """The fields of an error. The OpenAPI document gets them from here.
 
-    OpenAI's shape has all of them, Anthropic's and failed responses the `shared_fields`.
+    OpenAI's shape has all of them, Anthropic's and failed responses the `list_shared_fields`.
     """
 
     message: str
@@ -158,7 +158,7 @@ def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
     return {"error": body}
 
 
-def shared_fields(error: Mapping[str, Any]) -> dict[str, Any]:
+def list_shared_fields(error: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the envelope's `error` that every API's shape has."""
     return {name: field for name, field in error.items() if name not in OPENAI_FIELDS}
 
@@ -179,7 +179,7 @@ def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict
     kind = BY_STATUS.get(status, "api" if status >= 500 else "invalid_request") + "_error"
     if status == 413:
         kind = "request_too_large"
-    return {**shared_fields(error), "type": kind}
+    return {**list_shared_fields(error), "type": kind}
 
 
 def _message(error: BaseException, problem: ErrorStatus, request_id: str) -> str:

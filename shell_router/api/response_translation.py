@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from shell_router.api.conversation import FunctionName
 from shell_router.api.fields import EndUserFields, Labels, NoEffect, SharedFields, StopField, Tokens
-from shell_router.api.replies import shared_fields
+from shell_router.api.replies import list_shared_fields
 from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
 from shell_router.core.sampling import check_depth
 from shell_router.core.validation import Array, JsonObject, Name, field_error
@@ -352,7 +352,7 @@ class ResponseTranslation(ItemTranslation):
 
     def describe_failure(self, error: Mapping[str, Any]) -> dict[str, Any]:
         """Return the response that failed."""
-        return self.describe("failed", {**shared_fields(error), "code": "server_error"})
+        return self.describe("failed", {**list_shared_fields(error), "code": "server_error"})
 
     def answer(self) -> dict[str, Any]:
         """See `ItemTranslation`."""

@@ -99,7 +99,7 @@ class ItemTranslation(ABC):
         self._has_failed = True
         if self.place is not None:
             self.place.after = 0
-        return self._written([*self._begin(), *self._write_failure(envelope["error"])])
+        return self._note_written([*self._begin(), *self._write_failure(envelope["error"])])
 
     def _frames(self, payload: bytes) -> bytes:
         if self._has_failed:
@@ -107,7 +107,7 @@ class ItemTranslation(ABC):
         if payload == b"[DONE]":
             if self.reason == "abort":
                 return self.error({"error": {"message": ABORTED}})
-            last = self._written([*self._begin(), *self._close(), *self._write_end()])
+            last = self._note_written([*self._begin(), *self._close(), *self._write_end()])
             if self.place is not None:
                 self.place.require_reached()
             return last
@@ -119,7 +119,7 @@ class ItemTranslation(ABC):
         for choice in chunk.get("choices", ()):
             events += self._delta(choice["delta"])
             self.reason = choice.get("finish_reason") or self.reason
-        return self._written(events)
+        return self._note_written(events)
 
     def _begin(self) -> Events:
         if self._has_begun:
@@ -162,7 +162,7 @@ class ItemTranslation(ABC):
         self._kind = None
         return self._write_close("".join(self._texts))
 
-    def _written(self, events: Events) -> bytes:
+    def _note_written(self, events: Events) -> bytes:
         return b"".join([self._frame(kind, facts) for kind, facts in events])
 
     def _frame(self, kind: str, facts: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from shell_router.config import Config
 from shell_router.errors import ConfigError
 from shell_router.http.server import bind_sockets
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.supervisor import Engines, Patience, running_engines
+from shell_router.launching.supervisor import Engines, Patience, run_engines
 from shell_router.processes.restarts import RestartPolicy
 
 log = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
     """
     if not engines_only:
         read_named(launched.config)  # a mistake shows before engines load for minutes
-    async with launched_engines(launched) as engines:
+    async with launch_engines(launched) as engines:
         if engines_only:
             log.info("all engines serve; no router is started here")
             await asyncio.Event().wait()  # until a signal cancels this task
         await serve(launched.config, ready=ready, engine_restarts=engines.restarts)
 
 
-def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
+def launch_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
     """Return a context in which the plan's engines serve; entering it may raise EngineError.
 
     Raises ConfigError.
@@ -56,7 +56,7 @@ def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engine
     settings = launched.config.launch
     policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
     patience = Patience(start_s=launched.config.limits.engine_start_s)
-    return running_engines(
+    return run_engines(
         launched, policy=policy, patience=patience, sleep=partial(put_to_sleep, launched.config)
     )
 

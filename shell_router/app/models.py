@@ -23,7 +23,7 @@ class RunningModel:
     engine: StartedEngine
     vocabulary: int
 
-    def adapted_models(self) -> Iterator[tuple[ServedModel, Relay]]:
+    def list_adapted_models(self) -> Iterator[tuple[ServedModel, Relay]]:
         """Yield the model's LoRA adapters as models, each with its relay."""
         alias = self.served.alias
         for adapter, (engine, relay) in self.engine.adapters.items():
@@ -47,7 +47,7 @@ def _aliases_by_kind(config: Config) -> Mapping[str, list[str]]:
 
 
 @asynccontextmanager
-async def running_models(
+async def run_models(
     config: Config, on_progress: Progress, kinds: Mapping[str, EngineKind] | None = None
 ) -> AsyncIterator[Mapping[str, RunningModel]]:
     """Start the engines of all models, and give the models by their aliases.

@@ -48,7 +48,7 @@ class SglangPairs:
     ) -> AsyncIterator[Mapping[str, StartedEngine]]:
         """See `EngineKind`."""
         addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
-        async with running_pairs(
+        async with run_pairs(
             addresses, files, config, on_progress, may_lack=self._may_lack
         ) as pools:
             engines = {}
@@ -119,7 +119,7 @@ async def _name(fleet: PairFleet) -> str:
 
 
 @asynccontextmanager
-async def running_pairs(
+async def run_pairs(
     addresses: Mapping[str, Sequence[PairAddress]],
     files: Mapping[str, ModelFiles],
     config: Config,
@@ -141,10 +141,10 @@ async def running_pairs(
             pools[alias] = connect_pairs(alias, pairs, config, rules, client)
             stack.push_async_callback(pools[alias].aclose)
         await stack.enter_async_context(
-            _probed(pools, config.limits.engine_start_s, on_progress, may_lack=may_lack)
+            _probe_servers(pools, config.limits.engine_start_s, on_progress, may_lack=may_lack)
         )
         for pool in pools.values():
-            await stack.enter_async_context(pool.fleet.followed())
+            await stack.enter_async_context(pool.fleet.follow())
         yield pools
 
 
@@ -178,10 +178,10 @@ def connect_pairs(
 
 
 @asynccontextmanager
-async def _probed(
+async def _probe_servers(
     pools: Mapping[str, SglangPair], limit_s: float, on_progress: Progress, *, may_lack: bool
 ) -> AsyncIterator[None]:
-    """Enter when every server is healthy and probed; see `running_pairs`."""
+    """Enter when every server is healthy and probed; see `run_pairs`."""
     late = asyncio.Event()
     probes = {
         alias: asyncio.create_task(_probe(alias, pool.fleet, on_progress, late))

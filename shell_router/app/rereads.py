@@ -72,7 +72,7 @@ class Reread:
             log.info("%s: changed, and read again", self._what)
 
     @asynccontextmanager
-    async def watched(self, look_s: float = 1.0) -> AsyncIterator[None]:
+    async def watch(self, look_s: float = 1.0) -> AsyncIterator[None]:
         """Look every `look_s` while the context is open."""
         watching = asyncio.create_task(self._watch(look_s), name=f"watch-{self._what}")
         try:

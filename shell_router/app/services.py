@@ -17,10 +17,10 @@ from agent_cache import AgentPromptCache, CacheStats, Journals, MemoryAgentPromp
 from shell_router.api import ENGINE_CHECK, Services
 from shell_router.api.live import LiveTopologies
 from shell_router.app.fleet_changes import FleetChanges
-from shell_router.app.models import RunningModel, engine_kinds, running_models
+from shell_router.app.models import RunningModel, engine_kinds, run_models
 from shell_router.app.pairs import SglangPairs
 from shell_router.app.rereads import Contents
-from shell_router.app.topologies import live_topologies, watched
+from shell_router.app.topologies import live_topologies, watch_topologies
 from shell_router.app.wings import RunningPredictor, StartedEngine, wing
 from shell_router.config import CacheSettings, Config, EmbedderSettings, PredictionSettings
 from shell_router.config.models import read_secret
@@ -67,7 +67,7 @@ class RunningCache:
 
 
 @asynccontextmanager
-async def running_cache(
+async def open_cache(
     settings: CacheSettings, clock: Callable[[], float], environ: Mapping[str, str] = os.environ
 ) -> AsyncIterator[RunningCache]:
     """Open the cache.
@@ -109,7 +109,7 @@ async def _always() -> bool:
 
 
 @asynccontextmanager
-async def running_embedder(
+async def run_embedder(
     settings: EmbedderSettings,
 ) -> AsyncIterator[tuple[Embedder | None, Check]]:
     """Start the embedder, None without one; its model loads in the background.
@@ -143,7 +143,7 @@ async def _load(embedder: SentenceTransformerEmbedder) -> None:
 
 
 @asynccontextmanager
-async def running_services(
+async def run_services(
     config: Config,
     *,
     on_progress: Callable[[str], None] = log.info,
@@ -162,13 +162,13 @@ async def running_services(
     # before any process starts: a kind may name modules for the fork server to import
     kinds = engine_kinds(config, {"pairs": SglangPairs(may_lack=True)})
     async with (
-        running_embedder(config.embedder) as (embedder, embedder_ready),
-        running_cache(config.cache, clock) as cache,
-        _running_predictor(config.prediction) as predicting,
-        running_models(config, on_progress, kinds) as models,
+        run_embedder(config.embedder) as (embedder, embedder_ready),
+        open_cache(config.cache, clock) as cache,
+        _run_predictor(config.prediction) as predicting,
+        run_models(config, on_progress, kinds) as models,
         AsyncExitStack() as stack,
     ):
-        served, relays = _served_and_relays(models)
+        served, relays = _collect_models(models)
         engines = {alias: model.engine for alias, model in models.items()}
         batch_sizes = {alias: engine.batch_size for alias, engine in engines.items()}
         chooser = build_chooser(config, costs, served, batch_sizes, predicting.predictor, clock)
@@ -190,7 +190,7 @@ async def running_services(
             chooser=chooser,
             holdouts=executor.holdouts,
         )
-        await stack.enter_async_context(watched(config, topologies, seen, metrics))
+        await stack.enter_async_context(watch_topologies(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
             programs=programs,
@@ -215,14 +215,14 @@ async def running_services(
         )
 
 
-def _served_and_relays(
+def _collect_models(
     models: Mapping[str, RunningModel],
 ) -> tuple[dict[str, ServedModel], dict[str, Relay]]:
     """Return the models and their adapters, and the relays among their engines, by name."""
     served = {alias: model.served for alias, model in models.items()}
     relays = {alias: model.engine.relay for alias, model in models.items() if model.engine.relay}
     for model in models.values():
-        for adapted, relay in model.adapted_models():
+        for adapted, relay in model.list_adapted_models():
             served[adapted.alias] = adapted
             relays[adapted.alias] = relay
     return served, relays
@@ -264,10 +264,12 @@ def read_named(config: Config) -> tuple[LiveTopologies, Contents, Costs]:
     ):
         what = "traces.otlp is set, and OpenTelemetry's exporter is not installed."
         raise ConfigError(what, remedy="pip install 'shell-router[otel]'")
-    return *live_topologies(config), _profiled(config.auto.profile) if config.auto.profile else {}
+    return *live_topologies(config), _read_profile(
+        config.auto.profile
+    ) if config.auto.profile else {}
 
 
-def _running_predictor(
+def _run_predictor(
     settings: PredictionSettings,
 ) -> AbstractAsyncContextManager[RunningPredictor]:
     """Start the trained predictors, if the deployment names any."""
@@ -351,7 +353,7 @@ def _figures(config: Config, model: ServedModel, batch_size: int, costs: Costs) 
     return ModelFigures(batch, decode["step_s"] + batch * decode.get("sequence_s", 0.0))
 
 
-def _profiled(file: Path) -> Costs:
+def _read_profile(file: Path) -> Costs:
     remedy = "Name a file that `shell-router profile` wrote."
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))

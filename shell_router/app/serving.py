@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from shell_router.api import ApiSettings, add_page, create_app, serve_app
 from shell_router.api.admission import ADMISSION
 from shell_router.app.rereads import Reread
-from shell_router.app.services import running_services
+from shell_router.app.services import run_services
 from shell_router.app.wings import wing
 from shell_router.config import Config, Listen, ListenTls, read_keys
 from shell_router.config.models import load_certificate
@@ -43,7 +43,7 @@ def with_address(config: Config, host: str | None, port: int | None) -> Config:
 
 
 @asynccontextmanager
-async def running_server(
+async def serve_deployment(
     config: Config,
     *,
     on_progress: Callable[[str], None] = log.info,
@@ -85,7 +85,7 @@ async def running_server(
                 Reread("listen.tls", lambda: (files.certificate, files.key), take_certificate)
             )
         settings = ApiSettings(**asdict(config.limits), keys=read_keys(config, os.environ))
-        async with running_services(
+        async with run_services(
             config, on_progress=on_progress, engine_restarts=engine_restarts
         ) as services:
             app = create_app(services, settings)
@@ -95,7 +95,7 @@ async def running_server(
                 add_page(app)
             async with AsyncExitStack() as watching:
                 for reread in rereads:
-                    await watching.enter_async_context(reread.watched())
+                    await watching.enter_async_context(reread.watch())
                 yield await watching.enter_async_context(
                     serve_app(app, sockets, force_shutdown=force_shutdown, tls=tls)
                 )
@@ -146,7 +146,7 @@ async def serve(
     stopped = asyncio.Event()
     force_shutdown = asyncio.Event()
     limits = config.limits
-    async with running_server(
+    async with serve_deployment(
         config, engine_restarts=engine_restarts, force_shutdown=force_shutdown
     ) as url:
 

@@ -37,7 +37,7 @@ def live_topologies(config: Config) -> tuple[LiveTopologies, Contents]:
 
 
 @asynccontextmanager
-async def watched(
+async def watch_topologies(
     config: Config,
     topologies: LiveTopologies,
     seen: Contents,
@@ -60,7 +60,7 @@ async def watched(
     if not (config.live_topologies.watch and config.topologies):
         yield
         return
-    async with Reread("topologies", partial(_present, config), reload, seen).watched(look_s):
+    async with Reread("topologies", partial(_present, config), reload, seen).watch(look_s):
         yield
 
 

@@ -32,7 +32,7 @@ DEFAULT_KIND = "embedded"
 
 WINGS: Mapping[str, str] = {
     "batch": "shell_router.batch.api.routes:attach_batches",
-    "prediction": "shell_router.prediction.service:running_predictor",
+    "prediction": "shell_router.prediction.service:run_predictor",
     "sleep": "shell_router.swapping.sleep:put_to_sleep",
     "swapping": "shell_router.swapping.kind:Swapping",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from shell_router.app.services import running_embedder
+from shell_router.app.services import run_embedder
 from shell_router.batch.api.storage import on_disk
 from shell_router.batch.journal import Key, Output, open_journal, replace_file
 from shell_router.batch.pool import ALWAYS, SEE, Pool
@@ -109,7 +109,7 @@ async def _score_proposers(
 
 async def _compare_texts(pool: Pool, texts: Sequence[str], others: Sequence[str]) -> Floats:
     """Return the similarity of texts [texts, others] by their embeddings."""
-    async with running_embedder(pool.embedder) as (embedder, _):
+    async with run_embedder(pool.embedder) as (embedder, _):
         if embedder is None:
             raise ConfigError(
                 "embedder.model is none, and not all questions name skills.",

@@ -117,7 +117,7 @@ class Fleet(Generic[A]):
             monitor.follow()
 
     @asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
+    async def follow(self) -> AsyncIterator[None]:
         """Poll every server's report while the context is open."""
         async with AsyncExitStack() as stack:
             for dispatcher in self.dispatchers.values():

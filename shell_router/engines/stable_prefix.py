@@ -63,7 +63,7 @@ class StablePrefix:
     def _word_starts(self, encoding: Encoding) -> list[int]:
         """Return token positions at which a pre-token, a marked word or an added token starts."""
         if self._by_marks:
-            return _marked_starts(encoding.tokens, encoding.word_ids)
+            return _find_marked_starts(encoding.tokens, encoding.word_ids)
         words = encoding.word_ids
         return [
             at
@@ -104,7 +104,7 @@ def _splits_words(pre_tokenizer: Mapping[str, Any] | None) -> bool:
     return True
 
 
-def _marked_starts(tokens: Sequence[str], words: Sequence[int | None]) -> list[int]:
+def _find_marked_starts(tokens: Sequence[str], words: Sequence[int | None]) -> list[int]:
     """Return the positions of tokens that open a word or a run of word marks.
 
     Tokens next to an added token are included.

@@ -47,7 +47,7 @@ Sleep = Callable[[Sequence[EngineCommand]], Awaitable[None]]
 
 
 @asynccontextmanager
-async def running_engines(
+async def run_engines(
     launched: LaunchPlan,
     *,
     policy: RestartPolicy,
@@ -85,7 +85,7 @@ async def running_engines(
 
 
 class Engines:
-    """The engines of one plan; `running_engines` makes, keeps and stops them."""
+    """The engines of one plan; `run_engines` makes, keeps and stops them."""
 
     def __init__(
         self,

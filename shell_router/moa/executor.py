@@ -533,7 +533,7 @@ class GraphRun:
     def _cut_unneeded(self) -> None:
         """Cut the agents whose outputs no running agent needs any more."""
         ended = {name for name, member in self._members.items() if not member.is_running}
-        needed = self._topology.needed(ended)
+        needed = self._topology.find_needed(ended)
         for name, member in self._members.items():
             if name not in needed and member.is_running:
                 self._cut(name, "unneeded")

@@ -125,7 +125,7 @@ class Predictions:
 
 
 @asynccontextmanager
-async def running_predictor(settings: PredictionSettings) -> AsyncIterator[RunningPredictor]:
+async def run_predictor(settings: PredictionSettings) -> AsyncIterator[RunningPredictor]:
     """Run the trained predictors, each in its process; they load in the background.
 
     Raises ConfigError for a folder that holds none.

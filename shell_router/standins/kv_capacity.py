@@ -107,7 +107,7 @@ class KvCapacity:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def allocated(self, tokens: int) -> AsyncIterator[None]:
+    async def allocate(self, tokens: int) -> AsyncIterator[None]:
         """Wait for KV of `tokens` tokens, and free it at the end of the block."""
         sequence = Sequence(tokens)
         self.enqueue(sequence)
@@ -133,7 +133,7 @@ class KvCapacity:
             self._remove_waiting(sequence)
             sequence.allocated = True
             self.running += 1
-            self.free_tokens -= self._needed_tokens(sequence)
+            self.free_tokens -= self._count_needed(sequence)
             if not sequence.allocation.done():
                 sequence.allocation.set_result(None)
 
@@ -149,7 +149,7 @@ class KvCapacity:
         if sequence.allocated:
             sequence.allocated = False
             self.running -= 1
-            self.free_tokens += self._needed_tokens(sequence)
+            self.free_tokens += self._count_needed(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the sequence's KV and put it at the head of the queue."""
@@ -166,7 +166,7 @@ class KvCapacity:
         del self._waiting[sequence]
         self.waiting_tokens -= sequence.tokens
 
-    def _needed_tokens(self, sequence: Sequence) -> int:
+    def _count_needed(self, sequence: Sequence) -> int:
         if self.allocates_per_step:
             return sequence.tokens
         return sequence.prompt_tokens + sequence.wanted
@@ -177,4 +177,4 @@ class KvCapacity:
         if not self.running:
             return True
         reserved = (self._reserved_tokens or 0) * (self.running + 1)
-        return self._needed_tokens(sequence) + max(reserved, step_tokens) <= self.free_tokens
+        return self._count_needed(sequence) + max(reserved, step_tokens) <= self.free_tokens

@@ -25,9 +25,9 @@ from shell_router.swapping.leases import ModelLeases
 from shell_router.swapping.metrics import TurnMetrics
 from shell_router.swapping.places import (
     Places,
-    embedded_places,
-    sleeping_places,
-    swapped_places,
+    open_embedded_places,
+    open_sleeping_places,
+    open_swapped_places,
 )
 
 
@@ -91,11 +91,11 @@ class Swapping:
         folders = {alias: model.folder for alias, model in files.items()}
         catalog = await asyncio.to_thread(models_in_turn, folders, graphs.values(), settings.usage)
         if config.sleeping:
-            opening = sleeping_places
+            opening = open_sleeping_places
         elif settings.pairs:
-            opening = swapped_places
+            opening = open_swapped_places
         else:
-            opening = embedded_places
+            opening = open_embedded_places
         async with opening(files, config, on_progress) as places:
             leases = ModelLeases(
                 places,

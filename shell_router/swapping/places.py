@@ -18,7 +18,7 @@ from pathlib import Path
 import orjson
 
 from shell_router.app.model_files import ModelFiles
-from shell_router.app.pairs import address_of, running_pairs
+from shell_router.app.pairs import address_of, run_pairs
 from shell_router.app.wings import Progress
 from shell_router.config import AutoSettings, Config, ModelSettings
 from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
@@ -100,7 +100,7 @@ def _build_weights_lost(alias: str) -> WeightsLost:
 
 
 @asynccontextmanager
-async def embedded_places(
+async def open_embedded_places(
     files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
 ) -> AsyncIterator[Places]:
     """Start an embedded pair for a model when it is loaded. Raises ConfigError without torch."""
@@ -229,7 +229,7 @@ class CheckedEngine:
 
 
 @asynccontextmanager
-async def swapped_places(
+async def open_swapped_places(
     files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
 ) -> AsyncIterator[Places]:
     """Use the deployment's `swapping.pairs`. Raises ConfigError and EngineError."""
@@ -242,7 +242,7 @@ async def swapped_places(
         models[name] = ModelSettings(some.folder, pairs=(pair,))
         addresses[name] = [address_of(pair)]
     alike = replace(config, models=models, swapping=None, auto=AutoSettings())
-    async with running_pairs(addresses, dict.fromkeys(models, some), alike, on_progress) as clients:
+    async with run_pairs(addresses, dict.fromkeys(models, some), alike, on_progress) as clients:
         pairs = []
         for client in clients.values():
             pair_of_weights = WeightPair(client, client.fleet.servers, config.limits.engine_start_s)
@@ -331,7 +331,7 @@ class SleepingPairs:
 
 
 @asynccontextmanager
-async def sleeping_places(
+async def open_sleeping_places(
     files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
 ) -> AsyncIterator[Places]:
     """Use the models' own pairs. Raises ConfigError and EngineError."""
@@ -343,5 +343,5 @@ async def sleeping_places(
         if any(pair.launch for pair in pairs):
             launched.add(alias)
     limit_s = config.limits.engine_start_s
-    async with running_pairs(addresses, files, config, on_progress, client=SleepingPair) as clients:
+    async with run_pairs(addresses, files, config, on_progress, client=SleepingPair) as clients:
         yield Places(SleepingPairs(clients, limit_s, launched).open, clients)

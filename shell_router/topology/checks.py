@@ -410,7 +410,7 @@ def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> I
             remedy = "Name it among another's precursors, or remove it."
             yield Problem(("agents", agent), wrong, remedy)
     if len(roots) == 1:
-        yield from _lost_root_problems(file, roots[0])
+        yield from _check_root(file, roots[0])
         return
     count = "two" if len(roots) == 2 else len(roots)
     names = " and ".join(f"'{agent}'" for agent in roots)
@@ -421,7 +421,7 @@ def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> I
     yield Problem(("agents", roots[1]), wrong, remedy)
 
 
-def _lost_root_problems(file: Values, root: str) -> Iterator[Problem]:
+def _check_root(file: Values, root: str) -> Iterator[Problem]:
     """Require that the root is neither cut off nor dropped."""
     for cluster, block in file.get("clusters", {}).items():
         if root in block["agents"]:

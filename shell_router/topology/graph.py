@@ -230,7 +230,7 @@ class Topology:
         )
         return replace(self, agents={agent.id: agent for agent in moved}, clusters=clusters)
 
-    def needed(self, gone: Collection[str]) -> frozenset[str]:
+    def find_needed(self, gone: Collection[str]) -> frozenset[str]:
         """Return the agents whose output can still reach the root once `gone` have ended."""
         needed: set[str] = set()
         frontier = [self.root.id]

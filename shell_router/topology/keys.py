@@ -34,7 +34,7 @@ GRAPH_FORMS = ("tree", "all_to_all", "agents", "steps")
 """Exactly one of these keys describes the graph."""
 
 
-def described_fields(kind: type) -> dict[str, Any]:
+def list_described_fields(kind: type) -> dict[str, Any]:
     """Return the annotations of a dataclass's described fields, by name."""
     hints = get_type_hints(kind, include_extras=True)
     names = [each.name for each in fields(kind)]
@@ -75,7 +75,7 @@ VOTE = Annotated[
     "Asks no model: forwards the output whose stated answer most precursors share.",
 ]
 
-PROMPT = _block("prompt", class_text(Prompt), described_fields(Prompt))
+PROMPT = _block("prompt", class_text(Prompt), list_described_fields(Prompt))
 
 SAMPLING = _block(
     "sampling",
@@ -108,14 +108,14 @@ SAMPLING = _block(
 )
 
 SHARED = {
-    **described_fields(Agent),
+    **list_described_fields(Agent),
     "prompt": PROMPT,
     "sampling": SAMPLING,
 }
 """Keys of agents that roles, defaults and steps have too."""
 OF_STEPS = {key: hint for key, hint in SHARED.items() if key != "on_failure"}
 
-EARLY_EXIT_BLOCK = _block("early_exit", class_text(EarlyExit), described_fields(EarlyExit))
+EARLY_EXIT_BLOCK = _block("early_exit", class_text(EarlyExit), list_described_fields(EarlyExit))
 EARLY_EXIT = Annotated[
     EARLY_EXIT_BLOCK | Switch,
     "Settings; `on` for the topology's settings or the defaults; `off` lets all agents finish.",
@@ -283,7 +283,7 @@ TOPOLOGY = _block(
             "Which agents are judged together; by default those with the same successors.",
         ],
         "early_exit": EARLY_EXIT,
-        "prefill": _block("prefill", class_text(Prefill), described_fields(Prefill)),
+        "prefill": _block("prefill", class_text(Prefill), list_described_fields(Prefill)),
         "defaults": DEFAULTS,
         "on_failure": SHARED["on_failure"],
     },

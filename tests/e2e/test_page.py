@@ -18,7 +18,7 @@ from aiohttp import web
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from shell_router.api import ApiSettings, add_page
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import open_folder
 from shell_router.config import (
@@ -464,7 +464,7 @@ async def test_a_dead_engine_shows(browser: Browser) -> None:
         limits = Limits(engine_attempts=1, breaker_failures=1)
         listen = Listen(port=0, ui=True)
         async with (
-            running_server(
+            serve_deployment(
                 Config(models, embedder=EmbedderSettings("none"), listen=listen, limits=limits)
             ) as url,
             opened(browser, url, allowed="404|50[23]") as page,

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from shell_router.app import load_config, running_server
+from shell_router.app import load_config, serve_deployment
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [
@@ -35,7 +35,7 @@ async def test_a_tree_answers_in_the_words_of_those_who_agree_and_aggregates_the
     config = load_config(tmp_path / "router.yaml", {})
     roots = Counter[str]()
     async with (
-        running_server(config) as url,
+        serve_deployment(config) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai,
     ):
         for number, question in enumerate(QUESTIONS):

@@ -9,7 +9,7 @@ import openai
 import pytest
 from training.questions import read_problems
 
-from shell_router.app import load_config, running_server
+from shell_router.app import load_config, serve_deployment
 from tests.integration.test_auto_deployment import answering
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ async def test_auto_and_the_vote_follow_the_specialist_of_a_questions_topic() ->
     listen, prediction = replace(config.listen, port=0), replace(config.prediction, limit_s=30)
     right, knowing = Counter[str](), 0
     async with (
-        running_server(replace(config, listen=listen, prediction=prediction)) as url,
+        serve_deployment(replace(config, listen=listen, prediction=prediction)) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai,
     ):
         async with aiohttp.ClientSession() as client:

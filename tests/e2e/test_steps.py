@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from shell_router.app import load_config, running_server
+from shell_router.app import load_config, serve_deployment
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [
@@ -31,7 +31,7 @@ async def test_who_answers_is_chosen_by_how_sure_the_small_model_is_by_the_quest
 ) -> None:
     (tmp_path / "router.yaml").write_text(DEPLOYMENT, encoding="utf-8")
     async with (
-        running_server(load_config(tmp_path / "router.yaml", {})) as url,
+        serve_deployment(load_config(tmp_path / "router.yaml", {})) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai,
     ):
         await sure_ones_end_with_the_small_model_and_others_with_the_large_one(ai)

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.app.topologies import load_topologies
 from shell_router.config import (
     Config,
@@ -81,7 +81,7 @@ async def deployed(folder: Path, served: tuple[str, ...] = NAMES) -> AsyncIterat
     settings = ScriptedSettings(adapters=served, vocabulary=30)
     async with ScriptedPair(settings) as servers, aiohttp.ClientSession() as client:
         config = replace(deployment(NAMES, servers), topologies=(topology,))
-        async with running_server(config) as url:
+        async with serve_deployment(config) as url:
             yield Deployment(url, servers, client)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.api.messages import MESSAGES, MessageTranslation, as_chat
-from shell_router.api.replies import ErrorBody, anthropic_error, problem_body, shared_fields
+from shell_router.api.replies import ErrorBody, anthropic_error, list_shared_fields, problem_body
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import (
     EngineAborted,
@@ -120,7 +120,7 @@ async def test_errors_have_anthropics_shape() -> None:
                 "/v1/messages", asked(**fields), **{"x-api-key": key}
             )
             assert (answered, body["type"]) == (status, "error")
-            assert body["error"].keys() == {"type", *shared_fields(ErrorBody.__annotations__)}
+            assert body["error"].keys() == {"type", *list_shared_fields(ErrorBody.__annotations__)}
             assert body["error"]["type"] == kind and body["request_id"]
 
 

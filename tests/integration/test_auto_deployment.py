@@ -6,7 +6,7 @@ import aiohttp
 import orjson
 import pytest
 
-from shell_router.app import load_config, running_server
+from shell_router.app import load_config, serve_deployment
 from shell_router.cli import main
 from shell_router.errors import ConfigError, DataError
 from shell_router.lab.evaluation.records import EvaluationOptions, read_graded
@@ -70,7 +70,7 @@ async def test_a_deployment_chooses_by_what_was_trained_and_records_what_it_did(
     assert "mAP" in capsys.readouterr().out
     (tmp_path / "router.yaml").write_text(DEPLOYMENT, encoding="utf-8")
     config = load_config(tmp_path / "router.yaml", {})
-    async with running_server(config) as url, aiohttp.ClientSession() as client:
+    async with serve_deployment(config) as url, aiohttp.ClientSession() as client:
         await answering(client, url)
         body = {
             "model": "auto",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
-from shell_router.app import running_services
+from shell_router.app import run_services
 from shell_router.config import CacheSettings, Config, EmbedderSettings, ModelSettings, PairSettings
 from shell_router.errors import UnknownProgram
 from shell_router.moa.requests import AgentRequest
@@ -31,7 +31,7 @@ async def test_a_program_is_known_for_as_long_as_the_cache_keeps_its_outputs(
             embedder=EmbedderSettings("none"),
             cache=CacheSettings(ttl_s=ttl_s),
         )
-        async with running_services(config, clock=lambda: time.monotonic() + passed_s) as services:
+        async with run_services(config, clock=lambda: time.monotonic() + passed_s) as services:
             programs = services.programs
             await programs.write(AgentRequest("tenant", "p", "a", ""), texts())
             passed_s = known_s

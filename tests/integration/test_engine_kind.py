@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.app.wings import ENGINE_KINDS
 from shell_router.config import ApiKey, Config, EmbedderSettings, Listen, ModelSettings
 from tests.fakes.api_server import chat
@@ -36,7 +36,7 @@ async def router(*servers: FakeServer) -> AsyncIterator[ClientSession]:
         api_keys={"ops": ApiKey("sk-o", operator=True)},
     )
     async with (
-        running_server(config) as url,
+        serve_deployment(config) as url,
         ClientSession(url, headers=OPERATOR) as client,
     ):
         yield client

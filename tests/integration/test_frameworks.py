@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from benchmarks.frameworks import MODELS, asked_tree, graph_of, measured
 from shell_router.api import ApiSettings, create_app, serve_app
-from shell_router.app import load_config, running_services
+from shell_router.app import load_config, run_services
 from shell_router.core.engine import Generation
 from shell_router.http.server import bind_sockets
 from shell_router.standins.embedded.settings import EmbeddedSection
@@ -46,7 +46,7 @@ async def router() -> AsyncIterator[str]:
     config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
     engine = {"embedded": EmbeddedSection(dtype="float64")}
     models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
-    async with running_services(replace(config, models=models)) as services:
+    async with run_services(replace(config, models=models)) as services:
         with bind_sockets() as sockets:
             async with serve_app(create_app(services, ApiSettings()), sockets) as url:
                 yield url

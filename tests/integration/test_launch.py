@@ -14,7 +14,7 @@ import pytest
 
 from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config
-from shell_router.app.launching import launched_engines, plan_launch
+from shell_router.app.launching import launch_engines, plan_launch
 from shell_router.cli import main
 from shell_router.errors import ConfigError
 from tests.fakes import embedded_as_sglang
@@ -157,8 +157,8 @@ def test_engines_may_listen_on_ipv6_and_a_taken_port_is_known_there(deployment: 
         taken,
         pytest.raises(ConfigError, match=r"cannot listen on ::1, .* Address already in use"),
     ):
-        launched_engines(planned)
-    launched_engines(planned)
+        launch_engines(planned)
+    launch_engines(planned)
 
 
 @pytest.mark.parametrize("wrong", ["profile.yaml", "trio.yaml"])

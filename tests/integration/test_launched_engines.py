@@ -19,7 +19,7 @@ from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.supervisor import Engines, Patience, running_engines
+from shell_router.launching.supervisor import Engines, Patience, run_engines
 from shell_router.processes.command import CommandProcess
 from shell_router.processes.restarts import RestartPolicy
 from tests.fakes import fake_engine
@@ -82,7 +82,7 @@ async def test_engines_serve_inside_and_are_gone_after_with_their_children(
     tmp_path: Path, lines: Lines
 ) -> None:
     planned = launched(tmp_path)
-    async with running_engines(
+    async with run_engines(
         planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
     ) as engines:
         running = await pids(*planned.engines)
@@ -93,7 +93,7 @@ async def test_engines_serve_inside_and_are_gone_after_with_their_children(
 
 async def test_an_engine_that_ignores_sigterm_is_killed(tmp_path: Path, lines: Lines) -> None:
     planned = launched(tmp_path, launch="flags: --stubborn")
-    async with running_engines(
+    async with run_engines(
         planned, policy=AT_ONCE, patience=replace(PATIENCE, stop_s=0.05), sleep=as_is, tell=lines
     ):
         running = await pids(*planned.engines)
@@ -106,7 +106,7 @@ async def test_a_dead_engine_is_started_again_and_counted(
 ) -> None:
     planned = launched(tmp_path)
     engine, other = planned.engines[dead], planned.engines[1 - dead]
-    async with running_engines(
+    async with run_engines(
         planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
     ) as engines:
         before, untouched = await pids(engine), await pids(other)
@@ -127,9 +127,7 @@ async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
 ) -> None:
     planned = replace(launched(tmp_path), folder=tmp_path / "logs")
     with logged("shell_router.processes", lines):
-        async with running_engines(
-            planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
-        ):
+        async with run_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
             for _ in planned.engines:
                 await lines.with_words(": ready after")
             shutil.rmtree(planned.folder)
@@ -162,7 +160,7 @@ async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(
     prefill, decode = planned.engines
     policy = RestartPolicy(limit=0)
     with logged("shell_router.processes", lines):
-        async with running_engines(
+        async with run_engines(
             planned, policy=policy, patience=PATIENCE, sleep=as_is, tell=lines
         ) as engines:
             await end(decode)
@@ -180,9 +178,7 @@ async def test_an_engine_that_ends_before_it_serves_is_an_error_with_its_last_wo
     with pytest.raises(
         EngineUnreachable, match="m/decode ended before it was ready: …unrecognized arguments"
     ) as failed:
-        async with running_engines(
-            planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
-        ):
+        async with run_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
             raise AssertionError("it serves")
     assert failed.value.remedy == f"Read {tmp_path / 'm-decode.log'}."
 
@@ -212,7 +208,7 @@ async def test_a_start_that_is_cancelled_stops_what_it_started(
 
 
 async def _enter(planned: LaunchPlan, patience: Patience, lines: Lines) -> None:
-    async with running_engines(planned, policy=AT_ONCE, patience=patience, sleep=as_is, tell=lines):
+    async with run_engines(planned, policy=AT_ONCE, patience=patience, sleep=as_is, tell=lines):
         raise AssertionError("it serves")
 
 
@@ -226,11 +222,9 @@ async def test_engines_elsewhere_are_waited_for_and_not_touched(
         for one, other in ((prefill, decode), (decode, prefill))
     )
     async with asyncio.TaskGroup() as tasks:
-        first = running_engines(there, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines)
+        first = run_engines(there, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines)
         entering = tasks.create_task(first.__aenter__())
-        async with running_engines(
-            here, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines
-        ):
+        async with run_engines(here, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
             await entering
             running = await pids(prefill)
         assert await pids(prefill) == running

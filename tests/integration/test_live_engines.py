@@ -14,7 +14,7 @@ import openai
 
 from benchmarks.scripted.server import BootstrapRooms, ScriptedServer, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.config import (
     ApiKey,
     Config,
@@ -91,7 +91,7 @@ async def fleet(pairs: int = 2) -> AsyncIterator[Fleet]:
             ),  # nothing is sent again: what is harmed shows
             api_keys=keys,
         )
-        url = await stack.enter_async_context(running_server(config))
+        url = await stack.enter_async_context(serve_deployment(config))
         yield Fleet(
             url, await stack.enter_async_context(aiohttp.ClientSession(timeout=LIMIT)), there
         )

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.config import (
     Config,
     EmbedderSettings,
@@ -49,7 +49,7 @@ async def test_the_other_models_are_served_until_the_missing_engines_are_there(
     async with ScriptedPair(SERVERS) as there, aiohttp.ClientSession() as client:
         config = deployment(small=(there.prefill.url, there.decode.url), large=(prefill, decode))
         lines: list[str] = []
-        async with running_server(config, on_progress=lines.append) as url:
+        async with serve_deployment(config, on_progress=lines.append) as url:
             assert "model large is missing" in caplog.text
             at = Api(url, ScriptedMoa(), None, client)  # type: ignore[arg-type] # only its client is used
             status, body = await at.get("/ready")
@@ -103,7 +103,7 @@ async def test_a_deployments_file_of_keys_certificate_and_access_log_are_served(
             api_keys_file=keys,
             access_log=AccessLogSettings(tmp_path / "log"),
         )
-        async with running_server(config) as url:
+        async with serve_deployment(config) as url:
             for key, path, status in (
                 ("o", "/metrics", 200),
                 ("a", "/metrics", 403),
@@ -114,7 +114,7 @@ async def test_a_deployments_file_of_keys_certificate_and_access_log_are_served(
                     assert answer.status == status
         keys.write_text("api_keys: {}\n")
         with pytest.raises(ConfigError, match=r"keys\.yaml"):
-            async with running_server(config):
+            async with serve_deployment(config):
                 pass
     (log,) = await asyncio.to_thread(lambda: [*(tmp_path / "log").iterdir()])
     assert [orjson.loads(line)["tenant"] for line in log.read_bytes().splitlines()] == [
@@ -135,7 +135,7 @@ async def test_a_wrong_file_of_keys_or_certificate_shows_before_anything_is_star
     else:
         config = replace(config, listen=Listen(port=0, tls=ListenTls(none, none)))
     with pytest.raises(ConfigError, match="none"):
-        async with running_server(config, on_progress=lines.append):
+        async with serve_deployment(config, on_progress=lines.append):
             pass
     assert not lines
 
@@ -147,5 +147,5 @@ async def test_a_router_none_of_whose_models_has_engines_does_not_start() -> Non
     with pytest.raises(
         EngineStalled, match=r"engines of small, large were not ready within 0\.1 s"
     ):
-        async with running_server(config):
+        async with serve_deployment(config):
             pass

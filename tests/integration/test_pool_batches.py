@@ -17,7 +17,7 @@ import yaml
 from openai.types import Batch
 
 from shell_router.api import Services
-from shell_router.app import load_config, running_server
+from shell_router.app import load_config, serve_deployment
 from shell_router.app.fleet_changes import FleetChanges
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import PoolLines
@@ -60,7 +60,7 @@ def write_deployment(at: Path, **batches: Any) -> Path:
 @asynccontextmanager
 async def client(deployment: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
-        running_server(load_config(deployment, {})) as url,
+        serve_deployment(load_config(deployment, {})) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as ai,
     ):
         yield ai
@@ -253,5 +253,5 @@ async def test_pools_that_could_not_be_asked_are_refused(
     tmp_path: Path, batches: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        async with running_server(load_config(write_deployment(tmp_path, **batches), {})):
+        async with serve_deployment(load_config(write_deployment(tmp_path, **batches), {})):
             pass

@@ -406,7 +406,7 @@ async def test_a_request_that_is_given_up_while_it_waits_never_reaches_a_server(
 
 
 async def test_the_servers_state_is_followed_while_it_is_asked_for() -> None:
-    async with queueing(QueueSettings()) as (_, pool), pool.fleet.followed():
+    async with queueing(QueueSettings()) as (_, pool), pool.fleet.follow():
         decode = pool.fleet.dispatchers["decode"].tracked[0]
         async with aclosing(pool.generate(generation("one", 400))) as stream:
             await anext(stream)

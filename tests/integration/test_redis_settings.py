@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from agent_cache import LogKey
-from shell_router.app.services import running_cache
+from shell_router.app.services import open_cache
 from shell_router.config import read_config
 from shell_router.errors import ConfigError
 from tests.fakes.certificates import authority
@@ -60,7 +60,7 @@ async def test_password_tls_and_prefix_of_the_file_reach_redis(
         )
         settings = read_config(written(tmp_path, cache_settings), {}).cache
         assert "geheim" not in repr(settings)
-        async with running_cache(settings, time.monotonic, {"REDIS_PASSWORD": "geheim"}) as cache:
+        async with open_cache(settings, time.monotonic, {"REDIS_PASSWORD": "geheim"}) as cache:
             assert not await cache.healthy(), "Redis wants no password yet"
             server.ask("CONFIG", "SET", "requirepass", "geheim")
             assert await cache.healthy()
@@ -98,5 +98,5 @@ def test_a_user_in_the_url_goes_with_a_password_beside_it(tmp_path: Path) -> Non
 async def test_an_empty_password_is_refused(tmp_path: Path) -> None:
     settings = read_config(written(tmp_path, "password: {env: NO_SUCH_VARIABLE}"), {}).cache
     with pytest.raises(ConfigError, match="Set the environment variable NO_SUCH_VARIABLE"):
-        async with running_cache(settings, time.monotonic):
+        async with open_cache(settings, time.monotonic):
             pass

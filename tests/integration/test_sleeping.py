@@ -14,8 +14,8 @@ import yaml
 
 from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
-from shell_router.app import load_config, running_server
-from shell_router.app.launching import launched_engines, plan_launch
+from shell_router.app import load_config, serve_deployment
+from shell_router.app.launching import launch_engines, plan_launch
 from tests.fakes import fake_engine, scripted_as_sglang
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
             }
             return [info["weight_version"] == "default" for info in infos]
 
-        async with launched_engines(plan_launch(config, "launch", None, {})) as engines:
+        async with launch_engines(plan_launch(config, "launch", None, {})) as engines:
             steps = [
                 message.partition(";")[0].partition(" after")[0] for message in caplog.messages
             ]
@@ -65,7 +65,7 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
             assert steps[4:6] == ["medium/prefill: started", "medium/decode: started"]
             assert await awake() == [False] * 4
             async with (
-                running_server(config) as url,
+                serve_deployment(config) as url,
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
             ):
                 assert await awake() == [True, True, False, False]
@@ -109,7 +109,7 @@ async def test_a_router_says_which_models_have_no_server_left_and_wakes_nothing_
     file.write_text(DEPLOYMENT.format(*ports, **at), encoding="utf-8")
     async with AsyncExitStack() as stack:
         servers = await asleep(stack, ports)
-        url = await stack.enter_async_context(running_server(load_config(file, {})))
+        url = await stack.enter_async_context(serve_deployment(load_config(file, {})))
         http = await stack.enter_async_context(aiohttp.ClientSession())
 
         async def ready() -> tuple[int, list[bool]]:
@@ -151,7 +151,7 @@ async def test_a_server_of_models_that_take_turns_shows_its_failures_and_breaker
                 server.memory.begin()
                 server.memory.model_path = deployment["models"]["small"]["path"]
         file.write_text(yaml.safe_dump(deployment), encoding="utf-8")
-        url = await stack.enter_async_context(running_server(load_config(file, {})))
+        url = await stack.enter_async_context(serve_deployment(load_config(file, {})))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         servers[1].settings = replace(servers[1].settings, fault=Fault("close"))
         body = {

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes.shared_engines import SharedEngines
@@ -72,7 +72,7 @@ async def ai(
         topologies=(folder / "tree.yaml",),
     )
     async with (
-        running_server(config) as url,
+        serve_deployment(config) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as connected,
     ):
         yield connected

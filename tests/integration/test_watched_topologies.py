@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.api.live import LiveTopologies
-from shell_router.app.topologies import live_topologies, watched
+from shell_router.app.topologies import live_topologies, watch_topologies
 from shell_router.config import Config, ModelSettings
 from shell_router.telemetry import Metrics
 from shell_router.topology import LiveSettings
@@ -49,7 +49,7 @@ async def watching(*paths: Path, watch: bool = True) -> AsyncIterator[Watched]:
         Metrics(),
     )
     topologies, seen = live_topologies(config)
-    async with watched(config, topologies, seen, metrics, look_s=0.2):
+    async with watch_topologies(config, topologies, seen, metrics, look_s=0.2):
         yield Watched(topologies, metrics)
 
 

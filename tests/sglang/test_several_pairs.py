@@ -14,7 +14,7 @@ import pytest
 
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.config import (
     Config,
     EmbedderSettings,
@@ -71,7 +71,7 @@ async def test_a_router_is_given_a_pair_and_drains_another_under_streams_and_non
         limits=Limits(engine_attempts=1),  # nothing is sent again: what is harmed shows
     )
     async with (
-        running_server(config) as url,
+        serve_deployment(config) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai,
     ):
         over, ended = asyncio.Event(), asyncio.Semaphore(0)

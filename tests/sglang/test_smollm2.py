@@ -18,7 +18,7 @@ import pytest_asyncio
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from launch.sglang_cpu.smollm2 import smollm2_folder
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.moa.calls import add_sglang_nulls
@@ -114,7 +114,7 @@ async def ai(servers: CpuPair, folder: Path) -> AsyncIterator[openai.AsyncOpenAI
         models, embedder=EmbedderSettings("none"), listen=Listen(port=0), topologies=tuple(files)
     )
     async with (
-        running_server(config) as url,
+        serve_deployment(config) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as connected,
     ):
         yield connected

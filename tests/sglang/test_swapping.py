@@ -14,7 +14,7 @@ import pytest
 from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
-from shell_router.app import running_server
+from shell_router.app import serve_deployment
 from shell_router.app.pairs import address_of
 from shell_router.config import (
     Config,
@@ -53,7 +53,7 @@ async def clients(
         listen=Listen(port=0),
     )
     async with (
-        running_server(config) as url,
+        serve_deployment(config) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
@@ -125,7 +125,7 @@ async def sleeps_by_its_mark_and_is_refused_on_a_cpu(model: Path, pair: CpuPair)
         listen=Listen(port=0),
     )
     with pytest.raises(EngineRejected, match="cannot sleep") as refused:
-        async with running_server(config):
+        async with serve_deployment(config):
             raise AssertionError("it serves")
     assert "start it on a GPU" in str(refused.value.remedy)
     async with aclosing(SglangPair(address_of(settings))) as client:

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shell_router.app.launching import launched_engines
-from shell_router.app.models import RunningModel, running_models
+from shell_router.app.launching import launch_engines
+from shell_router.app.models import RunningModel, run_models
 from shell_router.app.wings import EngineKind
 from shell_router.batch.pool import Pool, PoolWorker
 from shell_router.batch.profile import Load
@@ -57,7 +57,7 @@ class LocalWorker:
         async with self.open_model(model) as (running, load):
             served = running.served
             if self._pool.models[model].adapter is not None:
-                ((adapted, _),) = running.adapted_models()
+                ((adapted, _),) = running.list_adapted_models()
                 served = replace(adapted, alias=served.alias)
             yield served, load
 
@@ -114,12 +114,12 @@ class LocalWorker:
         await self.stop()
         if self._settings.pair is not None:
             launch = plan(config, folder=self._logs, python=sys.executable)
-            self._engines = await self._stack.enter_async_context(launched_engines(launch))
+            self._engines = await self._stack.enter_async_context(launch_engines(launch))
             self._started = config.models[model]
             self._held_weights = config.models[model].path
 
     async def _connect(self, config: Config, model: str, stack: AsyncExitStack) -> RunningModel:
-        models = await stack.enter_async_context(running_models(config, log.info, self._kinds))
+        models = await stack.enter_async_context(run_models(config, log.info, self._kinds))
         return models[model]
 
     async def _swap(self, config: Config, model: str, stack: AsyncExitStack) -> RunningModel:

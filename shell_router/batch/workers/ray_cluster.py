@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
-from shell_router.app.models import running_models
+from shell_router.app.models import run_models
 from shell_router.batch.pool import Pool
 from shell_router.batch.profile import Load
 from shell_router.batch.workers.node import NodeWorker, list_gpus
@@ -196,7 +196,7 @@ class RayWorker:
         limits = replace(self.pool.limits, engine_start_s=self.reach_limit_s)
         config = Config({model: settings}, limits=limits)
         try:
-            models = await stack.enter_async_context(running_models(config, log.info))
+            models = await stack.enter_async_context(run_models(config, log.info))
         except EngineStalled as error:
             raise EngineUnreachable(
                 f"Worker {self.number} on the node {self.node} was lost, or this machine does "

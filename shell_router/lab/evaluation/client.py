@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 import aiohttp
 import orjson
 
-from shell_router.app import load_config, running_server
+from shell_router.app import load_config, serve_deployment
 from shell_router.config import Config, Listen
 from shell_router.errors import (
     EngineError,
@@ -185,7 +185,7 @@ async def _start_deployment(
         launching = f"Pairs with `launch` have to run already: `{command}` starts them."
         on_progress(launching)
     try:
-        return await stack.enter_async_context(running_server(config, on_progress=on_progress))
+        return await stack.enter_async_context(serve_deployment(config, on_progress=on_progress))
     except EngineError as error:
         if not launching:
             raise

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
-from shell_router.app.launching import launched_engines, plan_launch
-from shell_router.app.models import running_models
+from shell_router.app.launching import launch_engines, plan_launch
+from shell_router.app.models import run_models
 from shell_router.app.wings import load_config
 from shell_router.config import Config, ModelSettings
 from shell_router.core.engine import Engine, Generation, ServedModel, Tokens
@@ -352,9 +352,9 @@ async def start_models(
             on_progress(
                 f"starting {len(planned.engines)} engines; their logs are in {planned.folder}"
             )
-            await stack.enter_async_context(launched_engines(planned))
+            await stack.enter_async_context(launch_engines(planned))
             kept = planned.config
-        running = await stack.enter_async_context(running_models(kept, on_progress))
+        running = await stack.enter_async_context(run_models(kept, on_progress))
         yield {
             alias: ProfiledModel(
                 model.served, model.engine.name, model.vocabulary, read_limits(kept.models[alias])

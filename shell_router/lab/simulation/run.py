@@ -37,8 +37,8 @@ from shell_router.standins.simulated.text import (
     SimulatedEmbedder,
     SimulatedTokenizer,
     Written,
-    closing,
     filler,
+    write_closing,
 )
 from shell_router.telemetry.trace import Trace
 from shell_router.topology import Topology
@@ -123,7 +123,7 @@ class Outputs:
             draws = self._seed_draws(f"{question}/{agent}")
             tokens = length.at(draws.random(), draws.gauss())
             answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
-            end = closing(question, answer)
+            end = write_closing(question, answer)
             written = Written.after_filler(
                 tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
             )

@@ -254,7 +254,7 @@ class DecodeService(Service[DecodeJob, Piece]):
         room = request.bootstrap_host, request.bootstrap_port, request.bootstrap_room
         taken = False
         try:
-            async with self._capacity.allocated(len(request.input_ids) + request.max_new_tokens):
+            async with self._capacity.allocate(len(request.input_ids) + request.max_new_tokens):
                 inflight.transferring = True
                 output = DecodedOutput.of(request, self._lm, inflight.grammar)
                 prefilled = await self._kv.fetch(*room)

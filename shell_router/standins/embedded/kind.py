@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 from shell_router.app.model_files import ModelFiles
-from shell_router.app.pairs import build_engine, running_pairs
+from shell_router.app.pairs import build_engine, run_pairs
 from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config
 from shell_router.errors import ConfigError
@@ -51,7 +51,7 @@ class Embedded:
         limit_s = config.limits.engine_start_s
         async with EmbeddedFleet(settings, start_limit_s=limit_s, on_progress=on_progress) as fleet:
             addresses = {alias: [fleet[alias].address] for alias in files}
-            async with running_pairs(addresses, files, config, on_progress) as pools:
+            async with run_pairs(addresses, files, config, on_progress) as pools:
                 yield {
                     alias: build_engine(
                         pool,

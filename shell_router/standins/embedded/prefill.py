@@ -328,7 +328,7 @@ class PrefillService(Service[PrefillJob, PrefilledKv | KvTransferError]):
 
         Raises `KvTransferError`.
         """
-        async with self._capacity.allocated(len(inflight.request.input_ids)):
+        async with self._capacity.allocate(len(inflight.request.input_ids)):
             output = DecodedOutput.of(inflight.request, self._lm, inflight.grammar)
             job = PrefillJob(inflight, output, asyncio.get_running_loop().create_future())
             self.thread.submit(job)

@@ -172,7 +172,7 @@ def read_request(
         stream=bool(body.get("stream")),
         return_logprob=bool(body.get("return_logprob")),
         return_text_in_logprobs=bool(body.get("return_text_in_logprobs")),
-        scored_from=_scored_from(body, len(input_ids)),
+        scored_from=_read_score_start(body, len(input_ids)),
         bootstrap_host=body.get("bootstrap_host"),
         bootstrap_port=body.get("bootstrap_port"),
         bootstrap_room=body.get("bootstrap_room"),
@@ -223,7 +223,7 @@ def _check_lengths(prompt: int, new_tokens: int | None, limits: RequestLimits) -
         )
 
 
-def _scored_from(body: Mapping[str, Any], prompt: int) -> int | None:
+def _read_score_start(body: Mapping[str, Any], prompt: int) -> int | None:
     start = body.get("logprob_start_len")
     if not body.get("return_logprob") or start in (None, -1, prompt):
         return None

@@ -145,7 +145,7 @@ MAX_BATCH_SIZE = 16
 _STATED = re.compile(r"\[(?P<question>[^\]]*)\] Answer: (?P<answer>.*)\.")
 
 
-def closing(question: str, answer: str) -> str:
+def write_closing(question: str, answer: str) -> str:
     """Return the end of an output that answers a question; the embedder reads it."""
     return f" [{question}] Answer: {answer}."
 

@@ -9,9 +9,9 @@ from shell_router.api.replies import (
     INTERNAL,
     anthropic_error,
     is_retryable,
+    list_shared_fields,
     problem_body,
     problem_of,
-    shared_fields,
 )
 from shell_router.errors import (
     AdapterMissing,
@@ -78,8 +78,8 @@ def test_the_envelope_names_field_type_and_remedy() -> None:
 
 def test_every_api_gives_all_fields_but_those_that_only_openai_has() -> None:
     error = {**problem_body(InvalidField("n is wrong.", field="n"), "id")["error"], "extra": 7}
-    assert anthropic_error(error) == {**shared_fields(error), "type": "invalid_request_error"}
-    assert shared_fields(error).keys() == error.keys() - {"type", "param", "code"}
+    assert anthropic_error(error) == {**list_shared_fields(error), "type": "invalid_request_error"}
+    assert list_shared_fields(error).keys() == error.keys() - {"type", "param", "code"}
 
 
 def test_an_unexpected_error_gives_nothing_away() -> None:

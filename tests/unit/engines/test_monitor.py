@@ -33,7 +33,7 @@ class Engines:
         return IDLE
 
 
-async def followed(engines: Engines, seconds: float) -> Dispatcher[str]:
+async def follow(engines: Engines, seconds: float) -> Dispatcher[str]:
     settings, clock = (
         SchedulingSettings(SelectionSettings("gimbal")),
         asyncio.get_running_loop().time,
@@ -46,13 +46,13 @@ async def followed(engines: Engines, seconds: float) -> Dispatcher[str]:
 
 def test_every_engine_is_asked_at_once_and_then_again_and_again() -> None:
     engines = Engines()
-    run_virtual(followed(engines, 2.5))
+    run_virtual(follow(engines, 2.5))
     assert engines.asked == {"a": [0, 1, 2], "b": [0, 1, 2]}
 
 
 def test_a_slow_engine_delays_no_others_news() -> None:
     engines = Engines(slow_s={"a": 10.0})
-    dispatcher = run_virtual(followed(engines, 3.5))
+    dispatcher = run_virtual(follow(engines, 3.5))
     assert len(engines.asked["b"]) == 4
     assert dispatcher.tracked[0].reported is None
 
@@ -62,7 +62,7 @@ def test_one_that_does_not_answer_is_asked_less_and_less_and_named_once(
 ) -> None:
     engines = Engines(silent={"a"})
     with caplog.at_level(logging.WARNING):
-        dispatcher = run_virtual(followed(engines, 100.0))
+        dispatcher = run_virtual(follow(engines, 100.0))
     assert engines.asked["a"] == [0, 2, 6, 14, 30, 60, 90]
     assert dispatcher.tracked[0].failed_polls == 7
     assert caplog.text.count("does not report its state") == 1
@@ -72,7 +72,7 @@ def test_no_engine_is_polled_after_the_end() -> None:
     engines = Engines()
 
     async def whole() -> int:
-        await followed(engines, 0.5)
+        await follow(engines, 0.5)
         await asyncio.sleep(10.0)
         return len(asyncio.all_tasks())
 

@@ -7,7 +7,7 @@ from shell_router.standins.kv_capacity import KvCapacity
 
 
 async def hold_until(capacity: KvCapacity, tokens: int, release: asyncio.Event) -> None:
-    async with capacity.allocated(tokens):
+    async with capacity.allocate(tokens):
         await release.wait()
 
 
@@ -60,7 +60,7 @@ async def test_a_cancelled_head_admits_the_next() -> None:
 
 async def test_a_turn_that_comes_together_with_a_cancel_is_given_back() -> None:
     capacity = KvCapacity(10, 5)
-    async with capacity.allocated(10):
+    async with capacity.allocate(10):
         waiter = asyncio.create_task(hold_until(capacity, 10, asyncio.Event()))
         await settle()
     assert capacity.used_tokens == 10, "the waiter's turn has come, and it has not run yet"

@@ -47,7 +47,7 @@ def test_any_graph_with_one_root_is_read_as_it_was_written(
         assert seen.issuperset(agent.precursors)
         seen.add(agent.id)
     assert topology.root.id == f"n{len(precursors) - 1}"
-    assert topology.needed(()) == set(precursors)
+    assert topology.find_needed(()) == set(precursors)
     clustered = [agent for cluster in topology.clusters for agent in cluster.agents]
     assert len(clustered) == len(set(clustered))
     assert all(topology.root.id != agent for agent in clustered)

@@ -8,7 +8,7 @@ from shell_router.early_exit.algorithm1 import features, similarity
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.settings import SimulatedEmbedding
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.standins.simulated.text import SimulatedEmbedder, closing
+from shell_router.standins.simulated.text import SimulatedEmbedder, write_closing
 
 
 def alike(embedder_of: tuple[float, float], texts: list[str]) -> list[float]:
@@ -22,9 +22,9 @@ def alike(embedder_of: tuple[float, float], texts: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("wanted", [(0.8, 0.5), (0.95, 0.2), (1.0, 1.0), (0.6, 0.6)])
 def test_outputs_are_as_alike_as_was_asked(wanted: tuple[float, float]) -> None:
-    same = alike(wanted, [f"{n} draft{closing('q1', '7')}" for n in range(12)])
+    same = alike(wanted, [f"{n} draft{write_closing('q1', '7')}" for n in range(12)])
     assert statistics.mean(same) == pytest.approx(wanted[0], abs=0.04)
-    different = alike(wanted, [f"draft{closing('q1', str(n))}" for n in range(12)])
+    different = alike(wanted, [f"draft{write_closing('q1', str(n))}" for n in range(12)])
     assert statistics.mean(different) == pytest.approx(wanted[1], abs=0.04)
 
 
