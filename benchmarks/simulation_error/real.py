@@ -13,7 +13,7 @@ from typing import Any
 
 from agent_cache import MemoryAgentPromptCache
 from benchmarks.overlap.measure import drawn_question, fixed_length, four_settings, setting
-from shell_router.api.models import make_single_agent
+from shell_router.api.live import make_single_agent
 from shell_router.app.services import run_embedder
 from shell_router.config import Config
 from shell_router.core.engine import Tokenizer

@@ -21,7 +21,7 @@ from shell_router.api import (
 from shell_router.api.admission import ADMISSION, Admission
 from shell_router.api.chat import CHATS, Chats
 from shell_router.api.drain import DRAIN, Drain
-from shell_router.api.models import TARGETS, Targets
+from shell_router.api.live import TARGETS, Targets
 from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.http.app import App, Route
@@ -74,7 +74,7 @@ def create_app(services: Services, settings: ApiSettings) -> App:
     app[DRAIN] = drain
     app[SERVICES] = services
     app[SETTINGS] = settings
-    app[TARGETS] = Targets(services)
+    app[TARGETS] = Targets(services.topologies, services.models)
     app[openapi.BODIES] = dict(openapi.ROUTER_BODIES)
     app[CHATS] = Chats(services, settings, app[TARGETS])
     app[KEPT_RUNS] = KeptRuns(services.journals, services.deadlines)

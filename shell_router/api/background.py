@@ -19,12 +19,18 @@ from shell_router.api.replies import json_reply, stream_error
 from shell_router.api.response_translation import ResponseTranslation, as_chat
 from shell_router.api.runs import KEPT_RUNS, Run, make_reuse_error, read_end
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
-from shell_router.api.streaming import LAST_EVENT, StreamPosition, open_stream, stream_run
+from shell_router.api.streaming import (
+    DONE,
+    LAST_EVENT,
+    StreamPosition,
+    data_frame,
+    open_stream,
+    stream_run,
+)
 from shell_router.api.translation import TranslatedFrames
 from shell_router.core.validation import field_error, show
 from shell_router.errors import StreamChanged, UnknownResponse
 from shell_router.http.app import Reply, Request
-from shell_router.http.sse import DONE, data_frame
 from shell_router.moa.journal import END
 from shell_router.moa.requests import Answer
 

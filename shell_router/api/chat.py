@@ -35,7 +35,7 @@ from shell_router.api.engine_chat import asks_engine, read_engine_chat
 from shell_router.api.fields import BRINGING, CHAT, ChatBody
 from shell_router.api.frames import ChatFrames
 from shell_router.api.lazy import begin_lazy, read_program
-from shell_router.api.models import Targets
+from shell_router.api.live import Targets
 from shell_router.api.native import forward
 from shell_router.api.panels import FUSIONS, read_brought
 from shell_router.api.replies import json_reply, note_ignored

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
+from shell_router.api.streaming import DONE, data_frame
 from shell_router.core.engine import Relayed
 from shell_router.engines.wire import EventSplitter
-from shell_router.http.sse import DONE, data_frame
 
 Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from shell_router.api.runs import Run
-from shell_router.api.streaming import StreamPosition
+from shell_router.api.streaming import DONE, StreamPosition, data_frame
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
@@ -26,7 +26,6 @@ from shell_router.core.events import (
     StepChosen,
     answer_in,
 )
-from shell_router.http.sse import DONE, data_frame
 from shell_router.moa.calls import ToolCall
 from shell_router.moa.requests import AgentRequest, Answer
 from shell_router.telemetry import Trace

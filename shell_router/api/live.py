@@ -1,15 +1,22 @@
-"""Topologies that change while requests run: the catalog, and those that requests bring."""
+"""The graphs that requests may name: topologies, which change while requests run, and models."""
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from shell_router.errors import InvalidField, ShellRouterError, TopologiesOff
-from shell_router.topology import INLINE, Catalog, Graph
+from shell_router.errors import (
+    ConfigError,
+    InvalidField,
+    ShellRouterError,
+    TopologiesOff,
+    UnknownModel,
+)
+from shell_router.http.app import Key
+from shell_router.topology import AUTO, INLINE, Agent, Catalog, Graph, Topology
 
 KEPT_INLINE = 64
 """Graphs of documents of at most `max_bytes` each."""
@@ -110,3 +117,63 @@ class LiveTopologies(Mapping[str, Graph]):
                 "This router does not let clients do that to topologies.",
                 remedy=f"Set live_topologies.{setting} to true in its configuration.",
             )
+
+
+class Targets:
+    """Topologies and models by the names that requests use."""
+
+    def __init__(self, topologies: Mapping[str, Graph], models: Collection[str]) -> None:
+        clash = sorted(topologies.keys() & {*models, AUTO})
+        if clash:
+            raise ConfigError(
+                f"{', '.join(clash)} name both a topology and a model (auto is the choice of one).",
+                remedy="Requests choose by name: rename one of them.",
+            )
+        self._topologies = topologies
+        self._models = frozenset(models)
+        self.alone = {alias: make_single_agent(alias) for alias in (*models, AUTO)}
+        """Models, each as a topology of one agent."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.alone or name in self._topologies
+
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may use now, sorted."""
+        return sorted({*self.alone, *self._topologies})
+
+    def find(self, name: str) -> Graph:
+        """Return what is served under the name; raises UnknownModel."""
+        topology = self.alone.get(name) or self._topologies.get(name)
+        if topology is None:
+            known = ", ".join(self.names) or "none"
+            raise UnknownModel(
+                f"No topology or model is named {name!r}.", remedy=f"Known: {known}."
+            )
+        return topology
+
+    def choose(self, names: Sequence[str]) -> Graph:
+        """Return the graph of the one name, or an agent whose model is chosen among several.
+
+        Raises:
+            UnknownModel: A name is unknown, or one of several is no model.
+        """
+        if len(names) == 1:
+            return self.find(names[0])
+        models = self._models
+        if unknown := sorted(set(names) - models):
+            raise UnknownModel(
+                f"No model is named {' or '.join(map(repr, unknown))}.",
+                remedy=f"Choose among models: {', '.join(sorted(models))}.",
+            )
+        return Topology(
+            name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))}
+        )
+
+
+def make_single_agent(alias: str) -> Topology:
+    """Return the topology of one agent that gets the client's messages as they are."""
+    return Topology(name=alias, agents={alias: Agent(id=alias, model=alias)})
+
+
+TARGETS = Key[Targets]("TARGETS")

@@ -14,7 +14,7 @@ from shell_router.api.bodies import read_body, read_end_user, read_models, read_
 from shell_router.api.choices import forward_choices
 from shell_router.api.conversation import WORD, holds_marker
 from shell_router.api.engine_chat import COMPLETION, read_completion
-from shell_router.api.models import TARGETS
+from shell_router.api.live import TARGETS
 from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import require_no_key
 from shell_router.api.services import (
@@ -27,14 +27,13 @@ from shell_router.api.services import (
     TOKENS,
     Services,
 )
-from shell_router.api.streaming import open_stream
+from shell_router.api.streaming import data_frame, open_stream
 from shell_router.api.translation import ItemTranslation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
 from shell_router.core.validation import JsonObject, field_error, parse_object
 from shell_router.engines.wire import EventSplitter, index_of
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 from shell_router.http.app import ClientGone, Reply, Request, Stream
-from shell_router.http.sse import data_frame
 from shell_router.moa.deadline import Deadline
 
 

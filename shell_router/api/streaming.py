@@ -7,16 +7,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+import orjson
+
 from shell_router.api.replies import NO_HEADERS, common_headers, stream_error
 from shell_router.api.services import REQUEST_ID, SETTINGS
 from shell_router.core.events import Emit, Event
 from shell_router.errors import InvalidField, StreamChanged
 from shell_router.http.app import ClientGone, Reply, Request, Stream
-from shell_router.http.sse import PING
 from shell_router.moa.requests import Answer
 
+PING = b": ping\n\n"
+"""A comment, which clients ignore."""
+DONE = b"data: [DONE]\n\n"
+"""The end of OpenAI's streams."""
 LAST_EVENT = "last-event-id"
 POSITION = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
+
+
+def data_frame(body: Any) -> bytes:
+    """Return an unnamed server-sent event whose data is `body` as JSON."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 async def open_stream(

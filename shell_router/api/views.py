@@ -5,6 +5,7 @@ import logging
 import re
 from base64 import b64encode
 from collections.abc import Mapping
+from dataclasses import asdict
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -14,7 +15,7 @@ from typing_extensions import TypedDict
 
 from shell_router.api.admission import permit
 from shell_router.api.bodies import query_number, read_body, read_object
-from shell_router.api.models import TARGETS
+from shell_router.api.live import TARGETS
 from shell_router.api.replies import json_reply, note_ignored, whole_reply
 from shell_router.api.services import (
     ENGINE_CHECK,
@@ -24,6 +25,7 @@ from shell_router.api.services import (
     STARTED_AT,
     TENANT,
     ReadinessCheck,
+    Services,
 )
 from shell_router.core.validation import (
     JsonObject,
@@ -34,8 +36,10 @@ from shell_router.core.validation import (
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
 from shell_router.files.document import read_document
 from shell_router.http.app import App, Key, Request, Response, Route
+from shell_router.routing.holdout import Holdouts, Optimization
 from shell_router.telemetry import Trace
 from shell_router.telemetry.trace import OUTCOMES
+from shell_router.topology import AUTO, Conditional, Graph
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +69,14 @@ ENGINES_QUERY = JsonObject(EnginesQuery)
 
 
 async def list_models(request: Request) -> Response:
-    """List topologies and models."""
-    listed = request.app[TARGETS].listed(request.app[STARTED_AT])
+    """List topologies, models and embedders as OpenAI's model objects."""
+    services = request.app[SERVICES]
+    serving = services.serving()
+    names = dict.fromkeys((*request.app[TARGETS].names, *services.embedders))
     allowed = request[KEY].models
-    data = [each for each in listed if not allowed or each["id"] in allowed]
+    data = [
+        _describe_target(request, name, serving) for name in names if not allowed or name in allowed
+    ]
     return json_reply(request, {"object": "list", "data": data})
 
 
@@ -76,13 +84,9 @@ async def show_model(request: Request) -> Response:
     """Show one topology or model."""
     name = request.match["model"]
     permit(request, (name,))
-    targets = request.app[TARGETS]
     services = request.app[SERVICES]
-    if name in services.embedders:
-        graph = None
-    else:
-        graph = targets.find(name)
-    facts = targets.model_object(name, request.app[STARTED_AT], services.serving())
+    graph = None if name in services.embedders else request.app[TARGETS].find(name)
+    facts = _describe_target(request, name, services.serving())
     if graph is None:
         return json_reply(request, facts)
     agents = {
@@ -90,6 +94,71 @@ async def show_model(request: Request) -> Response:
         for agent in graph.agents.values()
     }
     return json_reply(request, {**facts, "graph": agents})
+
+
+def _describe_target(request: Request, name: str, serving: Mapping[str, bool]) -> dict[str, Any]:
+    """Return what a request may name as OpenAI's model object.
+
+    `serving` says which models' engines seem to serve.
+    """
+    services = request.app[SERVICES]
+    created = request.app[STARTED_AT]
+    facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
+    topology = services.topologies.get(name)
+    if name == AUTO:
+        description = "one of the models, chosen for each request"
+        return {**facts, "kind": AUTO, "description": description}
+    if topology is not None:
+        return {**facts, "kind": "topology", **_describe_topology(services, name, topology)}
+    if name in services.models:
+        return {**facts, "kind": "model", **_describe_model(services, name, serving)}
+    return {**facts, "kind": "embedder"}
+
+
+def _describe_model(services: Services, name: str, serving: Mapping[str, bool]) -> dict[str, Any]:
+    model = services.models[name]
+    served_by = model.base or name
+    optional = {
+        "engine": services.engines.get(served_by),
+        "parent": model.base,
+        "ready": serving.get(served_by),
+    }
+    comparisons = _list_comparisons(services.holdouts, "drafts")
+    return {
+        "max_model_len": model.context_length,
+        **{key: fact for key, fact in optional.items() if fact is not None},
+        "drafts": [each for each in comparisons if each["models"] == name],
+    }
+
+
+def _describe_topology(services: Services, name: str, topology: Graph) -> dict[str, Any]:
+    steps = {}
+    names = {name}
+    if isinstance(topology, Conditional):
+        steps = {"steps": list(topology.steps)}
+        names = {step.topology.name for step in topology.steps.values()}
+    comparisons = _list_comparisons(services.holdouts, "incremental_prefill")
+    return {
+        "source": services.topologies.catalog.entries[name].source,
+        "description": topology.description,
+        "agents": len(topology.agents),
+        **steps,
+        "incremental_prefill": [each for each in comparisons if each["topology"] in names],
+    }
+
+
+def _list_comparisons(holdouts: Holdouts, optimization: Optimization) -> list[dict[str, Any]]:
+    return [
+        {
+            "topology": comparison.compared.topology,
+            "models": comparison.compared.models,
+            **({"role": comparison.compared.role} if comparison.compared.role else {}),
+            "state": comparison.state,
+            "benefit": comparison.benefit and asdict(comparison.benefit),
+        }
+        for comparison in holdouts.comparisons()
+        if comparison.compared.optimization == optimization
+    ]
 
 
 async def list_topologies(request: Request) -> Response:

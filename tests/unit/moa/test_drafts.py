@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 from shell_router.api.frames import sum_usage
-from shell_router.api.models import make_single_agent
+from shell_router.api.live import make_single_agent
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import EngineUnreachable, InvalidField
 from shell_router.moa.executor import Executor

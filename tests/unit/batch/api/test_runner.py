@@ -9,7 +9,7 @@ import pytest
 
 from shell_router.api import ApiSettings, Services
 from shell_router.api.chat import Chats
-from shell_router.api.models import Targets
+from shell_router.api.live import Targets
 from shell_router.app.fleet_changes import FleetChanges
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import ChatLines, PoolLines
@@ -80,7 +80,7 @@ def runner(
     services = Services(
         Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {}, FleetChanges({}, {})
     )
-    chats = Chats(services, ApiSettings(), Targets(services))
+    chats = Chats(services, ApiSettings(), Targets(services.topologies, services.models))
     pools = {} if pool is None else {"panel": PoolLines("panel", pool, folder, services)}
     return ChatLines(chats, concurrency, pools, pauses_s=(1, 2), sleep=sleep or Pauses())
 
