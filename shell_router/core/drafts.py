@@ -14,22 +14,23 @@ WIDTHS = (1, 2, 4, 8, 16)
 MOST_DRAFTED = WIDTHS[-1] - 1
 MOST_SOURCES = 16
 MOST_SOURCE_TOKENS = 8192
-"""Limits of a request's further texts, which a client chooses: texts, and tokens of all of them."""
+"""The most `sources` of a request, and the most tokens of all of them: a client chooses them."""
 
 _SHORTEST_MATCH = 2
 _LONGEST_MATCH = 16
 _CANDIDATES = 16  # earlier places of a pair that are compared
 _BREAK = -1  # between texts: no token has this id
 
-_FADE = 0.9  # of what is known of acceptance, per proposal
+_FADE = 0.9  # of the counts of earlier proposals, at each proposal
 _PRIOR = 2.0, 1.0  # tokens accepted, drafts rejected
 
 
 class Drafter:
     """Drafts for one request.
 
-    Places are found by their last two tokens, each linked to the place before it, as in LZ77: a
-    token costs the same however long the prompt is.
+    A place is a position in the text. It is found by the two tokens before it, and linked to the
+    last earlier place after the same two, as in LZ77: a token costs the same however long the
+    prompt is.
 
     Args:
         prompt: Token ids.
@@ -41,7 +42,7 @@ class Drafter:
         self._tokens: list[int] = []
         left = MOST_SOURCE_TOKENS
         for source in islice(sources, MOST_SOURCES):
-            # so that an output that begins as the source does is found after its first token
+            # after the prompt's last token, an output that begins like a source is matched at once
             self._tokens += (*prompt[-1:], *source[:left], _BREAK)
             left -= min(left, len(source))
         self._tokens += prompt
@@ -54,11 +55,11 @@ class Drafter:
 
     @property
     def acceptance(self) -> float:
-        """The share of drafted tokens that are right, by all proposals so far, verified or not."""
+        """The estimated share of drafted tokens that are right; the newest proposals count most."""
         return self._accepted / (self._accepted + self._rejected)
 
     def propose(self, most: int) -> Sequence[int]:
-        """Return up to `most` tokens that may come next; none if the end has not occurred yet."""
+        """Return up to `most` tokens that may come next; none if the last two are new."""
         self._proposed = self._find_continuation(most) if most > 0 else ()
         return self._proposed
 
@@ -94,7 +95,7 @@ class Drafter:
         draft = tokens[best : best + most]
         if _BREAK in draft:
             return draft[: draft.index(_BREAK)]
-        # what repeats at the very end is taken to go on repeating
+        # a repetition that reaches the end of the text is expected to go on
         if len(draft) == most:
             return draft
         return list(islice(cycle(draft), most))
@@ -129,9 +130,9 @@ def count_matching(proposed: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 _WEIGHT = 0.2  # of the newest pass
-_OUTLIER = 3.0  # times what is known
+_OUTLIER = 3.0  # times the mean: a slower pass counts as this
 _FORGOTTEN_AFTER = 256  # passes
-_FIRST_GUESS = 1.25  # of a plain pass's seconds: the narrowest drafted pass, before it was tried
+_FIRST_GUESS = 1.25  # of a plain pass's seconds: the narrowest drafted pass until measured
 _MOST_SLOWDOWN = 1.5  # of a plain pass's seconds, where some requests of the batch gain nothing
 _MOST_PASS_TOKENS = 256  # of all rows: each needs memory for its logits
 
@@ -189,7 +190,7 @@ class DraftGate:
         return best
 
     def note(self, rows: int, width: int, seconds: float) -> None:
-        """Count the measured seconds of a pass."""
+        """Update the cost of such passes with the measured seconds of one."""
         self._passes += 1
         key = width > 1, _bucket(rows * width)
         mean_s = self._recall_s(key)

@@ -34,7 +34,7 @@ REASONING_PARSERS: Mapping[str, ReasoningMarks] = {
     "qwen3-thinking": _ALWAYS,
     "step3": _ALWAYS,
 }
-"""Marks by SGLang's names of `--reasoning-parser`, for those whose thinking stands between two
+"""Marks by SGLang's names of `--reasoning-parser`, for parsers that look for thinking between two
 texts.
 """
 
@@ -53,8 +53,8 @@ PARSER_MARKS: Mapping[str, str] = {
     **dict.fromkeys(("glm", "glm45", "glm47"), "<tool_call>"),
     "mistral": "[TOOL_CALLS]",
 }
-"""Marks that begin a call, also for parsers that SGLang runs. With other parsers a call may begin
-anywhere.
+"""CALL_MARKS, and the marks of parsers that only SGLang runs. With a parser that is missing here a
+call may begin anywhere.
 """
 
 
@@ -112,7 +112,7 @@ class ReasoningSplit:
         return self._take_thinking(text[: len(text) - kept]), ""
 
     def finish(self) -> tuple[str, str]:
-        """Return the (thinking, answer) that was held back when the output ends."""
+        """End the output; return the (thinking, answer) that was held back."""
         held = self._held
         self._held = ""
         if self.stage == "start":
@@ -126,13 +126,13 @@ class ReasoningSplit:
 
     def _start(self, text: str) -> str:
         """Decide whether thinking comes first; return the text after a start mark."""
-        begun = text.lstrip()
+        stripped = text.lstrip()
         start = self._marks.start
-        if begun.startswith(start):
+        if stripped.startswith(start):
             self.stage = "thinking"
             self._pieces.append(start)
-            return begun[len(start) :]
-        if start.startswith(begun):
+            return stripped[len(start) :]
+        if start.startswith(stripped):
             self._held = text
             return ""
         if self._marks.always:

@@ -47,7 +47,7 @@ CURRENT: ContextVar[SpanContext | None] = ContextVar("span", default=None)
 
 
 def read_client_span(headers: Mapping[str, str]) -> SpanContext | None:
-    """Return the client's span; None without a valid header, which the standard has ignored."""
+    """Return the client's span; None if the header is missing or invalid, as the standard says."""
     parent = _PARENT.fullmatch(headers.get("traceparent", "").strip())
     if parent is None or (parent[1] == "00" and len(parent[0]) > 55):
         return None

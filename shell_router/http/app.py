@@ -1,4 +1,4 @@
-"""An HTTP application: routes, and the one kind of request and reply that their handlers know."""
+"""An HTTP application: its routes, and the requests and replies of their handlers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -12,7 +12,7 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 ClientGone = ClientConnectionResetError
-"""The error of a write whose client has left, or takes nothing."""
+"""The error of a write to a client that has left, or that does not read."""
 
 UNMATCHED = "unmatched"
 """The route of a request that no route matches."""
@@ -51,7 +51,7 @@ class Key(Generic[T]):
 class Carrier(dict[Any, Any]):
     """Values by their `Key`s."""
 
-    if TYPE_CHECKING:  # a method in Python would make each look-up five times as dear
+    if TYPE_CHECKING:  # a method in Python would make each look-up five times slower
 
         def __getitem__(self, key: Key[T]) -> T: ...
         def __setitem__(self, key: Key[T], value: T) -> None: ...
@@ -170,4 +170,4 @@ class App(Carrier):
         self.on_startup: list[Hook] = []
         self.on_shutdown: list[Hook] = []
         self.leaving = asyncio.Event()
-        """Set when the server is about to stop: clients shall go elsewhere."""
+        """Set when the server is about to stop, so that clients are sent elsewhere."""

@@ -1,9 +1,8 @@
-"""An HTTP/1.1 client of engines: no task, no copy and no parsing in Python on the way of a chunk.
+"""An HTTP/1.1 client for engines: llhttp parses the answers, and no task runs per chunk.
 
 A general client costs more per request than all else the router does for it
 (docs/benchmarks/index.md). This one knows POST and GET with bytes for a body, kept-alive
-connections, TLS, and limits on time and on everything that it buffers. llhttp parses, by
-`httptools`.
+connections, TLS, and limits on time and on everything that it buffers. `httptools` wraps llhttp.
 """
 
 import asyncio
@@ -20,11 +19,13 @@ from yarl import URL
 from shell_router.http.tasks import TaskOwner
 
 TURN_BYTES = 2**15
-"""Read from a connection in one turn of the loop: a millisecond of work where chunks are tiny."""
+"""The most bytes read from a connection in one turn of the loop: at most about a millisecond of
+work, even if chunks are tiny.
+"""
 
 IDLE_S = 2.0
-"""Below uvicorn's and SGLang's 5 s: a connection that the server closes while it is used again
-fails the request.
+"""Seconds after which an idle connection is not used again. Uvicorn and SGLang close theirs after
+5 s, and a request sent on a connection that is being closed fails.
 """
 
 HTTP_OK = 200
@@ -33,7 +34,7 @@ _FRAMINGS = (b"content-length", b"transfer-encoding")
 _NO_BODY = (204, 304)
 
 Origin = tuple[str, int, bool]
-"""Host, port, and whether TLS is spoken: what a connection can be used for."""
+"""Host, port, and whether TLS is spoken. A connection serves one origin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,11 @@ class AnswerLimits:
     """The most bytes that are taken of one answer.
 
     Attributes:
-        head: Of the head, with all 1xx before it; also of a body's framing between two pieces.
-        body: Of a body that is not read as a stream of events.
-        error: Of the body of an error status.
-        unread: Of a stream whose reader is behind; then its connection is not read.
+        head: Bytes of the head, all 1xx heads before it included. The same limit holds for a body's
+            framing between two pieces.
+        body: Bytes of a body that is not read as a stream of events.
+        error: Bytes of the body of an error status.
+        unread: Unread bytes of a stream, above which its connection is not read.
     """
 
     head: int = 2**16
@@ -76,9 +78,10 @@ class Endpoint:
 
 
 def endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
-    """Read `url` once. Raises ValueError without a host.
+    """Return the endpoint of `url`. Raises ValueError if it names no host.
 
-    A `key` is sent as a bearer; else a user and a password in the URL as basic authentication.
+    A `key` is sent as a bearer token; without one, a user and a password in the URL are sent as
+    basic authentication.
     """
     if url.host is None or url.port is None:
         raise ValueError(f"{url} names no host")
@@ -95,12 +98,12 @@ class Exchange:
     """One request and its answer as it comes, for one reader at a time.
 
     `status` is 0 until the answer's head has come, `began` False until the first byte of its body.
-    An exchange fails with TimeoutError without a byte for `read_timeout_s`, and with AnswerTooLong
-    where the body is over its limit. Only an answer of events that is `streamed` has none.
+    An exchange fails with TimeoutError if no byte comes for `read_timeout_s`, and with
+    AnswerTooLong if the body is over its limit. A `streamed` answer of events has no limit.
 
     Args:
         loop: The running loop.
-        limits: Its limits in bytes.
+        limits: The answer's limits in bytes.
         read_timeout_s: The longest silence of the server.
         streamed: Whether the reader takes the body piece by piece.
         ended: Called once, when the answer is complete or has failed.
@@ -128,7 +131,7 @@ class Exchange:
         self._explain = explain
         self._read_timeout_s = read_timeout_s
         self._pieces: list[bytes] = []
-        self._body_bytes = 0  # of a stream only the unread ones
+        self._body_bytes = 0  # in a stream, only the unread ones count
         self._max_bytes = 0
         self._paused = False
         self._last_byte_s = 0.0
@@ -139,12 +142,12 @@ class Exchange:
     # --- for the reader
 
     async def head(self) -> None:
-        """Wait until `status` is known; raise what failed before."""
+        """Wait until `status` is known; raise the failure if there is one before."""
         while not self.status:
             await self._next_arrival()
 
     async def read(self) -> bytes:
-        """Return the unread bytes, or the next to come; empty at the end. Raise what failed."""
+        """Return the unread bytes, or the next to come; empty at the end. Raises `failure`."""
         while not self._pieces:
             if self.complete:
                 return b""
@@ -177,7 +180,7 @@ class Exchange:
             self.fail(ConnectionAbortedError("its reader has left"))
 
     def _next_arrival(self) -> "asyncio.Future[None]":
-        """Return what to await for the next bytes, or the end; raise what failed."""
+        """Return a future that ends with the next bytes or the answer. Raises `failure`."""
         if self.failure is not None:
             raise self.failure
         self._reader = self._loop.create_future()
@@ -186,13 +189,13 @@ class Exchange:
     # --- for the connection
 
     def start(self, carrier: "Connection") -> float:
-        """Note that the request is on its way; return when it fails, as `due_s`."""
+        """Note that the request was sent on `carrier`; return `due_s`."""
         self._carrier = carrier
         self._last_byte_s = self._loop.time()
         return self._last_byte_s + self._read_timeout_s
 
     def due_s(self) -> float:
-        """Return when it fails, by the loop's clock, unless bytes come before."""
+        """Return the loop's time at which the exchange times out unless bytes come."""
         return (self._loop.time() if self._paused else self._last_byte_s) + self._read_timeout_s
 
     def take_head(self, status: int, content_type: str) -> None:
@@ -204,7 +207,7 @@ class Exchange:
         self._max_bytes = self._limits.error if status >= _FIRST_ERROR else self._limits.body
 
     def take(self, piece: bytes) -> None:
-        """Wake the reader, with the next `piece` of the body, which may be empty."""
+        """Keep the next `piece` of the body, which may be empty, and wake the reader."""
         self._last_byte_s = self._loop.time()
         if piece:
             self.began = True
@@ -300,7 +303,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- for the exchange
 
     def drop(self) -> None:
-        """Close it: the exchange is over before its end."""
+        """Close the connection at once; no exchange needs it any more."""
         self._exchange = None
         self.transport.abort()
 
@@ -390,9 +393,10 @@ class Connection(asyncio.BufferedProtocol):
             self._exchange.fail(error)
 
     def _parse_up_to_limit(self, data: memoryview) -> None:
-        """Parse `data`, which reaches the limit of a head unless a head or a piece ends in it.
+        """Parse `data`, in which the limit of a head or of framing falls.
 
-        The parser's callbacks reset `_frame_bytes` there. Raises AnswerTooLong.
+        Raises AnswerTooLong unless a head or a piece of the body ends before the limit: there the
+        parser's callbacks reset `_frame_bytes`.
         """
         room = self._max_head_bytes - (self._frame_bytes - len(data))
         self._parser.feed_data(data[:room])
@@ -435,7 +439,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         """Begin an answer, or a 1xx before it."""
-        self._reusable = not self._ended  # an answer behind the answer was not asked for
+        self._reusable = not self._ended  # nobody asked for a second answer
         self._content_type = ""
         self._sized = False
 
@@ -473,8 +477,8 @@ class Connection(asyncio.BufferedProtocol):
 class HttpClient:
     """Begins exchanges over pooled connections; one that was idle for `idle_s` is not used again.
 
-    `tls` is for https; without it certificates are checked by the system's. Make it where its loop
-    runs: asking asyncio for the loop again and again costs a system call each on Python 3.11.
+    `tls` is for https; without it the system's certificates are trusted. Create the client inside
+    the running loop, which it keeps: on Python 3.11 asking asyncio for it costs a system call.
     """
 
     def __init__(
@@ -493,7 +497,7 @@ class HttpClient:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connecting = TaskOwner()
         self.buffer = memoryview(bytearray(TURN_BYTES))
-        """Of all connections: each empties it before another fills it."""
+        """Shared by all connections: each empties it before another fills it."""
         self._closed = False
         self._swept_s = 0.0
 
@@ -579,7 +583,7 @@ class HttpClient:
                     idle.popleft().drop()
 
     def forget(self, connection: Connection) -> None:
-        """Drop a connection that is gone."""
+        """Remove a connection that has closed from the idle ones."""
         idle = self._idle.get(connection.origin)
         if idle and connection in idle:
             idle.remove(connection)

@@ -28,9 +28,11 @@ CLOSE_LIMIT_S = 1.0
 def bind_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socket.socket]]:
     """Bind one socket per address of `host`, all to one port, a free one where `port` is 0.
 
-    They do not listen yet: no other process can take the port, and clients are refused until a
-    server listens. Addresses that this machine lacks are left out while there are others. The
-    sockets are closed in the end. Raises OSError.
+    The sockets do not listen yet: no other process can take the port, and clients are refused until
+    a server listens. An address that this machine lacks is skipped. On exit the sockets are closed.
+
+    Raises:
+        OSError: An address cannot be bound, or this machine lacks all of them.
     """
     with ExitStack() as stack:
         bound: list[socket.socket] = []
@@ -63,10 +65,10 @@ async def run_server(
     tls: ssl.SSLContext | None = None,
     fast_lane: bool = True,
 ) -> AsyncIterator[str]:
-    """Serve `app` on bound `sockets` while the context is open; gives its base URL.
+    """Serve `app` on bound `sockets` while the context is open; yield its base URL.
 
-    A request whose client has gone is cancelled. On leaving no new requests are taken, the
-    application's `on_shutdown` waits for the running ones, and what is left is broken.
+    A request whose client has gone is cancelled. On exit no new requests are taken, the
+    application's `on_shutdown` waits for the running ones, and the remaining connections are cut.
     Without `fast_lane` aiohttp serves every request, with the same replies.
     """
     connections = Connections(limits)
@@ -76,7 +78,7 @@ async def run_server(
     if not fast_lane:
         lane.handlers = {}
     loop = asyncio.get_running_loop()
-    handshake_s = limits.body_timeout_s if tls else None  # or a client could stay without one
+    handshake_s = limits.body_timeout_s if tls else None  # asyncio would wait for 60 s
     servers: list[asyncio.Server] = []
     for hook in app.on_startup:
         await hook()
@@ -94,7 +96,7 @@ async def run_server(
     finally:
         for server in servers:
             server.close()
-        await asyncio.sleep(0)  # as aiohttp does: requests that are here already begin
+        await asyncio.sleep(0)  # as aiohttp does: requests that have arrived already begin
         lane.stop()
         runner.server.pre_shutdown()
         for hook in app.on_shutdown:
@@ -125,12 +127,12 @@ async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int
 
     general = web.Application(middlewares=[serve], client_max_size=max_body_bytes)
     for route in app.routes:
-        handler: Any = route.handler  # the middleware calls it; that of an unknown route raises
+        handler: Any = route.handler  # `serve` calls it, or aiohttp's own, which raises
         general.router.add_route(route.method, route.path, handler)
         if route.method == "GET":
             general.router.add_route("HEAD", route.path, handler)
     options: dict[str, Any] = {
-        # unpacking would hold up the event loop and take a thousand times the memory
+        # decompressing a body blocks the event loop, and may take a thousand times its memory
         "auto_decompress": False,
         "handler_cancellation": True,
         "shutdown_timeout": CLOSE_LIMIT_S,
