@@ -1,6 +1,7 @@
 """The limits of what requests may ask of an engine: sampling parameters and the prompt's length.
 
-Pure. `RANGES` holds for the API's fields, topology files, native bodies and the embedded engine.
+Nothing here does I/O. `RANGES` holds for the API's fields, topology files, native bodies and the
+embedded engine.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,37 +16,36 @@ from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 
 MAX_SAMPLING_BYTES = 2**18
-"""Of the parameters as JSON: the schema of a large tool set fits."""
+"""The most bytes of the parameters as JSON: the schema of a large tool set fits."""
 MAX_PATTERN_CHARACTERS = 2**14
-"""Of a regular expression or a grammar."""
+"""The most characters of a regular expression or a grammar."""
 MAX_DEPTH = 64
-"""Of nested JSON; engines compile schemas recursively."""
+"""The most levels of nested JSON: engines compile schemas recursively."""
 MAX_VALUES = 100_000
-"""In nested JSON; large sets of tools have thousands."""
+"""The most values in nested JSON: large sets of tools have thousands."""
 MAX_STOPS = 32
 """SGLang's own limit (MAX_STOP_COUNT): every stop is searched for after every token."""
 MAX_STOP_CHARACTERS = 256
 """SGLang's own limit of a regular expression (MAX_STOP_REGEX_LEN)."""
 MAX_TOKEN_IDS = 1024
-"""In `stop_token_ids` and in `logit_bias`."""
+"""The most token ids in `stop_token_ids` and in `logit_bias`."""
 MAX_INTEGER = 2**31 - 1
-"""SGLang's scheduler puts most integers into tensors of 32 bits, and ends where one does not fit.
-"""
+"""SGLang's scheduler puts most integers into 32-bit tensors, and crashes if one does not fit."""
 MAX_NUMBER = 1e30
-"""For the same reason: of 32-bit floats."""
+"""The largest number of a parameter: SGLang's tensors hold 32-bit floats."""
 MOST_CHARACTERS_PER_TOKEN = 16
-"""A prompt with more per token of its model's context is refused unread. English has 4; only blanks
-have more.
+"""A prompt with more characters per token of its model's context is refused without tokenizing it.
+English has about 4; only runs of blanks have more than 16.
 """
 PRIVATE = "__sglang"
-"""SGLang's OpenAI routes hand parameters of their own to its scheduler in `custom_params`, under
-such names.
+"""The prefix of names in `custom_params` under which SGLang's OpenAI routes pass parameters to its
+scheduler.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers that a parameter may be: from `low` (above it, if `open`) to `high`, never `but`.
+    """The values of a parameter: from `low` (above it, if `open`) to `high`, never `but`.
 
     Pydantic reads it as the limits of a type: `Annotated[float, RANGES["top_p"]]`.
     """
@@ -95,8 +95,8 @@ RANGES: Mapping[str, Range] = {
     "sampling_seed": Range(-(2**63), 2**63 - 1, whole=True),
     "stream_interval": Range(1, MAX_INTEGER, whole=True),
 }
-"""By SGLang's names, the ranges that SGLang 0.5.23 checks in `SamplingParams.verify`, within the
-integers and floats of 32 bits.
+"""The ranges that SGLang 0.5.23 checks in `SamplingParams.verify`, by its names. Numbers must also
+fit into 32 bits, except seeds.
 """
 
 
@@ -111,7 +111,7 @@ def check_sampling(
         path: The parameters' path in the body.
     """
     below = inf if vocabulary is None else vocabulary
-    is_plain = True  # no value can be long: most requests have numbers alone
+    is_plain = True  # no value can be long; so for most requests, which have only numbers
     for name, value in params.items():
         rule = _RULES.get(name)
         if rule is not None and value is not None and not rule[0](value, below):
@@ -160,8 +160,8 @@ def require_possible(characters: int, context_length: int) -> None:
     """Raise PromptTooLong for a text that no tokenizer can fit into the context."""
     if characters > MOST_CHARACTERS_PER_TOKEN * context_length:
         raise PromptTooLong(
-            f"The prompt has {characters} characters; a context of {context_length} tokens takes "
-            f"fewer than {MOST_CHARACTERS_PER_TOKEN} for each.",
+            f"The prompt has {characters} characters; a context of {context_length} tokens holds "
+            f"at most {MOST_CHARACTERS_PER_TOKEN} for each.",
             remedy="Shorten it, or choose a model with a longer context.",
         )
 
@@ -231,7 +231,7 @@ _SHORT = (int, float, type(None))
 _IDS = f"token ids (at most {MAX_TOKEN_IDS}), each at least 0 and below {{vocabulary}}"
 
 Rule = tuple[Callable[[Any, float], bool], str, str]
-"""Whether a value may be sent, by the size of the vocabulary; the requirement, and the remedy."""
+"""A test of a value, given the size of the vocabulary; the requirement in words; and the remedy."""
 
 
 def _range_rule(limits: Range) -> Rule:
@@ -240,8 +240,8 @@ def _range_rule(limits: Range) -> Rule:
 
 _FLAG: Rule = (lambda value, _: isinstance(value, bool), "must be true or false", "Send a boolean.")
 _ONLY_1: Rule = (
-    # of several samples each server makes ids of its own: decode never ends, and no abort reaches
-    # it
+    # each server would give several samples ids of its own: decode would never end, and no abort
+    # would reach it
     lambda value, _: value == 1 and value is not True,
     "must be 1: a prefill-decode pair cannot serve several samples",
     "Send the request n times.",
@@ -280,13 +280,13 @@ _RULES: Mapping[str, Rule] = {
     ),
     "logit_bias": (
         _is_bias,
-        f"must be an object of numbers of moderate size, by {_IDS}",
+        f"must map {_IDS}, to numbers from {-MAX_NUMBER:g} to {MAX_NUMBER:g}",
         "Tokenize for this model, and send fewer.",
     ),
     "custom_params": (
         _is_custom,
-        f"must be an object without SGLang's own {PRIVATE} names, its drafts token ids below "
-        "{vocabulary}",
+        f"must be an object without names that begin with {PRIVATE}, and its drafts must be token "
+        "ids below {vocabulary}",
         "Leave it out.",
     ),
 }

@@ -54,7 +54,7 @@ class Legs:
         decode: The decode server.
         rids: The request's ids, by which the servers abort it.
         bodies: The bodies for prefill and decode.
-        read_timeout_s: The limit of a silence.
+        read_timeout_s: The longest time without a byte.
         on_prefilled: Called when the prefill leg has ended.
         blame: Called with each blamed server and the failure; by default its breaker counts it.
         route: The servers' route.
@@ -102,8 +102,8 @@ class Legs:
         """Return the tokens that decode streams next, and at the end one Finish.
 
         Raises:
-            EngineError: A leg failed first in this way.
-            PromptTooLong: A server says so.
+            EngineError: The first failure of a leg.
+            PromptTooLong: A server refuses the prompt as too long.
         """
         decode = self.decode
         reader = self._output
@@ -145,7 +145,7 @@ class Legs:
         return self._prefill_answer
 
     async def settle(self) -> bytes | None:
-        """Return the prefill leg's answer once decode has ended well; None if it is late.
+        """Return the prefill leg's answer once decode has ended well; None if it failed or is late.
 
         Decode cannot start without the prefill's KV, so the answer is normally here already.
         """

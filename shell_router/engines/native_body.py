@@ -49,13 +49,11 @@ FIELDS: Mapping[NativeRoute, frozenset[str]] = {
     "v1/chat/completions": CHAT_FIELDS,
     "v1/completions": SAMPLING_FIELDS | _names("prompt model stream stream_options user"),
 }
-"""Fields that may be forwarded. Others load code or files, reach hosts, or choose a server, a rank
-or a priority.
+"""Fields that may be forwarded. Other fields load code or files, reach hosts, or choose a server, a
+rank or a priority.
 """
 MEDIA = "image_url"
-"""The part of a chat message by whose URL an engine would fetch from a host; data: URLs fetch
-nothing.
-"""
+"""The kind of message part whose URL an engine fetches from a host, unless it is a data: URL."""
 MAX_BATCH = 1024
 MAX_TOP_LOGPROBS = 128
 
@@ -97,7 +95,10 @@ class NativeBody:
         return self.opened + orjson.dumps({"rid": self.rid, **self.own, **fields})[1:]
 
     def replace_fields(self, fields: Mapping[str, Any]) -> bytes:
-        """Return the body with `fields` in place of the client's; it writes numbers anew."""
+        """Return the body, parsed and written again, with `fields` in place of the client's.
+
+        `sampling_params` are merged with the client's, of each request in a batch.
+        """
         body = orjson.loads(self.with_fields({}))
         changes = fields.get("sampling_params", {})
         sampling = body.get("sampling_params") or {}
@@ -113,10 +114,10 @@ class NativeRules:
     """A model's rules for bodies.
 
     Attributes:
-        vocabulary: Token ids must lie below it, if it is known: SGLang ends at one that does not.
+        vocabulary: The number of token ids, None if unknown. An id beyond it would crash SGLang.
         context_length: Prompts that cannot fit into it are refused.
-        fields: Fields that are forwarded besides FIELDS. MEDIA is among them if engines may fetch
-            it.
+        fields: Fields that are forwarded besides FIELDS; with MEDIA among them engines may fetch
+            URLs.
     """
 
     vocabulary: int | None = None
@@ -190,7 +191,7 @@ def _check_field(
         _refuse_media(content)
     elif name == "logprob_start_len":
         for start in as_list(content):
-            if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
+            if isinstance(start, int) and start < -1:  # it would crash SGLang's prefill server
                 raise InvalidRequest(
                     f"`{name}` is {start}.", remedy="Make it -1 (no prompt tokens) or more."
                 )
@@ -249,7 +250,7 @@ def _check_ids(name: str, ids: list[Any], rules: NativeRules) -> None:
 
 
 def _no_ids(name: str, vocabulary: int) -> InvalidRequest:
-    words = f"`{name}` holds something else than token ids below {vocabulary}."
+    words = f"`{name}` may hold only token ids of at least 0 and below {vocabulary}."
     return InvalidRequest(words, remedy="Tokenize for this model.")
 
 
@@ -297,10 +298,10 @@ def _count_batch(fields: Mapping[str, Any]) -> int | None:
 
 
 def _max_output_tokens(fields: Mapping[str, Any]) -> int:
-    """Return the highest limit of an output, in the names of all routes."""
+    """Return the highest output limit of the body, under whichever name a route has for it."""
     sampling = fields.get("sampling_params") or {}
     if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
-        return limit  # as most requests have it
+        return limit  # the common case
     limits = [
         params.get(name)
         for params in (fields, *as_list(sampling))
@@ -313,7 +314,7 @@ def _max_output_tokens(fields: Mapping[str, Any]) -> int:
 def wants_input_logprobs(fields: Mapping[str, Any]) -> bool:
     """Tell whether a body may get log probabilities of its prompts' tokens.
 
-    A batch has lists of both fields.
+    In a batch both fields may be lists.
     """
     if "return_logprob" not in fields:
         return False

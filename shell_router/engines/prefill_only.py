@@ -39,7 +39,7 @@ class PrefillOnly:
         decodes: The decode servers, for requests by a pair.
         bootstrap: The fields by which decode finds this server, without a room.
         rid: Gives fresh request ids.
-        room: Gives fresh bootstrap rooms.
+        room: Gives random bootstrap rooms, which also serve as random numbers.
         clock: Gives monotonic seconds.
         way: The way in use.
         cost: The measured cost on an idle server.
@@ -70,14 +70,14 @@ class PrefillOnly:
 
     @asynccontextmanager
     async def forward(self, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
-        """Send a body by the server's route; it is aborted unless the answer is read to its end."""
+        """Send a body to `prefill_only`; abort it unless the answer is read to its end."""
         exchange = self.server.begin("prefill_only", body, streamed=True)
         try:
             await exchange.head()
             yield exchange
             if exchange.status == HTTP_OK:
                 self.server.note_success()
-            elif exchange.status >= INTERNAL_ERROR:  # a relayed answer; `read_all` raises by itself
+            elif exchange.status >= INTERNAL_ERROR:  # relayed as it is: nothing raised
                 self.server.note_failure(EngineRejected("", status=exchange.status))
         except (EngineError, PromptTooLong) as error:
             self.server.note_failure(error)
@@ -89,8 +89,8 @@ class PrefillOnly:
 
     async def _send_by_pair(self, request: Generation) -> Prefilled:
         """Decode one token on this server and a decode server."""
-        # an update is not limited on decode: requests that wait for this prefill server may hold
-        # its last slots
+        # decode's limit does not hold for an update: requests that wait for this prefill server
+        # may fill decode
         slot = await take_slot(self.decodes, PlacementRequest.of(request, update=True))
         try:
             fields = {**self.bootstrap, "bootstrap_room": self.room()}
@@ -161,7 +161,7 @@ class PrefillOnly:
         return await self.prefill(Generation(rid=self.rid(), input_ids=input_ids))
 
     async def _try(self, input_ids: Sequence[int]) -> int | EngineRejected:
-        """Return the tokens cached at the second sending, or the refusal of an unknown way."""
+        """Return the tokens cached at the second sending, or the error of a server that refuses."""
         try:
             await self._send(input_ids)
             return (await self._send(input_ids)).cached_tokens

@@ -1,8 +1,8 @@
 r"""Find the leading tokens of a text that no continuation changes.
 
 A tokenizer first cuts text at the added tokens written in it, then into pre-tokens, and only inside
-a pre-token does it merge. So further text can only change the pre-tokens near the end. Held back
-are, from the end:
+a pre-token does it merge. So further text can only change the pre-tokens near the end. From the
+end, these are held back:
 
 1. characters that are not whole yet (U+FFFD), a run that may become an added token, trailing
 whitespace and digits, because the usual patterns look to the end of such runs (`\s*[\r\n]+`,
@@ -12,8 +12,8 @@ whitespace and digits, because the usual patterns look to the end of such runs (
 the one before it.
 
 Without a splitting pre-tokenizer (SentencePiece-like models) a word boundary is as good if no token
-of the vocabulary reaches across one: no merge can then cross it. If neither holds, no token of such
-a stretch is stable.
+of the vocabulary reaches across one: no merge can then cross it. If neither holds, all text between
+two added tokens counts as one pre-token.
 """
 
 import unicodedata
@@ -81,7 +81,7 @@ class StablePrefix:
         return len(text[:end].rstrip())
 
     def _before_partial_token(self, text: str, end: int) -> int:
-        """Return the start of the longest end of the text that begins a longer added token."""
+        """Return where the longest tail of `text[:end]` that begins a token starts, or `end`."""
         longest = max(map(len, self._added), default=0)
         tail = text[max(0, end - longest + 1) : end]
         for start in range(len(tail)):

@@ -57,7 +57,7 @@ class ToolCall:
 class CallReader:
     """Passes an answer's text up to its first call.
 
-    If the mark of calls is not known, all of the text may be calls.
+    If the mark that begins a call is not known, it holds back all text until the end.
     """
 
     def __init__(self, offer: ToolOffer, model: ServedModel) -> None:

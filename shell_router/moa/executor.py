@@ -1,4 +1,4 @@
-"""Runs one request through an agent graph, to a single model, or through steps.
+"""Runs one request: on an agent graph, on a single model, or step by step.
 
 Each step is a graph or a model.
 """
@@ -58,10 +58,10 @@ log = logging.getLogger(__name__)
 
 
 class Executor:
-    """Answers requests by walking topologies of both kinds.
+    """Answers requests by running their topologies, which are agent graphs or steps.
 
     Between requests it keeps how fast each model was, and what updates and drafts save. Without
-    `holdouts` no run is held out to show that.
+    `holdouts` it measures no savings, because no run goes without updates or drafts.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Executor:
         Raises:
             UnknownModel: A model is not configured; nothing has run.
             PromptTooLong: A prompt does not fit; if that can be known, nothing has run.
-            AgentFailed: An agent failed. The error itself if there is only one agent.
+            AgentFailed: An agent failed. If there is only one agent, its error is raised instead.
             DeadlineExceeded: The run took longer than the request allows.
         """
         if isinstance(topology, Topology):
@@ -169,7 +169,7 @@ class Executor:
 
 
 class _AggregationSkipped(Exception):
-    """The outputs that an agent would read agree, so that it forwards one of them."""
+    """The outputs that an agent would read agree, so it forwards one of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -205,8 +205,8 @@ class _Member:
 class GraphRun:
     """Runs the agents of one plan, each in a task of its own.
 
-    An agent goes on as soon as its own precursors let it (localized readiness). The root's end ends
-    the run.
+    An agent goes on as soon as its own precursors let it (localized readiness). The run ends with
+    its root.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class GraphRun:
         """Return what the agent's prompt still waits for after it has `read` some precursors."""
         name = self._topology.name
         survives = self._estimates.get_chance(name, agent.id, "decoded")
-        slowest = 0.0
+        remaining_tokens = 0.0
         token_s = None
         longest_s = 0.0
         for precursor in agent.precursors:
@@ -407,10 +407,10 @@ class GraphRun:
             if other.is_running and other.run is not None:
                 tokens, seconds = other.run.progress.remaining
                 if tokens * (seconds or 1.0) > longest_s:
-                    slowest = tokens
+                    remaining_tokens = tokens
                     token_s = seconds
                     longest_s = tokens * (seconds or 1.0)
-        return Remainder(slowest, token_s, survives)
+        return Remainder(remaining_tokens, token_s, survives)
 
     def _fail(self, member: _Member, error: ShellRouterError) -> None:
         """Note that the agent failed, and raise the run's error unless it can be dropped."""
@@ -448,7 +448,7 @@ class GraphRun:
             for name, voter in voters.items():
                 if voter.output is not None and name not in ballots:
                     ballots[name] = await _read_ballot(name, voter.output)
-            # one that ended while another ballot was read is still waited for
+            # a voter that ended while another's ballot was read still counts as waiting
             waiting = [name for name in voters if name not in ballots and voters[name].gone is None]
             cast = [ballots[name] for name in voters if name in ballots]
             if winner := elect(cast, len(waiting)):
@@ -468,7 +468,7 @@ class GraphRun:
     # --- early exit
 
     def _watch(self, agent: str) -> OnText | None:
-        """Return the callback that judges the agent's cluster by each new text, if it reads it."""
+        """Return the callback that judges a cluster by each new text; None if no gate reads it."""
         if agent not in self._exits or not self._exits[agent].reads_text:
             return None
 
@@ -487,7 +487,7 @@ class GraphRun:
             self._apply(await cluster_exit.judge_output(agent, output), cluster)
             if not self._list_unfinished(cluster):
                 for name in cluster.agents:
-                    self._exits.pop(name, None)  # it holds the outputs of all of them
+                    self._exits.pop(name, None)  # it would keep all their outputs
 
     def _list_unfinished(self, cluster: Cluster) -> tuple[str, ...]:
         return tuple(name for name in cluster.agents if self._members[name].is_running)
@@ -520,9 +520,9 @@ class GraphRun:
                 return
 
     def _cut_starved(self) -> None:
-        """Cut the agents that an exit has left nothing to read.
+        """Cut the agents whose precursors are all gone, at least one of them by an early exit.
 
-        Some agent that has ended still leads to the root.
+        The root is not cut: an output that it needs is always left.
         """
         for name, member in self._members.items():
             read = [self._members[precursor].gone for precursor in member.agent.precursors]
@@ -550,7 +550,7 @@ class GraphRun:
 
 
 def _count_usage(member: _Member) -> AgentUsage:
-    """Return the cost of an agent, however it ended."""
+    """Return the tokens that an agent cost, however it ended."""
     if member.run is None:
         return AgentUsage(VOTE, 0, 0, 0, member.gone or "skipped")
     model = member.run.task.model.alias

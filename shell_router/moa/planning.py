@@ -1,4 +1,4 @@
-"""Decides, and refuses, before the first agent of a request runs: models, sampling and prompts."""
+"""Plans a request before its first agent runs: models, sampling and prompts, or a refusal."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -71,8 +71,8 @@ class Plan:
     """A request's graph with models chosen, and the task of every agent that asks a model.
 
     Attributes:
-        choices: Emitted once nothing can be refused any more, as a stream's head goes out with the
-            first event.
+        choices: Events of chosen models. They are emitted once nothing can be refused any more,
+            because a stream's head goes out with the first event.
         expected: Each agent's model and expected output tokens.
         comparison: None if no optimization could pay.
     """
@@ -87,8 +87,8 @@ class Plan:
 async def plan_run(resources: Resources, topology: Topology, request: MoaRequest) -> Plan:
     """Choose models, set expectations, and build the task of every agent.
 
-    Unless a prompt is so long that it has to be tokenized, nothing happens between the choice and
-    the return, so that no other request is chosen for by the same load.
+    Models are chosen by their load. Unless a prompt is so long that it has to be tokenized, no
+    other task runs between the choice and the return, so no other request sees the same load.
 
     Raises:
         UnknownModel: A model is not configured.
@@ -159,7 +159,7 @@ async def plan_fallback(outline: Outline, agent: str, attempt: int) -> AgentTask
     model = outline.topology.agents[agent].fallbacks[attempt]
     topology = outline.topology.with_models({agent: model})
     request = outline.request
-    if outline.models[model].reasoning is None:  # the limit was the failed model's
+    if outline.models[model].reasoning is None:  # the limit was for the failed model
         unlimited = replace(topology.agents[agent], max_thinking_tokens=None)
         topology = replace(topology, agents={**topology.agents, agent: unlimited})
         request = replace(request, max_thinking_tokens=None)
@@ -176,9 +176,9 @@ async def plan_fallback(outline: Outline, agent: str, attempt: int) -> AgentTask
 def merge_sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sampling:
     """Return the agent's sampling parameters for this request.
 
-    The client's sampling holds for the root. Its seed holds for all agents, each with one of its
-    own (31 bits). If the root votes, agents whose outputs may be the answer keep their own
-    sampling, within the length and in the form that the client asks for.
+    The client's sampling holds for the root. Every other agent without a seed of its own gets one
+    of 31 bits, derived from the client's. If the root votes, agents whose outputs may be the
+    answer keep their own sampling, within the length and in the form that the client asks for.
     """
     if agent.id == topology.root.id:
         return limit_sampling({**agent.sampling, **request.sampling})
@@ -211,8 +211,8 @@ def expect_load(outline: Outline) -> Mapping[str, tuple[str, float]]:
 def find_growing_prompts(outline: Outline, characters: int) -> Mapping[str, float]:
     """Return the agents whose prompts may be prefilled while they grow.
 
-    If no update can pay, none is judged, and precursors do not write in smaller pieces: the run is
-    that of a topology without incremental prefill.
+    If no update can pay for an agent, it is left out: its prompt is sent once, and its precursors
+    write in pieces of the usual size.
 
     Args:
         outline: The decisions so far.
@@ -251,7 +251,7 @@ def expect_prompt_tokens(outline: Outline, agent: Agent, characters: int) -> flo
 
 
 def choose_stream_interval(outline: Outline, agent: Agent) -> int:
-    """Return how many tokens of the agent its readers and its cluster's gate want at a time."""
+    """Return how many tokens the agent streams at a time, for its readers and cluster's gate."""
     topology = outline.topology
     readers = topology.successors[agent.id]
     intervals = [outline.growing[reader] for reader in readers if reader in outline.growing]
@@ -367,7 +367,7 @@ def needs_confidence(outline: Outline, agent: Agent) -> bool:
 
 
 def find_source(outline: Outline, precursor: str, reader: ServedModel) -> Source:
-    """Return the log of `precursor`, and whether `reader` may take its ids."""
+    """Return the log of `precursor`, and whether `reader` may take its token ids."""
     writer = outline.topology.agents[precursor]
     sampling = outline.sampling[precursor]
     shares_ids = not writer.votes
@@ -419,7 +419,7 @@ def check_offer(outline: Outline, offer: ToolOffer) -> None:
         if offer.must_call or model.call_mark is not None or model.engines_parser is not None:
             continue
         raise InvalidField(
-            f"How {name!r} writes calls of tools is not known.",
+            f"The format in which {name!r} writes tool calls is not known.",
             field="tools",
             remedy=(
                 f"Set models.{name}.tool_call_parser in the configuration, start its servers with"

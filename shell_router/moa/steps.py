@@ -52,7 +52,7 @@ of a thousand would be too late.
 class Walk:
     """One request on its way through the steps of a topology, and the facts that rules may read.
 
-    The choice of the first step is emitted with the first event of its run: a stream's head goes
+    The choice of the first step is held back until the first event of its run: a stream's head goes
     out with the first event, and until then a request can be refused with a status.
     """
 
@@ -65,13 +65,13 @@ class Walk:
         request: MoaRequest,
         emit: Emit,
     ) -> None:
-        """Begin; `run` runs one step. Raises InvalidField for tools that no step may call."""
+        """Prepare the walk; `run` runs one step. Raises InvalidField for tools no step may call."""
         if request.offer is not None:
             for step in topology.steps.values():
                 if step.may_be_last and not step.is_last:
                     raise InvalidField(
-                        f"{topology.name!r} has steps that another may follow, which call no "
-                        "tools.",
+                        f"{topology.name!r} may answer with a step that another step can follow; "
+                        "such a step calls no tools.",
                         field="tools",
                         remedy="Ask a topology whose answering steps are always the last.",
                     )
@@ -120,7 +120,7 @@ class Walk:
             topology = replace(topology, agents={root.id: root})
         answer = await self._run(topology, self._make_request(step), self._emit_held)
         self._answers[step.id] = answer
-        # classes of the output before are void
+        # the classes of the previous output no longer hold
         classes = {
             key: classed for key, classed in self._facts.classes.items() if key[1] == "request"
         }
@@ -182,14 +182,14 @@ class Walk:
         return step
 
     def _hold(self, event: Event) -> None:
-        """Emit the event, before the first step's first event together with that."""
+        """Emit the event; before the first step's first event, keep it until then."""
         if self._held is None:
             self._emit(event)
         else:
             self._held.append(event)
 
     def _emit_held(self, event: Event) -> None:
-        """Emit an event of a step, and before it what was held."""
+        """Emit an event of a step, and before it all events that were held."""
         held = self._held or ()
         self._held = None
         for earlier in held:
@@ -340,7 +340,7 @@ def find_nearest(
 async def _embed_examples(
     embedder: Embedder, classifier: Classifier, examples: dict[str, Vectors]
 ) -> None:
-    """Embed the missing examples: all, unless an earlier request failed or was left."""
+    """Embed the missing examples: only some if an earlier request failed or was cancelled."""
     for name, texts in classifier.examples.items():
         for begin in range(len(examples.get(name, ())), len(texts), AT_ONCE):
             rows = await _embed_texts(embedder, texts[begin : begin + AT_ONCE])
@@ -348,7 +348,7 @@ async def _embed_examples(
 
 
 async def _embed_texts(embedder: Embedder, texts: Sequence[str]) -> Vectors:
-    """Return the directions of the texts, [texts, features]; if one fails, none is left at work."""
+    """Return the directions of the texts, [texts, features]; if one fails, cancel the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(embedder.embed(text)) for text in texts]

@@ -37,7 +37,7 @@ Scorer = Callable[[EngineScene], Sequence[float]]
 
 
 def wait(scene: EngineScene) -> Sequence[float]:
-    """Score each engine by min(work) / work.
+    """Score each engine by the least work of any engine over its own.
 
     Work is the tokens that the engine still has to process and this request's uncached tokens. A
     cached prefix saves its length, so requests that share one meet on an engine where that costs
@@ -105,7 +105,7 @@ def round_robin(scene: EngineScene) -> Choice:
 
 
 def gimbal(scene: EngineScene) -> Choice:
-    """Choose by Gimbal's Algorithm 1; metrics count as available while every engine's are fresh.
+    """Choose by Gimbal's Algorithm 1, or in turn unless every engine has a fresh report.
 
     Requests that the router holds back for an engine count as its running load, because the paper's
     engines hold them back themselves. The paper's affinity has no limit while KV is free, so one
@@ -189,7 +189,7 @@ class GimbalThresholds:
     """Thresholds of Gimbal's Algorithm 1.
 
     `theta_diff` is the difference in KV usage, and `theta_load` the difference in tokens, above
-    which full engines differ.
+    which engines are told apart once one is full.
     """
 
     theta_kv: Annotated[

@@ -1,4 +1,4 @@
-"""Circuit breakers, which keep requests from failing engines, and retries. Pure."""
+"""Circuit breakers, which keep requests away from failing engines, and retries."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Breaker:
     """The circuit breaker of one server; one success closes it.
 
     The caller gives the time in monotonic seconds. No request may be sent before `blocked_until_s`.
-    `failures` counts failures in a row; without any, nothing has to be noted.
+    `failures` counts failures in a row; while it is 0, `note_success` need not be called.
     """
 
     __slots__ = ("_limit", "blocked_until_s", "failures", "open_s")
@@ -37,7 +37,7 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether the server has failed so often in a row."""
+        """Whether the server has failed too often in a row."""
         return self.failures >= self._limit
 
     def wait_s(self, now_s: float) -> float:
@@ -45,7 +45,7 @@ class Breaker:
         return max(0.0, self.blocked_until_s - now_s)
 
     def note_attempt(self, now_s: float) -> None:
-        """A request is being sent: while the breaker is open the only one for `open_s`."""
+        """Note that a request is sent; while the breaker is open, block others for `open_s`."""
         if self.failures >= self._limit:
             self.blocked_until_s = now_s + self.open_s
 
@@ -67,7 +67,7 @@ class Breaker:
 
 INTERNAL_ERROR = 500
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses of a server that may well serve the same request a moment later."""
+"""Statuses of a server that is likely to serve the same request a moment later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class RetrySettings:
     """Settings of repeated attempts.
 
     There are at most `attempts`; before the second one `delay_s` pass, and twice as long before
-    each further one. Each wait is up to `jitter` longer or shorter, so that requests which failed
-    together do not return together.
+    each further one. Each wait is up to `jitter` longer or shorter, so that requests that fail
+    together are not sent again together.
     """
 
     attempts: int = 3
@@ -102,7 +102,7 @@ DEFAULT_RETRIES = RetrySettings()
 
 
 def is_retryable(error: ShellRouterError) -> bool:
-    """Tell whether another server may well serve the same request."""
+    """Tell whether another server is likely to serve the same request."""
     if isinstance(error, EngineRejected):
         return error.status in RETRYABLE_STATUSES
     return isinstance(error, EngineUnreachable)

@@ -1,8 +1,8 @@
 """Measure whether an optimization pays, by programs that run without it.
 
-Pure: times and draws come from the caller. A model of costs can be wrong; programs that are held
-out cannot. Latencies are compared as logarithms, because programs differ by factors, and the newest
-count most, because load changes.
+Times and random draws come from the caller. A model of costs can be wrong; measured programs that
+run without the optimization cannot. Latencies are compared as
+logarithms, because programs differ by factors. The newest count most, because load changes.
 """
 
 import logging
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 Optimization = Literal["incremental_prefill", "drafts"]
 
 _WEIGHT = 0.03  # of the newest program: about the last sixty count
-_RECENT_WEIGHT = 0.15  # where a change is to be noticed soon: about the last twelve
-# how many count, which is fewer than have run, as those before them fade:
-_FEWEST = 2.9  # 3 programs of each kind, before anything is doubted
+_RECENT_WEIGHT = 0.15  # to notice a change soon: about the last twelve count
+# weighted counts of programs, which are below the number that ran, because older ones fade:
+_FEWEST = 2.9  # 3 programs of each kind, before a trial can begin
 _SHORTEST_TRIAL = 7.0  # 8 of each kind
 _LONGEST_TRIAL = 23.0  # 40 of each kind
-# standard errors
-_DOUBT = 1.0
-_HARM = 2.0
-_CLEARED = 1.0
+# standard errors of the gain
+_DOUBT = 1.0  # a loss above it begins a trial
+_HARM = 2.0  # a loss above it ends a trial, and the optimization is off
+_CLEARED = 1.0  # a gain above it ends a trial, and the optimization stays on
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class HoldoutSettings:
 
 
 class Compared(NamedTuple):
-    """The key of a comparison: an optimization where it is switched on and off together.
+    """The key of a comparison: an optimization, and the programs that it is switched for at once.
 
     Incremental prefill is compared by the latency of whole programs, per topology and its models;
     `role` is empty then. Drafts are compared by the seconds per token of one role's agents on one
@@ -176,7 +176,7 @@ class Holdouts:
     def observe(
         self, key: Compared, *, held_out: bool, seconds: float, now_s: float
     ) -> Comparison | None:
-        """Count a program's seconds, or seconds per token.
+        """Count a program's seconds, or an agent's seconds per token.
 
         Returns:
             The comparison, if its state changed.

@@ -36,8 +36,8 @@ class ModelChoice:
     """The chosen model, and why.
 
     Attributes:
-        waits: Per model L[m] in seconds. If any candidate's cost is unknown, P_m over its batch, in
-            tokens.
+        waits: L[m] in seconds, by model. If any candidate's cost is unknown, all are P_m over
+            `max_batch`, in tokens.
         unmeasured: The candidates whose cost is unknown.
     """
 
@@ -57,9 +57,9 @@ class ModelScene:
 
     @property
     def fastest(self) -> Candidate:
-        """The candidate with the shortest wait; ties go to the cheapest tokens, then to the first.
+        """The candidate with the shortest wait; ties go to the fastest decoder, then to the first.
 
-        Several wait equally long when they are idle.
+        Idle models tie: each has a wait of 0.
         """
         return min(
             self.candidates,
