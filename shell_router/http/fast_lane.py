@@ -133,9 +133,9 @@ class FastStream:
 # --- connections
 
 SWEEP_S = 1.0
-"""Seconds between two looks at all connections."""
+"""Seconds between two sweeps, which close the connections that are idle for too long."""
 RESWEEP_S = 0.05
-"""The least seconds between two looks when there are too many connections."""
+"""The least seconds between two sweeps when there are too many connections."""
 
 
 class Connections:
@@ -201,7 +201,7 @@ class Connections:
         transport.abort()
 
     def stop(self) -> None:
-        """Sweep no more."""
+        """Stop the sweeps."""
         if self._timer is not None:
             self._timer.cancel()
 
