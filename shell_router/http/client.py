@@ -439,7 +439,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         """Begin an answer, or a 1xx before it."""
-        self._reusable = not self._ended  # nobody asked for a second answer
+        self._reusable = not self._ended  # a second answer was not asked for
         self._content_type = ""
         self._sized = False
 

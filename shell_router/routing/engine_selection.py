@@ -189,7 +189,7 @@ class GimbalThresholds:
     """Thresholds of Gimbal's Algorithm 1.
 
     `theta_diff` is the difference in KV usage, and `theta_load` the difference in tokens, above
-    which engines are told apart once one is full.
+    which engines count as different.
     """
 
     theta_kv: Annotated[
