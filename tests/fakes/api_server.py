@@ -96,8 +96,9 @@ def live(
 
 @dataclass
 class ScriptedRelay:
-    """Answers native requests with `chunks`, waiting at `gate` before all but the first; keeps what
-    it was sent.
+    """A relay that answers native requests with `chunks` and keeps the requests.
+
+    It waits at `gate` before all chunks but the first.
     """
 
     chunks: tuple[bytes, ...] = (b'{"text":"ok"}',)

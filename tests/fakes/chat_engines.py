@@ -41,8 +41,9 @@ def calls_first_tool(body: Mapping[str, Any]) -> Message:
 
 @dataclass
 class ChatScript:
-    """What both servers do: `say` makes the answer to a body; a stream waits at `gate` before its
-    last chunks.
+    """The script of both servers.
+
+    `say` makes the answer to a body; a stream waits at `gate` before its last chunks.
     """
 
     say: Callable[[Mapping[str, Any]], Message] = calls_first_tool

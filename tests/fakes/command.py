@@ -22,7 +22,7 @@ COMMAND = (sys.executable, "-c", "import sys; from shell_router.cli import main;
 
 
 class RunningCommand:
-    """One run of `shell-router`."""
+    """A run of `shell-router`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -160,8 +160,9 @@ STARTED = b"Ray runtime started"
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A cluster that runs. `address` is for drivers on this machine, `client_address` for those of
-    any other.
+    """A running cluster.
+
+    `address` is for drivers on this machine, `client_address` for drivers on other machines.
     """
 
     address: str

@@ -1,6 +1,4 @@
-"""A proxy before an engine's server, which counts what agents ask it for, and stops where a test
-wants to break it.
-"""
+"""A proxy before an engine's server, which counts requests and stops where a test wants it to."""
 
 import asyncio
 from collections import Counter

@@ -1,5 +1,6 @@
-"""A server of the embedded pair, by SGLang's command line: `python embedded_as_sglang.py
---model-path FOLDER ...`.
+"""A server of the embedded pair with SGLang's command line.
+
+Run `python embedded_as_sglang.py --model-path FOLDER ...`.
 """
 
 import argparse
@@ -19,8 +20,9 @@ from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSett
 
 
 class SwappingApp(EngineApp):
-    """Takes the weights of other checkpoints of the same shapes, too. As in SGLang, nothing else
-    changes.
+    """An embedded server that also takes the weights of other checkpoints of the same shapes.
+
+    As in SGLang, nothing else changes.
     """
 
     def application(self) -> web.Application:
@@ -43,7 +45,7 @@ class SwappingApp(EngineApp):
 
 
 def server_settings(arguments: Sequence[str]) -> ServerSettings:
-    """What the flags say; those of SGLang that have no meaning here are taken and dropped."""
+    """Read the flags; SGLang's flags without a meaning here are accepted and dropped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--disaggregation-mode", required=True, choices=("prefill", "decode"))

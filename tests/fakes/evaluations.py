@@ -57,7 +57,7 @@ def asked_sum(tokenizer: Tokenizer, request: Generation) -> int:
 def agent(
     model: str = "small", state: str = "finished", tokens: int = 10, **fields: object
 ) -> ReplyAgent:
-    """One agent: of 100 prompt tokens it found 80 cached, if it finished."""
+    """Build a record of an agent with 100 prompt tokens, 80 of them cached if it finished."""
     done = state == "finished"
     facts = {
         "agent": f"{model}-1",
@@ -70,14 +70,14 @@ def agent(
 
 
 def judged(cluster: str, exited: bool, duration_s: float, layer: int = 0) -> ExitRecord:
-    """One judgement."""
+    """Build a record of one judgement."""
     return ExitRecord(cluster, layer, exited, duration_s)
 
 
 def record(
     setting: str, question: int, right: bool = True, latency_s: float = 1.0, **fields: object
 ) -> Record:
-    """One answer; `fields` are a Record's."""
+    """Build a record of one answer; `fields` are fields of Record."""
     facts: dict[str, object] = {
         "seed": 0,
         "stated": "1",

@@ -1,8 +1,7 @@
-"""A server that takes SGLang's command line and knows `/health`; run as the interpreter of launched
-engines.
+"""A server with SGLang's command line and `/health`, run in place of an engine's interpreter.
 
-`GET /health` answers its process ids, its child's included; `GET /end` ends it with code 3, its
-child left behind.
+`GET /health` answers the process ids of the server and its child; `GET /end` ends the server with
+code 3 and leaves its child behind.
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Clients whose pins conflict with ours: scripts in Python environments of their own, built
-once."""
+"""Clients whose pins conflict with ours: scripts in Python environments of their own, built once."""
 
 import asyncio
 import fcntl

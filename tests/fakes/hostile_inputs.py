@@ -1,5 +1,6 @@
-"""What a hostile client may send, by family. Each is refused with a 4xx that says why, and leaves
-nothing running.
+"""Requests of a hostile client, by family.
+
+Each is refused with a 4xx that says why, and leaves nothing running.
 """
 
 import gzip
@@ -27,7 +28,7 @@ FAR = 2**63
 
 @dataclass(frozen=True)
 class Hostile:
-    """One request."""
+    """A request of a hostile client."""
 
     method: str
     path: str

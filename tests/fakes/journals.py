@@ -1,5 +1,6 @@
-"""Journals in this process, which a test can take away, lose, or copy as they stood when a router
-died.
+"""Journals in this process.
+
+A test can take them away, lose them, or copy them as they stood when a router died.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from agent_cache import CacheUnavailable, JournalDiffers
 
 
 class MemoryJournals:
-    """One journal per key, whatever the tenant; leases do not end by themselves."""
+    """A journal per key, whatever the tenant; leases do not end by themselves."""
 
     def __init__(self, records: Sequence[bytes] = (), head: str = "head") -> None:
         self.lease_s = 0.03

@@ -1,5 +1,6 @@
-"""A whole online path without models: scripted engines, word tokenizers, the memory cache and a
-hash embedder.
+"""A whole online path without models.
+
+It has scripted engines, word tokenizers, the memory cache and a hash embedder.
 """
 
 import asyncio
@@ -141,8 +142,9 @@ def by_agent(scripts: Mapping[str, Script | str]) -> Callable[[Generation], Scri
 
 
 class ScriptedMoa:
-    """Models `small`, `medium`, `large` on one scripted engine each; `other` has a tokenizer of its
-    own.
+    """The models `small`, `medium` and `large`, each on a scripted engine.
+
+    `other` has a tokenizer of its own.
     """
 
     def __init__(

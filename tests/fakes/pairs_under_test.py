@@ -38,8 +38,9 @@ SGLANG_VARIABLES = (
 
 @dataclass(frozen=True)
 class PairUnderTest:
-    """A running pair. `model` is its folder, None where there is no model behind it and so no text
-    to speak of.
+    """A running pair.
+
+    `model` is its folder; it is None if there is no model, so that texts have no meaning.
     """
 
     address: PairAddress
@@ -101,7 +102,7 @@ def random_adapters(model: Path, folder: Path) -> Mapping[str, Path]:
 async def output(
     pool: SglangPair, adapter: str | None, prompt: Sequence[int], tokens: int = 12
 ) -> tuple[int, ...]:
-    """What the adapter writes after the prompt, greedily."""
+    """Return what the adapter writes after the prompt, greedily."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     events, _ = await collect(
         pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter)
@@ -242,9 +243,7 @@ def embedded_servers(model: Path, folder: Path, *options: str) -> Iterator[CpuPa
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What requests take on some servers: how many they are, in whatever queue, and the KV tokens
-    that are theirs.
-    """
+    """The slots in use on some servers: the number of requests, in any queue, and their KV tokens."""
 
     requests: int
     tokens: int
@@ -278,7 +277,7 @@ async def held(session: aiohttp.ClientSession, *urls: str) -> int:
 
 
 async def slots(session: aiohttp.ClientSession, *urls: str) -> Slots:
-    """What is taken on these servers together."""
+    """Return the slots in use on these servers together."""
     found = await asyncio.gather(*(_slots_of(session, url) for url in urls))
     return Slots(sum(one.requests for one in found), sum(one.tokens for one in found))
 

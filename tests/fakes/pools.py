@@ -22,7 +22,7 @@ def echo(model: str, text: str) -> Script:
 
 
 def never(*_names: object) -> bool:
-    """Nothing of the kind happens."""
+    """Let nothing of the kind happen."""
     return False
 
 
@@ -43,13 +43,13 @@ async def soon(_worker: int, _model: str) -> None:
 
 @dataclass
 class ScriptedWorkers:
-    """`batch.Workers` that answer what `says` gives for a model and the text it is asked, a chat's
-    last message.
+    """The `batch.Workers` that answer by script.
 
-    `unloadable` tells on which worker a model does not load, `kills` which text the engine dies of:
-    it answers nothing from then on. `pace` is the engines', `load` is awaited while a model loads;
-    under a virtual clock an answer takes `seconds` by worker, model and text. A worker that is
-    given a second model fails the test.
+    `says` gives the answer for a model and the text of a chat's last message. `unloadable` tells on
+    which worker a model does not load. `kills` tells which text ends the engine, which answers
+    nothing from then on. `pace` is the engines' pace; `load` is awaited while a model loads. Under
+    a virtual clock an answer takes `seconds` by worker, model and text. A worker that is given a
+    second model fails the test.
     """
 
     says: Callable[[str, str], Script] = echo
@@ -94,7 +94,7 @@ class ScriptedWorkers:
 
 
 class _Mortal:
-    """One session's engine."""
+    """The engine of one session."""
 
     def __init__(
         self, workers: ScriptedWorkers, worker: int, model: str, tokenizer: WordTokenizer

@@ -1,5 +1,6 @@
-"""A real Redis or Valkey server as a child process, on a Unix socket, for tests to stall, kill and
-start again.
+"""A real Redis or Valkey server as a child process, to stall, kill and start again.
+
+It listens on a Unix socket.
 """
 
 import shutil
@@ -31,7 +32,7 @@ def _binary() -> Path | None:
 
 
 class RedisServer:
-    """One server. It keeps nothing on disk, so it is empty after every start."""
+    """A Redis server that keeps nothing on disk, so it is empty after every start."""
 
     def __init__(self, binary: Path) -> None:
         self._binary = binary

@@ -1,8 +1,7 @@
-"""Renders a chart with Helm's own code and holds it to Kubernetes' schemas: `python render_chart.py
-CHART VALUES`.
+"""A renderer of charts with Helm's own code, which checks them against Kubernetes' schemas.
 
-Prints a JSON object: `objects`, or what Helm or a schema says in `error`. Runs in the environment
-of test_chart.py.
+Run `python render_chart.py CHART VALUES`. It prints a JSON object: `objects`, or an `error` of Helm
+or of a schema. It runs in the environment of test_chart.py.
 """
 
 import json

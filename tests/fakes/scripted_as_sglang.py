@@ -1,5 +1,6 @@
-"""A scripted server by SGLang's command line: `python scripted_as_sglang.py --disaggregation-mode
-ROLE --port PORT`.
+"""A scripted server with SGLang's command line.
+
+Run `python scripted_as_sglang.py --disaggregation-mode ROLE --port PORT`.
 """
 
 import argparse

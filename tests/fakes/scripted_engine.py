@@ -1,5 +1,4 @@
-"""An in-process engine that answers by script, and paces by which a test decides when it goes
-on."""
+"""An in-process engine that answers by script, and paces by which a test decides when it goes on."""
 
 import asyncio
 import re
@@ -24,11 +23,10 @@ PLACED = Placement("engine-0", "scripted", "only_engine")
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One answer: its text in pieces of `piece_words`, one log-probability for every token, and how
-    it ends.
+    """The script of one answer: text in pieces of `piece_words`, log-probabilities, and the end.
 
-    `drafted_tokens` and `accepted_tokens` are what its end reports. With `error` the answer breaks
-    off with it after `error_after` pieces.
+    Every token has one log-probability. `drafted_tokens` and `accepted_tokens` are reported at the
+    end. With `error` the answer breaks off with it after `error_after` pieces.
     """
 
     text: str
@@ -47,12 +45,12 @@ async def at_once(_rid: str, _piece: int) -> None:
 
 
 class ScriptedEngine:
-    """Answers by `answer(request)`, waiting for `pace(rid, piece)` before each piece and each
-    prefill (piece -1).
+    """An engine that answers by `answer(request)`.
 
-    It is honest about cached tokens: the prompts it has seen are kept in a prefix cache, and as on
-    a real engine the last token of a prompt is always computed. `running` and `aborted` tell what
-    an abandoned request left behind.
+    It waits for `pace(rid, piece)` before each piece and each prefill (piece -1). It is honest
+    about cached tokens: it keeps earlier prompts in a prefix cache, and as on a real engine the
+    last token of a prompt is always computed. `running` and `aborted` tell what an abandoned
+    request left behind.
     """
 
     def __init__(

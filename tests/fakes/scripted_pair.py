@@ -112,8 +112,7 @@ BREAKER = BreakerSettings(failures=3, open_s=5.0)
 
 @dataclass
 class ScriptedPool:
-    """The client under test, its servers, and its clock, which stands still unless a test moves
-    it."""
+    """The client under test, its servers, and its clock, which stands still unless a test moves it."""
 
     prefills: Sequence[ScriptedServer]
     decodes: Sequence[ScriptedServer]

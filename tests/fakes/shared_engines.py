@@ -16,11 +16,10 @@ START_LIMIT_S = 180.0
 
 
 class SharedEngines:
-    """Pairs by their settings, and model folders by their shape. Tests leave both as they found
-    them.
+    """Running pairs by their settings, and model folders by their shape.
 
-    The pairs are supervised on an event loop of their own thread, so that tests on any loop can ask
-    them.
+    Tests leave both unchanged. The pairs are supervised on an event loop of their own thread, so
+    that tests on any loop can ask them.
     """
 
     def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:

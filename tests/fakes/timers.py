@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class SteppedTimer:
-    """One call that is to come, unless it is cancelled before."""
+    """A call that is to come unless it is cancelled before."""
 
     due_s: float
     act: Callable[[], None]

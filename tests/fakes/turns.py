@@ -1,4 +1,4 @@
-"""How much the event loop does at a time."""
+"""A count of how much the event loop does at a time."""
 
 import sys
 from collections.abc import Iterator

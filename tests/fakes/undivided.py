@@ -28,7 +28,7 @@ from shell_router.routing.placement import PlacementRequest
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What a model says of its servers."""
+    """The section of a model that names its servers."""
 
     urls: tuple[str, ...]
 
