@@ -163,6 +163,7 @@ def _engine(
     url = URL(getattr(pair, role))
     host = url.host or ""
     port = url.port or 0
+    gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
     options = [
         *("--model-path", str(model.path), "--host", host, "--port", str(port)),
         *("--disaggregation-mode", role),
@@ -170,82 +171,36 @@ def _engine(
         *("--disaggregation-bootstrap-port", str(pair.bootstrap_port)),
         # by default every streamed event repeats all earlier tokens
         *("--incremental-streaming-output", "--enable-metrics"),
-        *_optional_flags(role, model, launch, settings),
-        *flags_of(role, settings, launch),
     ]
+    variables: dict[str, str] = {}
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if role == "decode":
+        variables |= DECODE_VARIABLES
+    elif settings.transfer_backend.startswith("mooncake"):
+        variables |= TRANSFER_VARIABLES
+    if len(gpus) > 1:
+        options += ("--tp-size", str(len(gpus)))
+    if model.context_length:
+        options += ("--context-length", str(model.context_length))
+    if model.adapters:  # SGLang reads their ranks and modules, and pages them by itself
+        named = [f"{adapter}={folder}" for adapter, folder in model.adapters.items()]
+        options += ("--enable-lora", "--lora-paths", *named)
+    if settings.drafts and role == "decode" and model.drafts is not False:
+        options += DRAFT_OPTIONS
+        variables |= DRAFT_VARIABLES
+    if len(gpus) > 1 and launch.expert_placement:
+        options += ("--ep-size", str(len(gpus)), *EPLB_OPTIONS)
+        variables[PLACEMENT] = launch.expert_placement
+    options += flags_of(role, settings, launch)
     return EngineCommand(
         name=name,
         role=role,
         host=host,
         ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
         argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
-        env=_variables(role, model, launch, settings),
+        env={**variables, **settings.environment},
         ready_url=str(url / "health"),
-    )
-
-
-def _optional_flags(
-    role: Role, model: ModelSettings, launch: PairLaunch, settings: LaunchSettings
-) -> list[str]:
-    """Return the flags of settings that a deployment may leave out."""
-    gpus = str(len(_gpus(role, launch)))
-    flags: list[str] = []
-    if len(_gpus(role, launch)) > 1:
-        flags += ("--tp-size", gpus)
-    if model.context_length:
-        flags += ("--context-length", str(model.context_length))
-    if model.adapters:
-        flags += _adapter_options(model.adapters)
-    if _drafts(role, model, settings):
-        flags += DRAFT_OPTIONS
-    if _placement(role, launch):
-        flags += ("--ep-size", gpus, *EPLB_OPTIONS)
-    return flags
-
-
-def _variables(
-    role: Role, model: ModelSettings, launch: PairLaunch, settings: LaunchSettings
-) -> dict[str, str]:
-    """Return the engine's variables; those of the deployment come last and win."""
-    variables: dict[str, str] = {}
-    gpus = _gpus(role, launch)
-    if gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    if role == "decode":
-        variables.update(DECODE_VARIABLES)
-    elif settings.transfer_backend.startswith("mooncake"):
-        variables.update(TRANSFER_VARIABLES)
-    if _drafts(role, model, settings):
-        variables.update(DRAFT_VARIABLES)
-    placement = _placement(role, launch)
-    if placement:
-        variables[PLACEMENT] = placement
-    return {**variables, **settings.environment}
-
-
-def _gpus(role: Role, launch: PairLaunch) -> Sequence[int]:
-    gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
-    return gpus
-
-
-def _drafts(role: Role, model: ModelSettings, settings: LaunchSettings) -> bool:
-    """Return whether the engine drafts."""
-    return settings.drafts and role == "decode" and model.drafts is not False
-
-
-def _placement(role: Role, launch: PairLaunch) -> str | None:
-    """Return how the engine places experts; None on fewer than two GPUs."""
-    if len(_gpus(role, launch)) > 1:
-        return launch.expert_placement
-    return None
-
-
-def _adapter_options(adapters: Mapping[str, Path]) -> tuple[str, ...]:
-    """Name the adapters; SGLang reads their ranks and modules, and pages them by itself."""
-    return (
-        "--enable-lora",
-        "--lora-paths",
-        *(f"{name}={folder}" for name, folder in adapters.items()),
     )
 
 
