@@ -11,8 +11,6 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from agent_cache import AgentPromptCache, CacheStats, Journals, MemoryAgentPromptCache
 from shell_router.api import ENGINE_CHECK, Services
 from shell_router.api.live import LiveTopologies
@@ -31,6 +29,7 @@ from shell_router.engines.embedding import HashEmbedder, SentenceTransformerEmbe
 from shell_router.engines.fleet import Fleet
 from shell_router.engines.metrics import EngineMetrics
 from shell_router.errors import ConfigError, EngineError
+from shell_router.files.read import load_document
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
@@ -355,10 +354,7 @@ def _figures(config: Config, model: ServedModel, batch_size: int, costs: Costs) 
 
 def _read_profile(file: Path) -> Costs:
     remedy = "Name a file that `shell-router profile` wrote."
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"auto.profile {file} cannot be read: {error}.", remedy=remedy) from error
+    content = load_document(file, remedy).value
     models = content.get("models") if isinstance(content, dict) else None
     measured = {}
     for name, model in models.items() if isinstance(models, dict) else ():

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -58,7 +58,7 @@ class Metrics:
 
     def _routes_and_runs(self) -> None:
         count = self._counter
-        seconds = self._seconds
+        seconds = self._histogram
         self.requests = count(
             "http_requests", "HTTP answers; 499: the client left", "route", "status"
         )
@@ -74,31 +74,49 @@ class Metrics:
         self.tasks = self._gauge(
             "asyncio_tasks", "asyncio tasks: as many as requests and connections need"
         )
-        why = "Choices for `auto` and lists"
-        self.model_choices = count("model_choices", why, "model", "policy", "why")
-        took = "Time of one choice, predictions included"
+        self.model_choices = count(
+            "model_choices", "Choices for `auto` and lists", "model", "policy", "why"
+        )
         registry = self.registry
         self.model_choice_seconds = Histogram(
-            PREFIX + "model_choice_seconds", took, buckets=SECONDS, registry=registry
+            PREFIX + "model_choice_seconds",
+            "Time of one choice, predictions included",
+            buckets=SECONDS,
+            registry=registry,
         )
-        rules = "Rule `rule` of step `after` chose `step`, or `end`"
-        self.steps_chosen = count("steps_chosen", rules, "target", "after", "rule", "step")
-        reloads = (
+        self.steps_chosen = count(
+            "steps_chosen",
+            "Rule `rule` of step `after` chose `step`, or `end`",
+            "target",
+            "after",
+            "rule",
+            "step",
+        )
+        self.topology_reloads = count(
+            "topology_reloads",
             "Reads of changed topology files: loaded, or invalid where some kept their "
-            "version before"
+            "version before",
+            "outcome",
         )
-        self.topology_reloads = count("topology_reloads", reloads, "outcome")
-        lines = "Lines of trace files and access logs: written or lost"
-        self.recorded_lines = count("recorded_lines", lines, "outcome")
-        unread = "Log lines that were lost, as stderr was not read"
-        self.log_lines_lost = Counter(PREFIX + "log_lines_lost", unread, registry=registry)
+        self.recorded_lines = count(
+            "recorded_lines", "Lines of trace files and access logs: written or lost", "outcome"
+        )
+        self.log_lines_lost = Counter(
+            PREFIX + "log_lines_lost",
+            "Log lines that were lost, as stderr was not read",
+            registry=registry,
+        )
         self.otlp_spans = count("otlp_spans", "OpenTelemetry spans: exported or lost", "outcome")
         self.first_token_seconds = seconds(
             "first_token_seconds", "Time to the answer's first token", "target"
         )
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
-        without = "Runs that went on without an update, the embedder or a predictor"
-        self.degraded = count("degraded", without, "target", "what")
+        self.degraded = count(
+            "degraded",
+            "Runs that went on without an update, the embedder or a predictor",
+            "target",
+            "what",
+        )
 
     def _agents_and_prefill(self) -> None:
         count = self._counter
@@ -110,10 +128,11 @@ class Metrics:
         self.agents_failed = count(
             "agents_failed", "Failed agents; dropped: the run went on", model, "dropped"
         )
-        forwarded = (
-            "Agents that forwarded a precursor's output: because precursors agree, or by vote"
+        self.aggregations_skipped = count(
+            "aggregations_skipped",
+            "Agents that forwarded a precursor's output: because precursors agree, or by vote",
+            model,
         )
-        self.aggregations_skipped = count("aggregations_skipped", forwarded, model)
         self.agents_stopped = count(
             "agents_stopped", "Agents cut off: early_exit or unneeded", model, "why"
         )
@@ -124,8 +143,11 @@ class Metrics:
         self.completion_tokens = count(
             "completion_tokens", "Tokens decoded by finished agents", model
         )
-        per_token = "Time per output token after the first ones, of a finished agent"
-        self.output_token_seconds = self._seconds("output_token_seconds", per_token, model)
+        self.output_token_seconds = self._histogram(
+            "output_token_seconds",
+            "Time per output token after the first ones, of a finished agent",
+            model,
+        )
         self.drafted_tokens = count(
             "drafted_tokens", "Tokens that finished agents' engines drafted", model
         )
@@ -136,7 +158,7 @@ class Metrics:
             "wasted_tokens", "Tokens decoded by agents cut off later", model, "why"
         )
         self.increments = count("prefill_increments", "Prefill-only updates that ended", model)
-        self.increment_seconds = self._seconds(
+        self.increment_seconds = self._histogram(
             "prefill_increment_seconds", "Time of one prefill-only update", model
         )
         self.increment_new_tokens = count(
@@ -145,26 +167,30 @@ class Metrics:
         self.increment_cached_tokens = count(
             "prefill_cached_tokens", "Tokens updates found cached", model
         )
-        resident = "Tokens that earlier updates of the prompt prefilled"
-        self.increment_resident_tokens = count("prefill_resident_tokens", resident, model)
-        missing = "Resident tokens that an update did not find cached: evicted or tokenized anew"
-        self.retokenized_tokens = count("retokenized_tokens", missing, model)
+        self.increment_resident_tokens = count(
+            "prefill_resident_tokens", "Tokens that earlier updates of the prompt prefilled", model
+        )
+        self.retokenized_tokens = count(
+            "retokenized_tokens",
+            "Resident tokens that an update did not find cached: evicted or tokenized anew",
+            model,
+        )
 
     def _gate_and_batches(self) -> None:
         self.gate_decisions = self._counter(
             "gate_decisions", "Scores of the early-exit gate", "target", "exited"
         )
-        self.gate_seconds = self._seconds(
+        self.gate_seconds = self._histogram(
             "gate_seconds", "Time of one score, embedding included", "target"
         )
-        self.gate_confidence = self._share(
-            "gate_confidence", "Confidence C of scored clusters", "target"
+        self.gate_confidence = self._histogram(
+            "gate_confidence", "Confidence C of scored clusters", "target", buckets=SHARES
         )
-        self.gate_agreement = self._share(
-            "gate_agreement", "Weighted agreement P of scored clusters", "target"
+        self.gate_agreement = self._histogram(
+            "gate_agreement", "Weighted agreement P of scored clusters", "target", buckets=SHARES
         )
-        self.gate_probability = self._share(
-            "gate_probability", "Exit probability Q of scored clusters", "target"
+        self.gate_probability = self._histogram(
+            "gate_probability", "Exit probability Q of scored clusters", "target", buckets=SHARES
         )
         self.batches_ended = self._counter(
             "batches_ended", "Batches that ended, by status", "status"
@@ -172,7 +198,7 @@ class Metrics:
         self.batch_lines = self._counter(
             "batch_lines", "Batch lines with a result, by outcome", "outcome"
         )
-        self.pool_loads = self._seconds(
+        self.pool_loads = self._histogram(
             "pool_load_seconds", "Time of one load by a worker of a batch pool", "kind"
         )
         self.pool_moved = self._counter(
@@ -186,14 +212,11 @@ class Metrics:
     def _gauge(self, name: str, meaning: str) -> Gauge:
         return Gauge(PREFIX + name, meaning, registry=self.registry)
 
-    def _seconds(self, name: str, meaning: str, *labels: str) -> Family[Histogram]:
+    def _histogram(
+        self, name: str, meaning: str, *labels: str, buckets: Sequence[float] = SECONDS
+    ) -> Family[Histogram]:
         return Family(
-            Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=self.registry)
-        )
-
-    def _share(self, name: str, meaning: str, *labels: str) -> Family[Histogram]:
-        return Family(
-            Histogram(PREFIX + name, meaning, labels, buckets=SHARES, registry=self.registry)
+            Histogram(PREFIX + name, meaning, labels, buckets=buckets, registry=self.registry)
         )
 
     def count_http_request(self, route: str, status: int, took_s: float) -> None:

@@ -167,20 +167,13 @@ class EngineApp:
             "disaggregation_bootstrap_port": settings.bootstrap_port,
             "context_length": self.lm.context_length,
             "max_total_num_tokens": settings.pair.max_total_tokens,
-            "enable_lora": False,
             "version": VERSION,
         }
         return json_response(info)
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        path = self.settings.pair.model_path
-        mode = self.settings.mode
-        info = {
-            "model_path": path,
-            "served_model_name": path,
-            "is_generation": True,
-            "disaggregation_mode": mode,
-        }
+        settings = self.settings
+        info = {"model_path": settings.pair.model_path, "disaggregation_mode": settings.mode}
         return json_response(info)
 
     async def _loads(self, _: web.Request) -> web.Response:

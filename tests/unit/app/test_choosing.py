@@ -65,5 +65,5 @@ def test_a_profile_that_tells_no_costs_is_refused(tmp_path: Path, content: str |
     file = tmp_path / "profile.yaml"
     if content is not None:
         file.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"auto\.profile .*profile\.yaml"):
+    with pytest.raises(ConfigError, match=r"profile\.yaml"):
         waits(AutoSettings(profile=file))
