@@ -133,6 +133,7 @@ def check_depth(value: object, path: str) -> None:
 
     The same holds for more than MAX_VALUES values: counting more would block an event loop.
     """
+    name = path or "The value"
     level: list[Any] = [value] if isinstance(value, dict | list) else []
     values = 0
     for _ in range(MAX_DEPTH + 1):
@@ -141,7 +142,7 @@ def check_depth(value: object, path: str) -> None:
         values += sum(map(len, level))
         if values > MAX_VALUES:
             raise InvalidField(
-                f"{path} holds more than {MAX_VALUES} values.", field=path, remedy="Send fewer."
+                f"{name} holds more than {MAX_VALUES} values.", field=path, remedy="Send fewer."
             )
         level = [
             inner
@@ -150,7 +151,7 @@ def check_depth(value: object, path: str) -> None:
             if isinstance(inner, dict | list)
         ]
     raise InvalidField(
-        f"{path} nests deeper than {MAX_DEPTH} levels.",
+        f"{name} nests deeper than {MAX_DEPTH} levels.",
         field=path,
         remedy="Flatten it, or leave parts of it out.",
     )

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import yaml
 
+from shell_router.core.sampling import check_depth
 from shell_router.errors import ConfigError, DataError, InvalidField, TopologyError
 
 Path = tuple[str | int, ...]
@@ -82,51 +83,36 @@ class Document:
             (p.at if isinstance(p.at, int) else self.line_of(p.at), p.message, p.remedy)
             for p in problems
         }
-        lines = [
-            (f"{self.source}:{line}: {message}", remedy)
+        errors = [
+            self.error(f"{self.source}:{line}: {message}", remedy=remedy)
             for line, message, remedy in sorted(located)
         ]
-        if len(lines) == 1:
-            raise self.error(lines[0][0], remedy=lines[0][1])
-        if lines:
-            raise self.error("\n".join(f"{message} {remedy}" for message, remedy in lines))
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise self.error("\n".join(map(str, errors)))
 
     def _require_no_fields(self, problems: Iterable[Problem]) -> None:
-        first = list(islice(problems, MAX_REPORTED))
-        if not first:
-            return
-        fields = [spell((self.source, *(p.at if isinstance(p.at, tuple) else ()))) for p in first]
-        messages = [
-            f"{field}: {problem.message}" if field else problem.message
-            for field, problem in zip(fields, first, strict=True)
-        ]
-        if len(first) == 1:
-            raise InvalidField(messages[0], field=fields[0], remedy=first[0].remedy)
-        lines = [f"{text} {p.remedy}" for text, p in zip(messages, first, strict=True)]
-        raise InvalidField("\n".join(lines), field=fields[0])
+        errors: list[InvalidField] = []
+        for problem in islice(problems, MAX_REPORTED):
+            at = problem.at if isinstance(problem.at, tuple) else ()
+            field = spell((self.source, *at))
+            message = f"{field}: {problem.message}" if field else problem.message
+            errors.append(InvalidField(message, field=field, remedy=problem.remedy))
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise InvalidField("\n".join(map(str, errors)), field=errors[0].field)
 
 
 def client_document(value: Values, source: str) -> Document:
     """Wrap the JSON value that a client sent in its field `source`.
 
     Raises:
-        InvalidField: The value is nested too deeply.
+        InvalidField: The value is nested too deeply, or holds too many values.
     """
-    document = Document(source, value, None)
-    layer: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        layer = [item for holder in layer for item in _items_of(holder)]
-        if not layer:
-            return document
-    limit = f"Nest at most {MAX_DEPTH} levels."
-    document.require_none([Problem((), "Values are nested too deeply.", limit)])
-    return document
-
-
-def _items_of(value: object) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    check_depth(value, source)
+    return Document(source, value, None)
 
 
 def read_text(path: File, error: type[ConfigError] = TopologyError) -> str:

@@ -62,9 +62,8 @@ async def keep_running(
         delay_s = policy.next_delay_s(restarted_s, clock())
         if delay_s is None:
             log.error(
-                "%s It ended too often and is left down; requests that need it fail. Its log "
-                "says why "
-                "(SIGKILL: is there too little memory?); then start this command again.",
+                "%s It ended too often and is left down; requests that need it fail. Its log says "
+                "why (SIGKILL: is there too little memory?); then start this command again.",
                 ending,
             )
             return

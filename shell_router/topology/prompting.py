@@ -76,10 +76,8 @@ PROPOSER = Prompt()
 AGGREGATOR = Prompt(
     prefix=(
         "Several assistants have each drafted an answer to the question below. A draft may be "
-        "wrong, incomplete "
-        "or cut short. Check their reasoning, keep what is sound, correct what is not, and write "
-        "one complete "
-        "answer that stands on its own.\n\nQuestion:\n{question}"
+        "wrong, incomplete or cut short. Check their reasoning, keep what is sound, correct what "
+        "is not, and write one complete answer that stands on its own.\n\nQuestion:\n{question}"
     ),
     slot="\n\nDraft {index}:\n{output}",
     suffix="\n\nNow your answer:",

@@ -20,7 +20,7 @@ PAIR = {"agents": {"a": {"model": "small"}, "root": {"model": "large", "precurso
 LIMITED = LiveSettings(api=True, max_agents=4, max_bytes=2000)
 Put = Callable[[str, object], Awaitable[tuple[int, dict[str, Any]]]]
 DEEP: Any = "x"
-for _ in range(60):
+for _ in range(70):
     DEEP = [DEEP]
 
 
