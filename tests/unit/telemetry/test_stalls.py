@@ -1,7 +1,7 @@
 """How long the event loop was held up is measured, and a long stall is in the log."""
 
 from collections.abc import Callable
-from contextlib import write_closing
+from contextlib import closing
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_the_longest_stall_is_remembered_for_a_minute_or_two(
     def longest_s() -> float | None:
         return metrics.registry.get_sample_value("shell_router_event_loop_longest_stall_seconds")
 
-    with write_closing(StallWatch(loop, metrics.longest_stall)):  # type: ignore[arg-type]
+    with closing(StallWatch(loop, metrics.longest_stall)):  # type: ignore[arg-type]
         loop.later()
         assert longest_s() == pytest.approx(0.0)
         loop.later(LONG_STALL_S + 0.2)
