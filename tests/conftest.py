@@ -29,7 +29,23 @@ hypothesis.settings.register_profile("many", UNTIMED, max_examples=400, derandom
 hypothesis.settings.register_profile("fresh", UNTIMED, max_examples=400)
 hypothesis.settings.load_profile("few")
 
-MEASUREMENTS = pytest.StashKey[list[str]]()
+MEASURED = "measured"
+"""The user property of a test that holds a line of what it measured."""
+MOST_WORKERS = 4
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker for each core, and none for chosen files, slow tests or tests on real SGLang.
+
+    A pair of SGLang takes 5 GB, and slow tests start many servers. Each worker starts embedded
+    engines of its own.
+    """
+    markers = config.option.markexpr.replace("not slow", "").replace("not sglang", "")
+    starts_servers = "slow" in markers or "sglang" in markers
+    names_files = any(not Path(name.partition("::")[0]).is_dir() for name in config.args)
+    if starts_servers or names_files or config.option.collectonly:
+        return 0
+    return min(os.cpu_count() or 1, MOST_WORKERS)
 
 
 @pytest.fixture(scope="session")
@@ -84,8 +100,11 @@ def real_sglang(request: pytest.FixtureRequest) -> PairUnderTest:
 def measured(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
     """Reports a time in seconds at the end of the run. No test asserts one: the machine is
     shared."""
-    lines = request.config.stash.setdefault(MEASUREMENTS, [])
-    return lambda what, seconds: lines.append(f"{what}: {1000 * seconds:.0f} ms")
+
+    def note(what: str, seconds: float) -> None:
+        request.node.user_properties.append((MEASURED, f"{what}: {1000 * seconds:.0f} ms"))
+
+    return note
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -99,10 +118,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if lines := config.stash.get(MEASUREMENTS, []):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = [
+        line
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        for name, line in report.user_properties
+        if name == MEASURED and report.when == "call"
+    ]
+    if lines:
         terminalreporter.section("measured")
         for line in lines:
             terminalreporter.write_line(line)

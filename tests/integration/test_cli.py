@@ -32,7 +32,7 @@ BATCHES = "batches: {folder: kept, concurrency: 2}\n"
 QUESTION = {
     "model": "pair",
     "messages": [{"role": "user", "content": "Why?"}],
-    "max_tokens": 500,
+    "max_tokens": 100,
     "ignore_eos": True,
     "stream": True,
 }

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def output(*command: str | Path, path: str = "", **environ: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@cache
 def ray(*options: str) -> list[list[str]]:
     return [
         shlex.split(line)

@@ -45,25 +45,25 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["address", "client_address"])
 async def test_a_run_on_a_cluster_gives_the_same_results_as_one_on_this_machine(
-    cluster: RunningCluster, tmp_path: Path, way: str
+    cluster: RunningCluster, tmp_path: Path
 ) -> None:
     questions = write_questions(tmp_path, 12)
     code, printed = await ran(write_pool(tmp_path), questions, tmp_path / "here")
     assert code == 0, printed
-    pool = write_pool(tmp_path, ray={"address": getattr(cluster, way)})
-    async with running_command(
-        "batch", "run", pool, "--data", questions, "--out", tmp_path / "there"
-    ) as command:
-        await command.line_with("answers 12 prompts", limit_s=LIMIT_S)
-        async with asyncio.timeout(LIMIT_S):
-            while len(cluster.workers()) < 2:  # noqa: ASYNC110 # Ray starts the second when it gets to it
-                await asyncio.sleep(0.1)
-        code, printed = await command.ended(limit_s=LIMIT_S)
-    assert code == 0, printed
-    assert results(tmp_path / "there") == results(tmp_path / "here")
-    assert survivors(cluster.engines()) == set()
+    for way, address in (("driver", cluster.address), ("client", cluster.client_address)):
+        pool = write_pool(tmp_path, ray={"address": address})
+        async with running_command(
+            "batch", "run", pool, "--data", questions, "--out", tmp_path / way
+        ) as command:
+            await command.line_with("answers 12 prompts", limit_s=LIMIT_S)
+            async with asyncio.timeout(LIMIT_S):
+                while len(cluster.workers()) < 2:  # noqa: ASYNC110 # Ray starts the second when it gets to it
+                    await asyncio.sleep(0.1)
+            code, printed = await command.ended(limit_s=LIMIT_S)
+        assert code == 0, printed
+        assert results(tmp_path / way) == results(tmp_path / "here")
+        assert survivors(cluster.engines()) == set()
 
 
 @pytest.mark.slow
@@ -86,10 +86,8 @@ async def test_what_a_lost_worker_has_not_answered_is_answered_by_the_others(
 async def test_the_end_of_the_command_ends_its_engines_on_the_cluster(
     cluster: RunningCluster, tmp_path: Path, number: signal.Signals
 ) -> None:
-    pool, questions = (
-        write_pool(tmp_path, ray={"address": cluster.address}),
-        write_questions(tmp_path, 40),
-    )
+    pool = write_pool(tmp_path, ray={"address": cluster.address})
+    questions = write_questions(tmp_path, 40)
     async with running_command(
         "batch", "run", pool, "--data", questions, "--out", tmp_path / "run"
     ) as command:

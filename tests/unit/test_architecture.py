@@ -1,6 +1,7 @@
 """The layers of docs/explanation/architecture.md, as import-linter reads them from
 pyproject.toml."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -86,42 +87,42 @@ EXTRAS = (
 )
 
 
-def test_the_router_starts_without_any_extra() -> None:
-    # None in sys.modules makes an import fail
-    hidden = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS}))"
-    assert _lines(
-        "-c",
-        (
-            f"{hidden}; import shell_router.lab.demo, shell_router.app, shell_router.cli; "
-            "print('started')"
-        ),
-    ) == (
-        0,
-        "started\n",
-    )
+HEAVY = {"aiohttp", "torch", "numpy", "rich", "pydantic", "shell_router.app", "shell_router.lab"}
+
+# None in sys.modules makes an import fail
+LOADED = f"""
+import json, sys
+import shell_router.cli
+shell_router.cli.main(["--help"])
+after_help = list(sys.modules)
+import shell_router.app
+after_app = list(sys.modules)
+sys.modules.update(dict.fromkeys({EXTRAS}))
+import shell_router.lab.demo
+print(json.dumps([after_help, after_app]))
+"""
 
 
-def test_the_router_process_loads_no_wing() -> None:
+@pytest.fixture(scope="module")
+def loaded() -> tuple[set[str], set[str]]:
+    """The modules of one interpreter after `--help`, and once it has imported the router.
+
+    It imports the rest of what starts without any extra.
+    """
+    code, lines = _lines("-c", LOADED)
+    assert code == 0, lines
+    after_help, after_app = json.loads(lines.splitlines()[-1])
+    return set(after_help), set(after_app)
+
+
+def test_help_loads_nothing_heavy(loaded: tuple[set[str], set[str]]) -> None:
+    assert not HEAVY & loaded[0]
+
+
+def test_the_router_process_loads_no_extra(loaded: tuple[set[str], set[str]]) -> None:
+    assert not set(EXTRAS) & loaded[1]
+
+
+def test_the_router_process_loads_no_wing(loaded: tuple[set[str], set[str]]) -> None:
     wings = {"batch", "experts", "lab", "prediction", "standins"}
-    packages = "{n.split('.')[1] for n in sys.modules if n.startswith('shell_router.')}"
-    wanted = f"import sys, shell_router.app; print({wings} & {packages})"
-    assert _lines("-c", wanted) == (0, "set()\n")
-
-
-def test_the_router_process_loads_no_torch() -> None:
-    wanted = (
-        "import sys, shell_router.app; print({'torch', 'transformers', 'ray', 'sklearn'} & "
-        "set(sys.modules))"
-    )
-    assert _lines("-c", wanted) == (0, "set()\n")
-
-
-def test_help_loads_nothing_heavy() -> None:
-    heavy = (
-        "{'aiohttp', 'torch', 'numpy', 'rich', 'pydantic', 'shell_router.app', "
-        "'shell_router.lab'} & set(sys.modules)"
-    )
-    code, lines = _lines(
-        "-c", f"import sys, shell_router.cli as c; c.main(['--help']); print({heavy})"
-    )
-    assert (code, lines.splitlines()[-1]) == (0, "set()")
+    assert not {f"shell_router.{wing}" for wing in wings} & loaded[1]
