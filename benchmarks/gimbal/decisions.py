@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shell_router.core.engine import Hints
-from shell_router.engines.fleet import take_slot
+from shell_router.engines.server_client import take_slot
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.engine_selection import POLICIES, SelectionSettings
 from shell_router.routing.failures import Breaker
