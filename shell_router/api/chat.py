@@ -249,10 +249,10 @@ async def run_kept(call: ChatCall) -> Reply:
     return await _respond(call, run, call.target.model, run.answer)
 
 
-async def run_once(call: ChatCall) -> Reply:
+def run_once(call: ChatCall) -> Awaitable[Reply]:
     """Run for this request alone."""
     run = call.run(call.chat)
-    return await _respond(call, run, call.target.model, run.answer)
+    return _respond(call, run, call.target.model, run.answer)
 
 
 PRODUCTS: Sequence[tuple[Callable[[ChatCall], bool], Callable[[ChatCall], Awaitable[Reply]]]] = (

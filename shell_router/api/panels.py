@@ -15,14 +15,11 @@ MAX_PANEL = 32
 DEFAULT_PANEL = 8
 PANEL = "fusion"
 
-Brought = tuple[Mapping[str, Any], str]
-"""The document of a topology inside of a request, and its name in metrics and traces."""
-
 
 def read_brought(
     body: Mapping[str, Any], models: Mapping[str, ServedModel], *, fused: bool
-) -> Brought:
-    """Return the topology that a validated body brings.
+) -> tuple[Mapping[str, Any], str]:
+    """Return the document of the topology that a validated body brings, and its name in metrics.
 
     Args:
         body: The body, which has a field of BRINGING unless it is `fused`.

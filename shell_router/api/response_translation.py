@@ -73,9 +73,6 @@ class ReasoningItem(TypedDict):
 Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Field(discriminator="type")]
 
 
-Items = Annotated[Array[Item], MinLen(1)]
-
-
 def _name_kinds(items: Any) -> Any:
     """Have an item without a type be a message."""
     if not isinstance(items, list):

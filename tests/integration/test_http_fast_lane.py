@@ -104,7 +104,6 @@ async def test_a_body_may_come_in_pieces_and_requests_one_behind_the_other() -> 
         (CHUNKED, 200),
         (HEAD + b"Expect: 100-continue\r\n\r\n" + BODY, 100),
         (HEAD.replace(b": 13", b": " + b"0" * 5000 + b"13") + b"\r\n" + BODY, 200),
-        (HEAD + b"Connection: close\r\n\r\n" + BODY, 200),
         (HEAD + b"x-model: small\r\nx-model: large\r\n\r\n" + BODY, 200),
         (HEAD.replace(b"/generate", b"/generate?a=b") + b"\r\n" + BODY, 200),
         (HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + BODY, 200),
@@ -125,6 +124,16 @@ async def test_what_is_not_plain_is_answered_too_also_behind_a_plain_request(
             assert b"100" in await client._reader.readuntil(b"\r\n\r\n")
             status = 200
         assert (await client.answer())[0] == status
+
+
+async def test_a_client_that_asks_to_close_gets_its_answer_and_then_the_end() -> None:
+    async with api(relays=relays()) as served, client_of(served) as client:
+        last = HEAD + b"Connection: close\r\n\r\n" + BODY
+        await client.send(HEAD + b"\r\n" + BODY + last)
+        assert "connection" not in (await client.answer())[1]
+        status, headers, _ = await client.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.ended() == b""
 
 
 async def test_a_body_that_does_not_come_is_refused_at_its_limit() -> None:
