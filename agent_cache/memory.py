@@ -16,7 +16,7 @@ FORGOTTEN = "The log was forgotten or has expired."
 
 
 def read_forgotten(position: int) -> LogRead:
-    """Return the read of a log that is gone: no text, and an aborted end."""
+    """Return the read of a forgotten log, which has no text and ends as aborted."""
     return LogRead("", (), position, End.ABORTED, FORGOTTEN)
 
 
@@ -154,7 +154,7 @@ class MemoryAgentPromptCache:
     `len` counts the logs held. `clock` returns monotonic seconds. A log expires `ttl_s` after its
     last write, ended or not: a log whose writer never ends it would otherwise stay. Expired logs
     are invisible at once and are swept out when others begin. `dropped` is called with the key of
-    every log that leaves.
+    every log that is forgotten or expires.
     """
 
     def __init__(
@@ -239,13 +239,13 @@ class MemoryAgentPromptCache:
         return log
 
     def touch(self, log: Log) -> None:
-        """Count the log's time to live from now."""
+        """Restart the log's time to live."""
         log.expires_s = self._clock() + self._ttl_s
 
     async def wait(self, key: LogKey, position: int, at_least: int) -> LogRead:
-        """Read the log after `position` once it has `at_least` more.
+        """Read the log after `position` once it has `at_least` more, or has ended.
 
-        The caller sets the time limit.
+        The caller limits the time.
         """
         while (read := self._read_now(key, position, at_least)) is None:
             log = self.find(key) or self._awaited.setdefault(key, Log())
@@ -265,7 +265,7 @@ class MemoryAgentPromptCache:
         return log.read_after(position, at_least)
 
     def drop(self, tenant: str, program: str) -> None:
-        """Drop every log of the program and end its readers, also those of logs not yet begun."""
+        """Drop every log of the program, and end all its readers, even of logs not yet begun."""
         for agent, log in self._programs.pop((tenant, program), {}).items():
             self._drop(LogKey(tenant, program, agent), log)
         for key in [key for key in self._awaited if (key.tenant, key.program) == (tenant, program)]:

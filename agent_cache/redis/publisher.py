@@ -1,7 +1,7 @@
 """The task that copies this process's logs to Redis.
 
-While a round trip is under way more chunks come in; the next round sends them all, each log's as
-one entry. The work is therefore per round trip and not per token, and writers never wait.
+Chunks that come in during a round trip are sent together by the next round, each log's as one
+entry. So the work grows with the round trips and not with the tokens, and writers never wait.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from agent_cache.redis.layout import Command, Layout
 
 PROGRAMS_PER_ROUND = 128
 REMEMBERED = 10_000
-"""The most deletions remembered in an outage; the keys of older ones are left to expire."""
+"""The most deletions remembered in an outage. The keys of older deletions are left to expire."""
 
 
 def _answer(future: "asyncio.Future[Any] | None", result: object = None) -> None:
@@ -38,8 +38,7 @@ def _answer(future: "asyncio.Future[Any] | None", result: object = None) -> None
 CHUNKS_PER_ENTRY = 256
 """The most chunks in one entry.
 
-With the publisher's logs per round it bounds how long catching up holds the event loop: about 20
-ms.
+Together with LOGS_PER_ROUND it bounds how long a round blocks the event loop: about 20 ms.
 """
 
 
@@ -51,11 +50,11 @@ GONE = "Redis dropped it (deleted by another process, expired or evicted)"
 class Publication:
     """One log's progress in Redis: `chunks` sent, and whether its begin and end marks were sent.
 
-    The time to live of its keys was renewed at `renewed_s`. `sent` holds the number of stream
-    entries under way, and the values of `chunks`, `ended` and `renewed_s` once Redis has taken
-    them. After a failed attempt to send them they are `repeated`, and Redis may have them already.
-    `answer` gives the log's creator what `settle` said of the begin mark, or None if Redis did not
-    reply. A `withdrawn` log is served to this process only.
+    The time to live of its keys was renewed at `renewed_s`. `sent` describes the last commands: the
+    number of their stream entries, and the values that `chunks`, `ended` and `renewed_s` get once
+    Redis has taken them. After a failed attempt the commands are `repeated`, and Redis may have
+    taken them already. `answer` gives the log's creator the result of `settle` for the begin mark,
+    or None if Redis did not reply. A `withdrawn` log is served to this process only.
     """
 
     key: LogKey
@@ -105,9 +104,10 @@ class Publication:
         return commands
 
     def settle(self, replies: Sequence[object], owner: str) -> str:
-        """Record Redis's `replies` to the last commands; return why the log cannot be shared.
+        """Record Redis's `replies` to the last commands.
 
-        Raises the first error that is not about the log.
+        Returns why the log cannot be shared, empty if it can. Raises the first error that is not
+        about the log.
         """
         require_about_keys(replies)
         entries, chunks, ended, renewed_s = self.sent
@@ -145,7 +145,7 @@ class Publisher:
     """The copier of this process's logs to Redis.
 
     While Redis is away (`stats.degraded`) nothing waits for it: logs begin in this process only.
-    What is not sent then is sent when Redis is back, and every log to a server that is new.
+    When Redis is back, everything that was not sent is sent. A new server gets all of every log.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Publisher:
         return publication
 
     def mark(self, publication: Publication) -> None:
-        """Mark the log as having something new to send."""
+        """Note that the log has something new to send."""
         if publication.withdrawn:
             return
         self._dirty[publication.key] = publication
@@ -205,7 +205,7 @@ class Publisher:
             _answer(publication.answer)
 
     async def delete(self, tenant: str, program: str) -> None:
-        """Delete the program's logs, also other processes' logs of it.
+        """Delete the program's logs, including the logs of other processes.
 
         If Redis is away, they are deleted when it is back.
         """
@@ -271,7 +271,7 @@ class Publisher:
             log.warning("Redis is back and has every log again that this process still holds.")
 
     async def _meet_server(self) -> None:
-        """Learn which server this is; one that was restarted or replaced has lost its memory."""
+        """Ask for the server's identity; send all logs again if it was restarted or replaced."""
         server = await self._connection.server_identity()
         if self._server not in (None, server):
             for publication in self._publications.values():
@@ -280,7 +280,7 @@ class Publisher:
         self._server = server
 
     async def _delete_all(self) -> None:
-        """Delete all waiting programs, in two round trips for each `PROGRAMS_PER_ROUND` of them."""
+        """Delete all waiting programs, with two round trips for every PROGRAMS_PER_ROUND."""
         while self._deletions:
             programs = list(islice(self._deletions, PROGRAMS_PER_ROUND))
             sets = await self._connection.ask(
@@ -315,7 +315,7 @@ class Publisher:
             raise
 
     async def _settle(self, publication: Publication, replies: Sequence[object]) -> None:
-        """Give a log its replies."""
+        """Apply the replies to a log's commands: publish it, withdraw it, or fail its creator."""
         refusal = publication.settle(replies, self._layout.owner)
         if refusal == GONE and await self._connection.server_identity() != self._server:
             raise RedisConnectionError("the server was restarted or replaced")

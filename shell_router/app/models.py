@@ -1,4 +1,4 @@
-"""The running models of a deployment, each with its tokenizer and its engine."""
+"""Start the models of a deployment, each with its tokenizer and its engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -34,7 +34,7 @@ class RunningModel:
 def engine_kinds(
     config: Config, kinds: Mapping[str, EngineKind] | None = None
 ) -> Mapping[str, EngineKind]:
-    """Return the kinds that the models need, those of `kinds` first. Raises ConfigError."""
+    """Return the engine kinds that the models need, from `kinds` if given. Raises ConfigError."""
     return {name: (kinds or {}).get(name) or engine_kind(name) for name in _aliases_by_kind(config)}
 
 
@@ -50,12 +50,12 @@ def _aliases_by_kind(config: Config) -> Mapping[str, list[str]]:
 async def run_models(
     config: Config, on_progress: Progress, kinds: Mapping[str, EngineKind] | None = None
 ) -> AsyncIterator[Mapping[str, RunningModel]]:
-    """Start the engines of all models, and give the models by their aliases.
+    """Start the engines of all models, and yield the models by alias.
 
     Args:
         config: The deployment.
         on_progress: Gets a line per step.
-        kinds: Engine kinds that take precedence over the table's.
+        kinds: Engine kinds, by name, that take precedence over ENGINE_KINDS.
 
     Raises:
         ConfigError: A file is wrong.
@@ -97,5 +97,5 @@ def _build_served(
 
 
 def with_prefill_of(model: ServedModel, fleet: Fleet[Any]) -> ServedModel:
-    """Return the model with the present costs and number of its prefill servers."""
+    """Return the model with the current cost and number of its prefill servers."""
     return replace(model, prefill_cost=fleet.prefill_cost, prefill_servers=fleet.prefill_servers)

@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 SGLANG_BATCH_SIZE = 32
-"""Sequences that an SGLang engine is taken to decode together without `auto.max_batch`."""
+"""Sequences that an SGLang engine is assumed to decode at once if `auto.max_batch` is not set."""
 
 
 class SglangPairs:
-    """The engine kind of models that name `pairs`, which run already.
+    """The engine kind of models that name `pairs`, which are running already.
 
-    With `may_lack` some models may have no engines yet, if others do; the router waits for them in
-    the background.
+    With `may_lack` the router serves as soon as one model has engines, and waits for those of the
+    other models in the background.
     """
 
     settings: ClassVar[type] = PairSettings
@@ -81,22 +81,24 @@ def build_engine(
 
 
 def _read_address(model: ModelSettings, fleet: PairFleet, fields: Mapping[str, Any]) -> PairAddress:
-    """Read a pair that is added to the model's; raise InvalidField or ConfigError."""
+    """Read a pair that is added to the model. Raises InvalidField or ConfigError."""
     pair = read_sent(PairSettings, fields, "pair")
     require(
-        pair.launch is None, "pair.launch is for files.", "Start its engines, and leave launch out."
+        pair.launch is None,
+        "pair.launch works only in files.",
+        "Start its engines, and leave launch out.",
     )
     address = address_of(pair)
     require(
         address not in fleet.addresses,
         "The model has this pair already.",
-        "GET /v1/engines lists all.",
+        "GET /v1/engines lists its pairs.",
     )
     pairs = [
         PairSettings(at.prefill_url, at.decode_url, at.bootstrap_port, at.bootstrap_host)
         for at in (*fleet.addresses, address)
     ]
-    replace(model, pairs=tuple(pairs))  # checks them together
+    replace(model, pairs=tuple(pairs))  # its constructor checks all pairs together
     return address
 
 
@@ -107,11 +109,11 @@ def address_of(pair: PairSettings) -> PairAddress:
 
 
 async def _name(fleet: PairFleet) -> str:
-    """Name the servers by the version that they give; a number is SGLang's."""
+    """Name the servers by the version that they report; a plain version is SGLang's."""
     try:
         version = await fleet.version()
     except EngineError as error:
-        log.warning("an engine does not say what it is: %s", error)
+        log.warning("an engine does not report its version: %s", error)
         return "engine of unknown kind"
     return {"scripted": "scripted engine", "embedded": "embedded pair"}.get(
         version, f"SGLang {version}"
@@ -128,10 +130,10 @@ async def run_pairs(
     may_lack: bool = False,
     client: type[SglangPair] = SglangPair,
 ) -> AsyncIterator[Mapping[str, SglangPair]]:
-    """Give the pairs of each model once all of them serve; raises EngineError.
+    """Yield the pairs of each model once all of them serve. Raises EngineError.
 
-    With `may_lack` it also gives them once the limit is over and the pairs of one model serve. The
-    router waits for the others in the background.
+    With `may_lack` it also yields them when the limit is over and the pairs of one model serve.
+    Then it waits for the others in the background.
     """
     async with AsyncExitStack() as stack:
         fields = frozenset(config.limits.native_fields)
@@ -155,7 +157,7 @@ def connect_pairs(
     rules: NativeRules = ANY_MODEL,
     client: type[SglangPair] = SglangPair,
 ) -> SglangPair:
-    """Make the client of a model's servers, which the caller closes; nothing is sent to them yet.
+    """Make the client of a model's servers, which the caller closes; it sends nothing yet.
 
     Raises:
         ConfigError: A secret or a certificate is missing.
@@ -201,7 +203,7 @@ async def _probe_servers(
             )
         for alias in missing:
             log.error(
-                "model %s is missing: its engines were not ready within %g s; they are waited for",
+                "model %s is missing: its engines were not ready within %g s; waiting on",
                 alias,
                 limit_s,
             )
@@ -216,7 +218,7 @@ async def _probe_servers(
 async def _probe(alias: str, fleet: PairFleet, on_progress: Progress, late: asyncio.Event) -> None:
     """Wait for the servers, which may still be loading, and probe them.
 
-    The caller limits the wait. Once it is `late`, failed probes are repeated instead of raised.
+    The caller limits the wait. Once `late` is set, a failed probe is repeated, not raised.
     """
     reported = ""
     healthy = False
@@ -229,7 +231,7 @@ async def _probe(alias: str, fleet: PairFleet, on_progress: Progress, late: asyn
         except EngineError as error:
             if healthy and not late.is_set():
                 raise
-            notes = getattr(error, "__notes__", ())  # they have the server's URL
+            notes = getattr(error, "__notes__", ())  # they name the server's URL
             reason = "; ".join(notes) or str(error)
             if reported != reason:
                 on_progress(f"model {alias}: waiting for its engines ({reason})")

@@ -1,4 +1,4 @@
-"""The tables of engine kinds and wings, each of which is imported when a deployment needs it.
+"""The tables of engine kinds and of wings, which are optional parts imported only when needed.
 
 A new engine kind is a class with the shape of `EngineKind`, and an entry in ENGINE_KINDS.
 """
@@ -36,10 +36,10 @@ WINGS: Mapping[str, str] = {
     "sleep": "shell_router.swapping.sleep:put_to_sleep",
     "swapping": "shell_router.swapping.kind:Swapping",
 }
-"""The function that attaches each wing; each gives a context manager.
+"""The function or class that attaches each wing, by the wing's name.
 
 `batch(config)` adds the Batch API's routes to an application, if the deployment has a folder for
-batches. `prediction(settings)` gives a `RunningPredictor`, if it names a trained predictor.
+batches. `prediction(settings)` opens a `RunningPredictor`, if they name a trained predictor.
 `swapping()` is the `EngineKind` of models that take turns in memory; `sleep(servers, limit_s)` puts
 servers to sleep that were started for it.
 """
@@ -49,13 +49,13 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """A model's engine, ready to serve, and all that a deployment does with it.
+    """A model's engine, ready to serve, and the facts that a deployment needs about it.
 
     Attributes:
         engine: Serves the model's requests.
-        name: What it is, in words.
+        name: The kind of engine, in words.
         batch_size: Sequences that it decodes together.
-        fleet: The model's servers, which give readiness, metrics, and the cost of prefill. None for
+        fleet: The model's servers, for readiness, metrics, and the cost of prefill. None for
             models that take turns on servers.
         relay: Takes native requests and the engine's own chats; None without such routes.
         call_parser: Reads tool calls of a format that the router does not know.
@@ -84,7 +84,7 @@ class StartedEngine:
 class EngineKind(Protocol):
     """A way to serve models.
 
-    It is made without arguments, and raises ConfigError if an installed extra is missing.
+    The class is called without arguments, and raises ConfigError if its extra is not installed.
     """
 
     settings: ClassVar[type]
@@ -93,7 +93,7 @@ class EngineKind(Protocol):
     def running(
         self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
     ) -> AbstractAsyncContextManager[Mapping[str, StartedEngine]]:
-        """Serve models while the context is open; all of them are ready then.
+        """Serve models while the context is open; on entry all of them are ready.
 
         Args:
             files: The models' files by alias.
@@ -109,7 +109,7 @@ class EngineKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunningPredictor:
-    """The predictor, None without one, and checks whether each trained predictor answers."""
+    """The predictor, None without one, and per trained predictor a check whether it answers."""
 
     predictor: Predictor | None = None
     checks: Mapping[str, Callable[[], Awaitable[bool]]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def kind_of(model: ModelSettings) -> str:
 
 
 def kind_settings() -> Kinds:
-    """Return per engine kind a function that imports the dataclass of its settings."""
+    """Return functions that import the settings' dataclass of each kind but `pairs`."""
 
     def settings(entry: str) -> type:
         kind: type[EngineKind] = import_entry(entry)
@@ -140,7 +140,7 @@ def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Make an engine kind of the table."""
+    """Make the engine kind that a table lists under `name`."""
     kind: EngineKind = import_entry({**WINGS, **ENGINE_KINDS}[name])()
     return kind
 

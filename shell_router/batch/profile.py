@@ -20,14 +20,14 @@ from shell_router.errors import ConfigError
 from shell_router.files.types import Amount
 
 Load = Literal["engine started", "weights swapped", "model kept"]
-"""The kinds of load, the dearest first."""
+"""The kinds of load, the slowest first."""
 
 Figure = Annotated[Amount, "Measured."]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRun:
-    """A timed session, without its load: its prompts, and the tokens of their outputs."""
+    """A timed session, the load left out: its prompts, its outputs' tokens, and its seconds."""
 
     prompts: int
     mean_tokens: float
@@ -69,9 +69,9 @@ class ModelProfile:
 class PoolProfile:
     """The costs of a pool's proposers and aggregator.
 
-    If the proposers have one shape, their `load_s` is a swap of weights. A worker's first load, its
-    engine's start, then takes `first_s` longer, and `together_s` more for each other worker that
-    starts one. Otherwise both are 0.
+    If all proposers have one shape, their `load_s` is the time of a swap of weights. A worker's
+    first load also starts its engine. It takes `first_s` longer than a swap, and `together_s` more
+    for each other worker that starts one at the same time. With several shapes both are 0.
     """
 
     models: Mapping[str, ModelProfile] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class PoolProfile:
 
 
 def fit_profile(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
-    """Fit a profile to timed sessions of two sizes or more. Raises ConfigError for bad times."""
+    """Fit a profile to timed sessions of at least two sizes. Raises ConfigError for bad times."""
     timings = [run.timing for run in runs]
     prompts = sum(run.prompts for run in runs)
     start_s, step_s, token_s = fit_costs(timings)
@@ -107,10 +107,10 @@ def fit_profile(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
 
 
 def charge_starts(timed: Sequence[tuple[ModelProfile, Load]]) -> list[ModelProfile]:
-    """Return profiles of models of several shapes whose loads cost an engine's start each.
+    """Return profiles of models of several shapes, each load as long as an engine's start.
 
-    In a plan's order any of them may start an engine. A model that was swapped in has the shape of
-    the last one in `timed` that started an engine, and gets the seconds of that start.
+    A plan may load any of them first in its shape, which starts an engine. A model in `timed` that
+    was swapped in gets the seconds of the last engine start before it, which was of its shape.
     """
     profiles = []
     start_s = 0.0

@@ -43,7 +43,7 @@ class BatchReport:
 
 
 class _Writer:
-    """A writer of outputs, in order of arrival; those that arrive during a write go together."""
+    """A writer of outputs in order of arrival; those that arrive during a write share the next."""
 
     def __init__(self, journal: Journal, follow: Follow) -> None:
         self._journal = journal
@@ -83,9 +83,9 @@ class PoolRun:
     clock: Clock
 
     async def run(self) -> BatchReport:
-        """Answer what the journal lacks; afterwards each prompt has an output or an error there.
+        """Answer the prompts that the journal lacks, until each has an output or an error there.
 
-        The aggregator is asked the questions that do not pass the gate. Raises ConfigError if there
+        The aggregator answers the questions that do not pass the gate. Raises ConfigError if there
         is no plan, or the journal cannot be written.
         """
         writer = _Writer(self.journal, self.follow)
@@ -93,7 +93,7 @@ class PoolRun:
             stages = [await self._run_proposers(writer)]
             if self.batch.pool.aggregate is not None:
                 stages.append(await self._run_aggregator(writer, stages[0].sessions))
-        finally:  # a cancelled run may leave outputs that wait for a slow disk
+        finally:  # a cancelled run may leave outputs that are not written yet
             with suppress(ConfigError):
                 await writer.flush()
         results = await asyncio.to_thread(build_results, self.batch, self.journal.get)
@@ -146,7 +146,7 @@ class PoolRun:
             replanning = Replanning(
                 self.planner, workload.capacity, pool.replan_above, workload.first_s
             )
-        # a worker that spans all has their engines' room
+        # one worker that spans all engines takes as many prompts at once as all of them
         concurrency = pool.concurrency * len(pool.workers) // workload.workers
         sessions = Sessions(
             WorkerQueues(workload.models, prompts, plan, workload.workers),
@@ -174,15 +174,17 @@ class PoolRun:
             raise ConfigError(
                 "The profile has no aggregator.", remedy="Run shell-router batch profile again."
             )
-        # MOSAIC runs it on all GPUs (section 5.3): equation 8 would save loads that no other model
-        # waits for
+        # MOSAIC runs the aggregator on all GPUs (section 5.3). Equation 8 would use fewer to save
+        # loads, for which no other model waits
         return replace(self.profile.aggregator.cost(model, prompts), most_workers=workers)
 
 
 async def plan_apart(workload: Workload, limit_s: float = 10.0) -> BatchPlan:
-    """Run `planner.plan` in a process of its own: it would hold up an event loop for seconds.
+    """Run `planner.plan` in a process of its own: it would block an event loop for seconds.
 
-    Raises ConfigError, and EngineError where the process fails.
+    Raises:
+        ConfigError: There is no plan.
+        EngineError: The process fails.
     """
     process = WorkerProcess(
         "planner",

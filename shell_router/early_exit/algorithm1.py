@@ -41,8 +41,8 @@ class Features:
 def features(states: NDArray[np.floating]) -> Features:
     """Prepare an output for comparison.
 
-    A column whose norm is float32 rounding beside the strongest one's has no signal: its
-    correlation is 0/0 (MiniLM's dimensions 127, 223, 319 hold about 1e-32), and it is left out.
+    A column has no signal if its norm is below float32's rounding error of the largest norm: its
+    correlation would be 0/0 (MiniLM's dimensions 127, 223, 319 hold about 1e-32). It is left out.
 
     Args:
         states: T [tokens >= 1, features >= 1] of any float type; computed in float64.
@@ -92,7 +92,7 @@ def _unit_columns(states: NDArray[np.floating]) -> tuple[Matrix, NDArray[np.bool
 
 
 def _product(first: Features, second: Features) -> float:
-    """Compute <Corr(U), Corr(V)>_F by the cheapest form of the two."""
+    """Compute <Corr(U), Corr(V)>_F in the cheapest way that both matrices allow."""
     if first.correlated and second.correlated:
         return float(np.vdot(first.matrix, second.matrix))
     if first.correlated:
@@ -113,10 +113,10 @@ class Confidence:
         self._tokens = 0
 
     def add(self, logprobs: Sequence[float]) -> None:
-        """Add tokens' natural-log probabilities, of which `-inf` is allowed.
+        """Add tokens' natural-log probabilities; `-inf` is allowed.
 
         Raises:
-            ValueError: One is NaN.
+            ValueError: A log-probability is NaN.
         """
         added = sum(logprobs)
         if math.isnan(added):
@@ -129,7 +129,7 @@ class Confidence:
         """exp(mean log p) in [0, 1]; None without tokens."""
         if self._tokens == 0:
             return None
-        # rounding makes engines report a certain token's log-probability as slightly above 0
+        # by rounding, engines report log-probabilities slightly above 0 for certain tokens
         return min(math.exp(min(self._sum / self._tokens, 0.0)), 1.0)
 
 
@@ -160,8 +160,8 @@ def score(
     """Score the l completed outputs.
 
     P is the mean of Sim[i, j] over i >= j, weighted by C_i C_j (lines 10, 11); it is 0 if all
-    weights are. B = 1 - |P - tau| / tau, not below 0 (line 12). Q = sqrt(C-bar * B) as in line 13;
-    the prose of section 4.2 writes sqrt(C-bar) * B, and the algorithm was followed.
+    weights are 0. B = 1 - |P - tau| / tau, but at least 0 (line 12). Q = sqrt(C-bar * B) as in
+    line 13; the prose of section 4.2 differs: it writes sqrt(C-bar) * B.
 
     Args:
         confidences: C [l].

@@ -18,7 +18,7 @@ NO_QUORUM = Score(confidence=0.0, agreement=0.0, balance=0.0, probability=0.0)
 
 
 class Overlap:
-    """The words that an unfinished text shares with a complete one, whatever their order."""
+    """The words that an unfinished text shares with a complete one, in any order."""
 
     __slots__ = ("_left", "_matched", "_seen", "_size")
 
@@ -57,7 +57,8 @@ class _OpenOutput:
     def write(self, text: str) -> None:
         """Take in more text.
 
-        The last word may still grow, so it waits; an answer counts once its line has ended.
+        The last word may still grow, so it is not counted yet. An answer counts once its line has
+        ended.
         """
         self._reader.add(text)
         self._set_stated(self._reader.stated)
@@ -76,7 +77,7 @@ class _OpenOutput:
         self.overlaps.clear()
 
     def compare(self, answer: str, complete: "_OpenOutput") -> None:
-        """Follow from now on the words shared with `complete`, which states `answer`."""
+        """Count the words shared with `complete`, which states `answer`, now and in later text."""
         overlap = Overlap(complete.words)
         self.overlaps[answer] = overlap
         overlap.add(self.words)
@@ -100,8 +101,8 @@ class InFlightGate:
 
     Args:
         members: The ids of the cluster's agents.
-        quorum: Outputs that must state the leading answer.
-        threshold: The support to reach.
+        quorum: The least number of outputs that state the leading answer.
+        threshold: The support at which the cluster exits, in [0, 1].
     """
 
     def __init__(self, members: Iterable[str], *, quorum: int, threshold: float) -> None:
@@ -119,7 +120,7 @@ class InFlightGate:
     def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None
     ) -> None:
-        """End the output; the first with its answer is compared with the unfinished outputs."""
+        """End the output; if it is the first with its answer, compare unfinished ones with it."""
         ended = self._members[agent]
         ended.end()
         if ended.answer is None or ended.answer in self._ended:
@@ -144,7 +145,7 @@ class InFlightGate:
         return Judgement(True, scored, self._threshold, tuple(stating))
 
     def _list_judged(self, running: Collection[str]) -> list[_OpenOutput]:
-        """Leave out the members that have failed."""
+        """Return the members that have completed or are running, which leaves out failed ones."""
         return [
             member for name, member in self._members.items() if member.complete or name in running
         ]
@@ -158,8 +159,8 @@ class InFlightGate:
         members, `agreement` the mean of s_i, `confidence` the root mean square of the C_i of those
         that state the answer, and `balance` 1.
 
-        All are 0 while fewer than the quorum state the answer, and while none of those has ended:
-        one output has to be there for the successor to read.
+        All are 0 while fewer than the quorum state the answer, and while no output that states it
+        is complete: the successor needs one to read.
         """
         members = self._list_judged(running)
         answer = _find_leading_answer(members)

@@ -25,11 +25,11 @@ MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 50_000
 MAX_DEPTH = 50
 MAX_NUMBER_CHARACTERS = 500
-"""YAML's sexagesimal numbers take a time that grows with the square of their length."""
+"""The most characters of a number: parsing YAML's sexagesimal numbers takes quadratic time."""
 MAX_INTEGER = 2**63
-"""JSON readers and engines take no larger whole numbers."""
+"""Whole numbers are smaller, because JSON readers and engines take no larger ones."""
 MAX_REPORTED = 20
-"""Problems of a client's document that its answer names."""
+"""The most problems of a client's document that the answer reports."""
 
 SEE_TOPOLOGY = "Describe a topology; docs/how-to/write-a-topology.md shows the shortest one."
 
@@ -75,7 +75,7 @@ class Document:
         return lines.get(path, 1)
 
     def require_none(self, problems: Iterable[Problem]) -> None:
-        """Raise `error` with all problems, one to a line in the file's order, if there are any."""
+        """Raise `error` with all problems, one a line and in the file's order, if there are any."""
         if self.lines is None:
             self._require_no_fields(problems)
             return
@@ -196,7 +196,7 @@ def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
         )
     return Problem(
         text.count("\n", 0, getattr(error, "position", 0)) + 1,
-        "Not valid YAML: a character that may not stand in YAML.",
+        "Not valid YAML: YAML allows no such character.",
         "Remove it, or write it as an escape in double quotes.",
     )
 
@@ -204,9 +204,9 @@ def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
 class _Reader(yaml.SafeLoader):
     """Reads YAML nodes as values that JSON has too, and notes the line and the faults of each.
 
-    Raises RecursionError with the line where there are too many values or levels, because PyYAML's
-    time grows with both. An alias is read again wherever it stands, so values are counted twice:
-    as they are composed and as they are read.
+    Raises RecursionError with the line if there are too many values or levels, because PyYAML's
+    time grows with both. Values are counted when PyYAML composes them, and again when they are
+    read, because every use of an alias is read anew.
     """
 
     def __init__(self, text: str, lines: dict[Path, int], problems: list[Problem]) -> None:
@@ -230,7 +230,7 @@ class _Reader(yaml.SafeLoader):
         return super().compose_node(parent, index)  # type: ignore[arg-type]
 
     def read(self, node: yaml.Node, path: Path, line: int | None = None) -> Any:
-        """Return the node's value; None, and a problem, where JSON has no such value."""
+        """Return the node's value; if JSON has no such value, note a problem and return None."""
         if line is None:
             line = node.start_mark.line + 1
         self._lines.setdefault(path, line)
@@ -255,7 +255,7 @@ class _Reader(yaml.SafeLoader):
                 remedy = "Put it in quotes if it is meant as a name."
                 self._problems.append(Problem(line, wrong, remedy))
             elif key in first_lines:
-                wrong = f"The key '{key}' stands twice; first in line {first_lines[key]}."
+                wrong = f"The key '{key}' is used twice; first in line {first_lines[key]}."
                 self._problems.append(Problem(line, wrong, "Keep one of them."))
             else:
                 first_lines[key] = line
@@ -273,13 +273,13 @@ class _Reader(yaml.SafeLoader):
                 return value
         kind = node.tag.rpartition(":")[2]
         # The value is not quoted, for it may be a secret.
-        message = f"This is read as a YAML {kind}, which cannot stand here."
+        message = f"This is read as a YAML {kind}, which is not allowed here."
         self._problems.append(Problem(line, message, "Put it in quotes if it is meant as text."))
         return None
 
     def _require_unicode(self, text: str, line: int) -> None:
         if _SURROGATE.search(text):
-            wrong = "This text is not UTF-8 text: it has half of a character."
+            wrong = "This text is not valid Unicode: it has half of a surrogate pair."
             self._problems.append(Problem(line, wrong, "Write the whole character."))
 
     def _require_json_number(self, value: object, path: Path, line: int) -> None:

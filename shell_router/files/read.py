@@ -1,7 +1,7 @@
 """Read documents as typed values, in one way for all kinds of file.
 
 A class says with its annotations what a file may hold; pydantic checks and builds it. All problems
-of a file are named at once, each with its line, what the place may hold, and a remedy.
+of a file are reported at once, each with its line, what is expected there, and a remedy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,11 +44,11 @@ MAX_PROBLEMS = 100
 """Problems of one document that are put into words."""
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _FIRM = ("missing", "value_error", *_UNKNOWN)
-"""Kinds of pydantic's errors that hold whichever form of a union was meant."""
+"""Pydantic's types of errors that are certain, whichever form of a union was meant."""
 
 
 def read_file(path: File, kind: type[T], *, see: str = SEE_PAGE) -> tuple[T, Callable[[Path], str]]:
-    """Read a YAML file as a `kind`, and return what gives `file:line` of a place in it.
+    """Read a YAML file as a `kind`; also return a function that gives `file:line` of a place.
 
     Relative paths in the file count from its folder. `see` names the page that explains the file.
 
@@ -62,13 +62,13 @@ def read_file(path: File, kind: type[T], *, see: str = SEE_PAGE) -> tuple[T, Cal
 
 
 def load_document(path: File, see: str) -> Document:
-    """Read a YAML file that is no topology. Raises ConfigError; `see` explains an empty file."""
+    """Read a YAML file, not of a topology. Raises ConfigError; `see` helps if it is empty."""
     text = read_text(path, ConfigError)
     return read_document(text, source=str(path), error=ConfigError, see=see)
 
 
 def read_sent(kind: type[T], value: Values, field: str) -> T:
-    """Read what a client sent in `field` as a `kind`.
+    """Read a value that a client sent in `field` as a `kind`.
 
     Raises:
         InvalidField: The value does not fit.
@@ -96,7 +96,7 @@ def check(
         value: Plain values, as YAML or JSON has them.
         at: The place in the document, for problems.
         folder: The folder that relative paths count from.
-        see: The remedy of problems that have none of their own.
+        see: The remedy of problems without a remedy of their own.
         schema: The JSON Schema that problems speak of, unless it is the kind's own.
 
     Returns:
@@ -120,7 +120,7 @@ def _adapter_of(kind: Any) -> tuple[TypeAdapter[Any], Callable[[], Schema]]:
 
 
 def problem_of(error: Exception, at: Path, see: str) -> Problem:
-    """Place what a class refused, whose error may have a remedy."""
+    """Return the problem of the value at `at`, which its class refused with `error`."""
     message = str(error.args[0]).rstrip(".")
     remedy = getattr(error, "remedy", "") or see
     return Problem(at, f"{spell(at)}: {message}." if at else f"{message}.", remedy)
@@ -136,7 +136,7 @@ class _Report:
     see: str
 
     def problems(self, error: ValidationError) -> Iterator[Problem]:
-        """Name each place that is wrong once: pydantic has an error per form of a union."""
+        """Report each wrong place once: pydantic reports an error for every form of a union."""
         places: dict[Path, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False, include_input=False)[:MAX_ERRORS]:
             places.setdefault(self._place_of(detail), []).append(detail)
@@ -149,7 +149,7 @@ class _Report:
                 yield self._wrong_value(details[0], place)
 
     def _place_of(self, detail: ErrorDetails) -> Path:
-        """Follow pydantic's location through the value, which has no steps for unions' forms."""
+        """Return the path to the wrong value: pydantic's location without the forms of unions."""
         path: Path = ()
         value = self.value
         for step in detail["loc"]:

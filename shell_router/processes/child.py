@@ -1,7 +1,7 @@
 """A Python function in a process of its own, a fork of multiprocessing's fork server.
 
 The fork server imports the modules named with `preload` once, so a child that needs them starts
-within milliseconds. This process cannot fork by itself: it has threads and sockets.
+within milliseconds. This process must not fork itself: it has threads and sockets.
 """
 
 import asyncio
@@ -53,14 +53,15 @@ class Failure:
 
 
 class PythonProcess:
-    """A call of `entry` in a child process. It ends with this process, however that ends.
+    """A call of `entry` in a child process, which ends when this process ends in any way.
 
     `start` and `wait` block; asyncio code calls them with `run_in_thread`.
 
     Args:
         name: The process's name in messages and, cut to 15 bytes, in `ps`.
-        entry: `package.module:function`. It is imported in the child alone, and called there with
-            the child's end of `connection` and with `arguments`. If it raises, a `Failure` is sent.
+        entry: `package.module:function`. It is imported only in the child, and called there with
+            the child's end of `connection` and with `arguments`. If it raises, the child sends a
+            `Failure`.
         arguments: Keyword arguments, which are pickled.
         environment: Variables that the child sets before it imports `entry`.
     """
@@ -120,7 +121,7 @@ class PythonProcess:
         return code
 
     def kill(self) -> None:
-        """End the process at once; one that is about to start is ended then."""
+        """Kill the process; one that is just being started is killed when it runs."""
         self._is_unwanted = True
         self.signal(SIGKILL)
 
@@ -132,7 +133,7 @@ class PythonProcess:
 
 
 async def run_in_thread(call: Callable[[], Result]) -> Result:
-    """Run a blocking call in a thread that does not keep the interpreter from its end."""
+    """Run a blocking call in a thread that the interpreter does not wait for at its end."""
     outcome: Future[Result] = Future()
     outcome.set_running_or_notify_cancel()
 
@@ -169,7 +170,7 @@ def _run(
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that asked for it has ended."""
+    """End this process when its parent has ended."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -14,7 +14,7 @@ LOG_TAIL_BYTES = 8192
 
 
 class CommandProcess:
-    """One run after the other of one command, each as the leader of a process group."""
+    """A command that runs as the leader of a process group, and can be started again."""
 
     def __init__(
         self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path
@@ -24,12 +24,12 @@ class CommandProcess:
         self._argv = argv
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
-        # a group that is killed may give its number to another group
+        # after a group has ended, the system may give its number to another group
         self._group_may_live = False
 
     @property
     def running(self) -> bool:
-        """Whether its process runs, ready or not."""
+        """Whether the process runs, ready or not."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
@@ -50,8 +50,8 @@ class CommandProcess:
             raise EngineUnreachable(
                 f"{self.name} cannot be started: {error}.",
                 remedy=(
-                    "Free memory or processes where there are too few; its log has to be "
-                    f"writable: {self.log}."
+                    "Free memory or end other processes if they ran out, and make its log "
+                    f"{self.log} writable."
                 ),
             ) from error
         self._group_may_live = True
@@ -59,7 +59,7 @@ class CommandProcess:
     async def wait(self) -> int:
         """Wait for the end, kill the rest of the group, and return the exit code.
 
-        What is left of the group may hold ports and GPUs.
+        Other processes of the group could still hold ports and GPUs.
         """
         assert self._process is not None
         code = await self._process.wait()
@@ -90,6 +90,6 @@ class CommandProcess:
     def _signal_group(self, number: signal.Signals) -> None:
         assert self._process is not None
         if self._group_may_live:
-            # macOS: a group of zombies is EPERM
+            # macOS raises EPERM for a group of zombies
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)

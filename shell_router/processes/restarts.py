@@ -1,4 +1,4 @@
-"""When a process that has ended is started again, and when it is left down."""
+"""The policy by which a process that has ended is started again, or left down."""
 
 import asyncio
 import logging
@@ -50,9 +50,9 @@ async def keep_running(
 
     Args:
         wait_for_end: Waits for the end and returns a sentence that says how it ended.
-        start: Returns when the process serves. Raises EngineUnreachable if it does not; what is
-            left of it ends then.
-        restarted_s: Gets the time of each restart.
+        start: Returns when the process serves. If it does not, ends it and raises
+            EngineUnreachable.
+        restarted_s: The times of earlier restarts; each new one is appended.
         policy: Says how long to wait.
         clock: Seconds, for the policy.
         sleep: Waits before a restart.
@@ -62,8 +62,8 @@ async def keep_running(
         delay_s = policy.next_delay_s(restarted_s, clock())
         if delay_s is None:
             log.error(
-                "%s It ended too often and is left down; requests that need it fail. Its log says "
-                "why (SIGKILL: is there too little memory?); then start this command again.",
+                "%s It ended too often and is left down; requests that need it fail. Read its log "
+                "(after SIGKILL, look for too little memory), then start this command again.",
                 ending,
             )
             return

@@ -1,8 +1,8 @@
 """A process that answers calls in batches.
 
-It does work that would hold up the event loop, or that needs libraries which the router never
-loads. Calls that come while a batch is computed are the next batch. A call that is given up
-before it is sent is not sent; the answer to one that is given up later is dropped.
+It does work that would block the event loop, or that needs libraries which the router never loads.
+Calls that come while a batch is computed wait for the next batches. A call that is cancelled before
+it is sent is not sent; the answer to a call that is cancelled later is dropped.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from shell_router.processes.child import Failure, PythonProcess, run_in_thread
 log = logging.getLogger(__name__)
 
 Work = Callable[[Sequence[Any]], Sequence[Any]]
-"""Computes the answers to bodies that wait together, in their order."""
+"""Computes the answers to a batch of bodies, in their order."""
 
 _SERVE = "shell_router.processes.worker:serve_batches"
 
@@ -30,7 +30,8 @@ _SERVE = "shell_router.processes.worker:serve_batches"
 class WorkerLimits:
     """Seconds: for one answer, for the start, and before a failed start is tried again.
 
-    A process that has owed an answer for `hang_s` and for `answer_s`, and gave none, is killed.
+    A process that has answered nothing for both `hang_s` and `answer_s`, though calls wait, is
+    killed.
     """
 
     answer_s: float = 30.0
@@ -43,7 +44,7 @@ DEFAULT_LIMITS = WorkerLimits()
 
 
 def offline_environment(threads: int) -> dict[str, str]:
-    """Return variables for a process that loads models from the disk alone, with `threads`."""
+    """Return the environment of a process with `threads` that loads models only from the disk."""
     return {
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -63,7 +64,7 @@ class WorkerProcess:
         name: The process's name in messages.
         entry: `package.module:function`, which makes the `Work` of `arguments` in the process.
         arguments: Keyword arguments of `entry`.
-        max_batch: Bodies that are computed together at most.
+        max_batch: The most bodies of a batch.
         threads: Threads that it computes on.
         limits: Limits of waiting.
     """
@@ -109,7 +110,7 @@ class WorkerProcess:
             self._starting = asyncio.create_task(self._start(), name=f"{self.name}-start")
         starting = self._starting
         try:
-            # shared by all callers: one that gives up must not end it for the others
+            # all callers wait for one start: a cancelled one must not cancel it for the others
             await asyncio.shield(starting)
         except asyncio.CancelledError:
             if starting.cancelled():
@@ -120,7 +121,7 @@ class WorkerProcess:
         """Return the answer to `body`.
 
         Raises:
-            EngineStalled: It did not come within `answer_s`.
+            EngineStalled: No answer came within `answer_s`.
             EngineUnreachable: The process ended.
             EngineError: The work raised an exception, or the process cannot be started.
         """
@@ -140,7 +141,7 @@ class WorkerProcess:
             running.kill_if_silent(max(self._limits.hang_s, self._limits.answer_s))
 
     async def aclose(self) -> None:
-        """End the process; calls that wait fail. Safe to call twice."""
+        """Kill the process; waiting calls fail. Safe to call twice."""
         self._is_closed = True
         if self._starting is None:
             return
@@ -238,7 +239,7 @@ class _Running:
         return await call.answer
 
     def kill_if_silent(self, limit_s: float) -> None:
-        """Kill the process if it has owed an answer for `limit_s` and gave none."""
+        """Kill the process if calls wait and it has answered nothing for `limit_s`."""
         if self._silent_since_s is None:
             return
         silent_s = _now_s() - self._silent_since_s
@@ -262,7 +263,7 @@ class _Running:
                     answers = await run_in_thread(partial(self._exchange, bodies))
                 except (EOFError, OSError):
                     return  # `_watch` learns why it ended, and fails the calls
-                except Exception as error:  # what cannot be pickled fails its batch alone
+                except Exception as error:  # a body that cannot be pickled fails only its batch
                     answers = Failure(f"{type(error).__name__}: {error}")
                 self._settle(answers)
             self._silent_since_s = _now_s() if self._waiting else None
@@ -329,6 +330,6 @@ def serve_batches(connection: Connection, entry: str, arguments: Mapping[str, An
         try:
             answers: Sequence[Any] | Failure = work(bodies)
         except Exception as error:
-            # one body too many for the memory must not end the process
+            # a batch that takes too much memory must not end the process
             answers = Failure(f"{type(error).__name__}: {error}")
         connection.send(answers)

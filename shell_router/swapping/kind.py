@@ -1,10 +1,10 @@
-"""Models of a deployment that take turns in memory for a few of them: its `swapping`.
+"""The engine kind of `swapping`: models that take turns in memory which holds only a few of them.
 
-Requests for one model stand together, and a request that waits longer than a window gets the next
-place, as in CoServe's queues (section 4.2). Dependencies, usage and the queue decide which model
-leaves (section 4.3). The paper assigns a request to one of several queues; here all places are one
-memory, which has one queue. A request streams from the engine that holds its model, next to any
-others: the engine forms the batches.
+Requests for one model are queued as a group, and a model that is awaited longer than a window gets
+the next place, as in CoServe's queues (section 4.2). Dependencies, usage and the queue decide which
+model leaves (section 4.3). The paper assigns a request to one of several queues; here all places
+are one memory, which has one queue. Any number of requests stream from the engine that holds their
+model, which forms the batches.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from shell_router.swapping.places import (
 
 
 class SwappedModel:
-    """A model that takes turns with the others of the catalog. Implements `Engine`."""
+    """The engine of one model that takes turns with the others of the catalog."""
 
     def __init__(
         self, alias: str, leases: ModelLeases, places: Places, catalog: Mapping[str, ModelInTurn]
@@ -59,9 +59,9 @@ class SwappedModel:
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`.
 
-        An update of a growing prompt must not take the place of a model that others wait for. So
-        it raises EngineUnavailable unless the model is loaded, and has it loaded if a place can be
-        had.
+        An update of a growing prompt must not take the place of a model that others wait for. If
+        the model is not loaded, this starts loading it when a place is free, and raises
+        EngineUnavailable.
         """
         if not self.leases.serves(self.alias):
             self.leases.load_ahead(self.alias)
@@ -81,8 +81,8 @@ class Swapping:
     ) -> AsyncIterator[Mapping[str, StartedEngine]]:
         """See `EngineKind`.
 
-        The most used models are loaded first; a model that does not load then waits for its first
-        request.
+        The most used models are loaded at the start. A model that fails to load then is loaded
+        again by its first request.
         """
         assert config.swapping is not None
         settings = config.swapping
@@ -133,7 +133,7 @@ def _describe_engine(model: SwappedModel, config: Config, metrics: TurnMetrics) 
 
 
 async def _load_first(leases: ModelLeases, aliases: Sequence[str], on_progress: Progress) -> None:
-    """Load these models. Raises the first EngineError if none of them loads."""
+    """Load `aliases`, and raise the first EngineError if none of them loads."""
     failures: list[EngineError] = []
     for alias in aliases:
         try:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LeaseCounts:
-    """Durations of loads and of requests' waits; failed loads, and models found lost."""
+    """Durations of loads and of requests' waits; counts of failed loads and of lost weights."""
 
     loads: Durations = field(default_factory=Durations)
     waits: Durations = field(default_factory=Durations)
@@ -46,7 +46,7 @@ class _Waiter:
 class ModelLeases:
     """Leases on the models in memory, and the loads that give every request its lease.
 
-    Any number of requests may hold the same model. It stays while one of them does. At most
+    Any number of requests may lease the same model, which stays while one of them does. At most
     `places` models are loaded at a time; `window_s` and `order` are as in `Turns`. A request waits
     at most `wait_s`. `clock` gives monotonic seconds.
     """
@@ -87,13 +87,13 @@ class ModelLeases:
 
     @asynccontextmanager
     async def lease(self, model: str) -> AsyncIterator[None]:
-        """Keep the model loaded while the context is open, once it is.
+        """Wait until the model is loaded, and keep it loaded while the context is open.
 
-        A model whose weights turn out to be lost (WeightsLost) is loaded again.
+        If the body raises WeightsLost, the model is unloaded, and loaded again for others.
 
         Raises:
             ModelFailed: The model does not load.
-            EngineError: Its engine fails.
+            EngineError: The model's engine fails.
             EngineUnavailable: No place comes free, or the load does not end, within `wait_s`.
         """
         lease = await self._wait_for(model)
@@ -106,9 +106,9 @@ class ModelLeases:
             self._release(lease)
 
     def load_ahead(self, model: str) -> None:
-        """Load a model that will be asked for soon, if none waits and a place can be had.
+        """Load a model that will be asked for soon, if no request waits and a place can be freed.
 
-        Only models that no request waits for leave for it.
+        Only models that no request uses or waits for are unloaded for it.
         """
         turns = self._turns
         if not turns.is_coming(model) and not turns.groups:
@@ -147,7 +147,7 @@ class ModelLeases:
         self._advance()
 
     async def _forget(self, lost: LoadedModel) -> None:
-        """Unload the model, whose weights are lost, unless that was done meanwhile."""
+        """Unload the model, whose weights are lost, unless another request has done so."""
         async with self._lock:
             if self._turns.loaded.get(lost.name) is lost:
                 self.counts.missing += 1
@@ -165,9 +165,9 @@ class ModelLeases:
             self._tasks.start(self._load_all())
 
     def _grant(self) -> None:
-        """Give their leases to the groups whose models serve.
+        """Grant leases to the groups whose models are loaded and not drained.
 
-        Group by group, since a model may be drained once the groups before the others are served.
+        The groups are served one by one, because serving one may decide which models are drained.
         """
         turns = self._turns
         turns.drain(self._clock())
@@ -208,7 +208,7 @@ class ModelLeases:
     async def _load_all(self) -> None:
         """Load awaited models one after the other, while there are places.
 
-        Without a place it ends; the next lease that is given back starts it again.
+        If no place can be freed, it ends; the next lease that is given back starts it again.
         """
         turns = self._turns
         has_place = True
@@ -220,7 +220,7 @@ class ModelLeases:
                     has_place = await self._load(model, turn)
                 except ModelFailed as error:
                     self._fail(error, [group for group in turns.groups if group.model == model])
-                except EngineError as error:  # the engines fail, and with them every request
+                except EngineError as error:  # the engines fail, so every waiting request fails
                     turns.ahead.clear()
                     self._fail(error, turns.groups)
                 except Exception as error:
@@ -261,7 +261,7 @@ class ModelLeases:
         return False
 
     async def _unload(self, model: str) -> None:
-        """Unload the model, needed or not. If that fails, the model counts as gone."""
+        """Unload the model. If that fails, the model counts as unloaded, too."""
         del self._turns.loaded[model]
         try:
             await self._loader.unload(model)

@@ -1,9 +1,9 @@
-"""SGLang servers that sleep: they give their GPU memory back and take it again.
+"""Put SGLang servers to sleep, which frees their GPU memory, and wake them.
 
-SGLang 0.5.23 does not say whether it sleeps. It ends if it is asked to sleep while it is busy or
-asleep, or to wake while it is awake. So a server's weight version carries a mark while it sleeps,
-has no weights, or changes. The server keeps the version: the mark outlives a router, and ends with
-the memory that it stands for.
+SGLang 0.5.23 does not report whether it sleeps. It crashes if it is asked to sleep while it is busy
+or asleep, or to wake while it is awake. So a mark at the end of the server's weight version says
+that it sleeps, has no weights, or is changing. The server keeps the version, so the mark outlives a
+restart of the router, and is gone when the server's process is.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ UNSETTLED = " (unsettled)"
 
 
 async def put_to_sleep(servers: Iterable[ServerClient], limit_s: float) -> None:
-    """Have servers that have just started sleep. Raises EngineError."""
+    """Put servers to sleep that have just started. Raises EngineError."""
     started = list(servers)
     await run_all(require_sleep(server) for server in started)
     await run_all(fall_asleep(server, limit_s) for server in started)
@@ -33,8 +33,8 @@ async def put_to_sleep(servers: Iterable[ServerClient], limit_s: float) -> None:
 async def fall_asleep(server: ServerClient, limit_s: float) -> None:
     """Have the server give its GPU memory back once it is idle, unless it sleeps.
 
-    A server that has just started still sends itself a request to warm up, which would end it
-    asleep; so it must be healthy first.
+    A server that has just started still sends itself a request to warm up, and would crash if it
+    slept by then. So it must be healthy first.
 
     Raises:
         EngineStalled: The server stays busy.
@@ -46,7 +46,7 @@ async def fall_asleep(server: ServerClient, limit_s: float) -> None:
         try:
             await server.get("health", limit_s=limit_s)
         except EngineRejected as error:
-            words = f"The {server.name} still starts: it answers /health with {error.status}."
+            words = f"The {server.name} is still starting: it answers /health with {error.status}."
             raise EngineRejected(words, status=error.status, remedy="Ask again.") from error
     if mark != ASLEEP:
         await flush_cache(server, limit_s)
@@ -54,9 +54,11 @@ async def fall_asleep(server: ServerClient, limit_s: float) -> None:
 
 
 async def wake(server: ServerClient, limit_s: float) -> None:
-    """Have the server take GPU memory and, unless it kept them, read its weights.
+    """Give the server its GPU memory back, and have it read its weights unless it kept them.
 
-    Raises EngineRejected if the server refuses or is unsettled, and EngineError.
+    Raises:
+        EngineRejected: The server refuses, or is unsettled.
+        EngineError: The server fails otherwise.
     """
     version, mark = await _read_mark(server)
     if mark == ASLEEP:
@@ -72,7 +74,7 @@ async def wake(server: ServerClient, limit_s: float) -> None:
 
 
 async def require_sleep(server: ServerClient) -> None:
-    """Raise EngineRejected for a server that cannot sleep, and EngineError."""
+    """Raise EngineRejected if the server cannot sleep, or EngineError if it does not answer."""
     info = await server.info()
     if info.get("device") == "cpu":
         remedy = (
@@ -89,9 +91,9 @@ async def require_sleep(server: ServerClient) -> None:
 async def _change(
     server: ServerClient, route: str, version: str, before: str, after: str, limit_s: float
 ) -> None:
-    """Post `route` and change the mark, to the end even if the caller is cancelled.
+    """Post `route` and change the mark; if the caller is cancelled, both are still completed.
 
-    After a cancellation it takes no longer than the server's tasks have at the router's end.
+    At the router's end the server's tasks are cancelled after their own limit.
     """
 
     async def change() -> None:
@@ -127,6 +129,9 @@ async def _read_mark(server: ServerClient) -> tuple[str, str]:
         if version.endswith(ending):
             mark = ending
     if mark == UNSETTLED:
-        words = f"The {server.name} was left in between sleep and waking; its memory may be taken."
+        words = (
+            f"The {server.name} was left halfway between sleeping and waking; its GPU memory may "
+            "be taken."
+        )
         raise EngineRejected(words, status=INTERNAL_ERROR, remedy="Restart it.")
     return version.removesuffix(mark), mark

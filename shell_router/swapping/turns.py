@@ -1,9 +1,9 @@
 """The models in memory, and the queue of requests that wait for others.
 
-Pure: the caller loads and unloads. Requests for one model stand together in groups, in the order
-in which the groups were opened (CoServe's expert queues, section 4.2). Within `window_s` loaded
-models serve every request that comes. Then as many of them are drained as there are other models
-that have been awaited for so long; otherwise a model in steady use would never leave.
+The caller loads and unloads. Requests for one model are queued in groups, in the order in which the
+groups were opened (CoServe's expert queues, section 4.2). A loaded model serves every request that
+comes until another model has been awaited for `window_s`. Then a loaded model is drained for each
+model that has; otherwise a model in steady use would never leave.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ REACH = 1000
 
 @dataclass(slots=True, eq=False)
 class LoadedModel:
-    """A model in memory. `used` numbers its last use; with `pins` it serves requests."""
+    """A model in memory. `used` numbers its last use; `pins` counts the requests that it serves."""
 
     name: str
     used: int
@@ -27,12 +27,12 @@ class LoadedModel:
 
 
 Order = Callable[[Sequence[LoadedModel], Mapping[str, int]], Sequence[LoadedModel]]
-"""The order in which models are unloaded, from the position of each awaited model's first group."""
+"""Sorts loaded models into the order of unloading, given each awaited model's queue position."""
 
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[W]):
-    """Requests for one model that stand together, in the order of their arrival."""
+    """Requests for one model that are served together, in the order of their arrival."""
 
     model: str
     opened_s: float
@@ -42,10 +42,10 @@ class Group(Generic[W]):
 class Turns(Generic[W]):
     """The models in memory and the requests (`W`) that wait for another.
 
-    The caller asks `next_to_load`, makes room by `victims`, and keeps two fields: `loading` is the
-    model that is being loaded, and `taken` counts the places of models that are loaded, being
-    loaded or being unloaded. `ahead` has models that no request waits for yet. Times are in
-    monotonic seconds.
+    The caller asks `next_to_load`, makes room by `victims`, and keeps three fields up to date:
+    `loading` is the model that is being loaded, `taken` counts the places of models that are
+    loaded, being loaded or being unloaded, and `ahead` holds models to load before a request waits
+    for them. Times are in monotonic seconds.
     """
 
     def __init__(self, places: int, window_s: float, order: Order) -> None:
@@ -95,8 +95,8 @@ class Turns(Generic[W]):
     def drain(self, now_s: float) -> None:
         """Decide which loaded models take no further requests, because others waited `window_s`.
 
-        Models that were drained before stay so: draining others instead would drain two models
-        for one place.
+        Models that are drained already come first: draining others instead would empty two models
+        to free one place.
         """
         late = set()
         for group in islice(self.groups, REACH):
@@ -119,9 +119,10 @@ class Turns(Generic[W]):
     # --- loading
 
     def next_to_load(self) -> tuple[str, int] | None:
-        """The first awaited model that is not loaded, with its group's position in the queue.
+        """Return the first awaited model that is not loaded, and its group's position in the queue.
 
-        If all awaited models are loaded, a model to load ahead, behind all groups.
+        If all awaited models are loaded, return a model to load ahead, and a position behind all
+        groups. Return None if there is none either.
         """
         for turn, group in enumerate(self.groups):
             if group.model not in self.loaded:
@@ -131,9 +132,9 @@ class Turns(Generic[W]):
         return None
 
     def victims(self, turn: int) -> list[str] | None:
-        """The models to unload for one more; None if that frees too little now.
+        """List the models to unload before one more is loaded; None if too few may leave now.
 
-        Models in use, and models whose turn comes no later than `turn`, stay.
+        Models in use stay, and so do models awaited at position `turn` or before it.
         """
         missing = 1 + self.taken - self._places
         leaving = self._list_leaving(turn)[: max(0, missing)]
@@ -153,7 +154,7 @@ class Turns(Generic[W]):
         return loaded
 
     def _list_leaving(self, keep_before: int | None, *, in_use: bool = False) -> list[str]:
-        """List the models that may leave, in order; those up to turn `keep_before` stay."""
+        """List the models that may leave, in order; models awaited up to `keep_before` stay."""
         turns: dict[str, int] = {}
         for turn, group in enumerate(islice(self.groups, REACH)):
             turns.setdefault(group.model, turn)

@@ -1,7 +1,7 @@
 """Export of finished runs to an OTLP/HTTP receiver, as OpenTelemetry spans.
 
 A process of its own makes and encodes the spans. The router only pickles a run's trace, which takes
-a tenth of the CPU.
+a tenth of the CPU time of encoding it.
 """
 
 import pickle
@@ -19,14 +19,15 @@ from shell_router.telemetry.trace import AgentTrace, Trace
 
 MOST_WAITING = 2_000
 MAX_BATCH_SIZE = 16
-"""Runs. Pickling more would hold up the event loop, which shares the interpreter with this thread.
+"""The most runs of a batch. Pickling more would delay the event loop, which shares the interpreter
+with this thread.
 """
 
 
 class SpanExport(Outbox[Trace]):
     """Sends the spans of finished runs to `endpoint`, each time within `limit_s`.
 
-    Headers, certificates, compression, the service's name and further attributes of it come from
+    Headers, certificates, compression, and the service's name and attributes come from
     OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`,
     ...). The process starts with the first run, and again after its end. It needs the extra `otel`.
     """
@@ -55,7 +56,7 @@ class SpanExport(Outbox[Trace]):
         """See `Outbox.close`."""
         super().close(limit_s)
         self._is_closed = True
-        self._end_process()  # it has answered, or is late
+        self._end_process()  # all runs are exported, or the limit is over
 
     def _take(self, items: Sequence[Trace]) -> None:
         try:
@@ -71,7 +72,7 @@ class SpanExport(Outbox[Trace]):
             self._count_done(spans)
 
     def _export(self, items: Sequence[Trace]) -> tuple[int, str]:
-        """Have the runs exported; return the number of their spans, and why these are lost."""
+        """Have the runs exported; return the number of spans, and why they are lost, or ""."""
         if self._is_closed:
             raise EOFError("the router ends")
         if self._process is None or not self._process.running:
@@ -111,8 +112,8 @@ MANY = (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement
 REDUCED: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {
     each: _by_position(each) for each in MANY
 }
-"""Pickle reducers for the classes that a trace holds many of; fields by name take three times as
-long.
+"""Pickle reducers for the classes that a trace holds many of. They write fields by position; by
+name they take three times as long.
 """
 
 

@@ -36,7 +36,7 @@ class PrefillTimes:
 
 
 def add_up(times: Iterable[PrefillTimes | None]) -> PrefillTimes:
-    """Add up both times over agents; None where an agent has none."""
+    """Add up both times over agents; agents without times are None and are skipped."""
     counted = [agent for agent in times if agent is not None]
     hidden_s = sum(agent.hidden_s for agent in counted)
     exposed_s = sum(agent.exposed_s for agent in counted)
@@ -48,7 +48,7 @@ def critical_path(
 ) -> tuple[str, ...]:
     """Return the chain of agents that set the latency, from a leaf to `root`.
 
-    Each agent's predecessor in it is the precursor that ended last.
+    Before each agent in it comes the precursor that ended last.
     """
     path = [root]
     while last := [agent for agent in precursors.get(path[-1], ()) if agent in ended_s]:
@@ -113,7 +113,7 @@ class AgentTrace:
         return (self.end.at_s - self.first_token_s) / (self.tokens - self.first_tokens)
 
     def prefill_times(self, inputs_done_s: float) -> PrefillTimes | None:
-        """Return hidden and exposed prefill; None before the first token."""
+        """Return the prefill times, given when all inputs were complete; None before a token."""
         if self.first_token_s is None:
             return None
         hidden = sum(
@@ -146,7 +146,7 @@ class AgentTrace:
             }
             span = _span("prefill_increment", update.started_s, update.at_s, origin_s)
             spans.append(span | facts)
-        if self.ready is not None:  # the real request, from when it was sent to its first token
+        if self.ready is not None:  # of the decoding request, to its first token
             cached = None
             if isinstance(self.end, events.AgentFinished):
                 cached = self.end.cached_tokens
@@ -161,7 +161,7 @@ class AgentTrace:
 
     @property
     def _left_queue_s(self) -> float | None:
-        """The time of its first request; of its end, if it never sent one."""
+        """The time of the agent's first request, or of its end if it sent none."""
         if self.increments:
             return min(update.started_s for update in self.increments)
         last = self.ready or self.end
@@ -199,8 +199,8 @@ class Trace:
         root: The answering agent, unless steps choose another.
         started_s: The run's clock at the start, in seconds.
         wall_s: The same moment in Unix time.
-        precursors: The graph by agent. In agent requests it is unknown, and an agent's inputs count
-            as complete when its prompt is ready.
+        precursors: The agents that each agent reads. An agent that is missing counts as having all
+            inputs when its prompt is ready, as in agent requests, whose graph is unknown.
         parent: The client's span.
         outcome: running, finished, failed or cancelled.
         ended_s: None while the run is running.
@@ -283,7 +283,7 @@ class Trace:
                 self.degraded.append(event)
 
     def _agent(self, agent: str, at_s: float) -> AgentTrace:
-        """Return the record of an agent, which may fail or be cut off before it starts."""
+        """Return the agent's record; make one if it failed or was cut off before it started."""
         if agent not in self.agents:
             self.agents[agent] = AgentTrace("unknown", at_s)
         return self.agents[agent]
@@ -302,7 +302,7 @@ class Trace:
         self.error = error
 
     def summary(self) -> dict[str, Any]:
-        """Return the trace's line of a list; `agents` counts those that have begun."""
+        """Return the trace's entry in a list; `agents` counts the agents that have begun."""
         return {
             "id": self.id,
             "model": self.target,
@@ -371,9 +371,9 @@ class Trace:
         )
 
     def _overlap_json(self, ended: Mapping[str, float]) -> dict[str, Any]:
-        """Sum up over agents that read others, and along the slowest chain.
+        """Add up prefill times over agents that read others, and along the slowest chain.
 
-        A leaf has no input behind which prefill could hide.
+        Leaves are left out of the first sum: prefill can hide only while inputs are written.
         """
         readers = [
             agent
@@ -406,7 +406,7 @@ class TraceStore:
             self._traces.popitem(last=False)
 
     def latest(self, tenant: str, matches: Callable[[Trace], bool], limit: int) -> list[Trace]:
-        """Return at most `limit` of the tenant's traces that `matches`, the latest first."""
+        """Return at most `limit` of the tenant's traces that `matches` accepts, latest first."""
         latest_first = (
             trace
             for trace in reversed(self._traces.values())

@@ -1,4 +1,4 @@
-"""The topologies of a deployment by name: files, and documents that clients put or send inline."""
+"""The topologies of a deployment by name: from files, put by clients, or sent inline."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ Errors = list[tuple[Document, ShellRouterError]]
 """Errors, each with the document that is wrong."""
 Source = Literal["file", "put"]
 MAX_PUT = 1000
-"""Topologies that clients may have put at a time."""
+"""The most topologies that clients may keep put at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Entry:
 
 
 def files_in(path: Path) -> list[Path]:
-    """List the topology files of a folder, by name. Raises TopologyError where it is no folder."""
+    """List the topology files of a folder, by name. Raises TopologyError if it is no folder."""
     if not path.is_dir():
         raise TopologyError(
             f"{path}:1: This is not a folder.", remedy="Name a folder of topology files."
@@ -88,7 +88,7 @@ class Catalog:
         """Replace the topologies of all files by those of `files`.
 
         Returns:
-            The new catalog, and what is wrong with files; of a wrong file the version before stays.
+            The new catalog, and the errors of files. A wrong file keeps its previous topology.
         """
         errors: Errors = []
         before = {
@@ -120,7 +120,7 @@ class Catalog:
 
         Raises:
             InvalidField: The document is wrong.
-            TopologyConflict: It may not take the name, or another topology needs the one before.
+            TopologyConflict: The name is taken, or another topology needs the replaced one.
         """
         document = client_document(value, "")
         if value.get("name", name) != name:
@@ -171,7 +171,7 @@ class Catalog:
         return {key: entry.graph for key, entry in self.entries.items() if key != name}
 
     def _check_client(self, document: Document) -> Document:
-        """Check the keys and the number of agents; the cost of linking grows with its square."""
+        """Check the keys and the number of agents: the cost of linking grows with its square."""
         document = check_keys(document)
         values = document.value
         layered = values.get("tree") or values.get("all_to_all") or {"shape": ()}
@@ -193,7 +193,7 @@ class Catalog:
             )
 
     def _relink(self, entries: dict[str, Entry], name: str) -> "Catalog":
-        """Take entries of which `name` changed, and link those whose steps name it again."""
+        """Take `entries`, in which `name` changed, and link again those whose steps name it."""
         graphs = {key: entry.graph for key, entry in entries.items()}
         for key, entry in entries.items():
             if name in entry.named_topologies:
@@ -206,12 +206,12 @@ class Catalog:
         return replace(self, entries=entries)
 
     def _link_all(self, files: list[Document], put: list[Document], errors: Errors) -> "Catalog":
-        """Link these documents; if one is wrong, its entry stays as it was, if there is one."""
+        """Link the documents; a wrong one keeps its previous entry, if it had one."""
         documents = _by_name([*put, *files], errors)
         with_steps = {name for name, document in documents.items() if "steps" in document.value}
         entries: dict[str, Entry] = {}
         graphs: dict[str, Graph] = {}
-        for name in sorted(documents, key=with_steps.__contains__):  # steps name what precedes
+        for name in sorted(documents, key=with_steps.__contains__):  # steps last
             document = documents[name]
             # After an error a name may be missing only because its own file is wrong.
             if not errors or _named_topologies(document) <= graphs.keys():
@@ -234,7 +234,7 @@ def _named_topologies(document: Document) -> set[str]:
 
 @contextmanager
 def _collect(errors: Errors, document: Document) -> Iterator[None]:
-    """Add an error of the body to `errors`, as the document's."""
+    """Add an error that the body of the context raises to `errors`, with its document."""
     try:
         yield
     except ShellRouterError as error:
@@ -242,7 +242,7 @@ def _collect(errors: Errors, document: Document) -> Iterator[None]:
 
 
 def _by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Document]:
-    """Return the documents by the names of their topologies, each of which may stand once."""
+    """Return the documents by the names of their topologies; a second use of a name is an error."""
     documents_by_name: dict[str, Document] = {}
     for document in documents:
         name = name_of(document)
@@ -258,7 +258,7 @@ def _by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Documen
 
 
 def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Path, Graph]:
-    """Read topology files; what their steps name is looked up among them, then in their folders.
+    """Read topology files; their steps may name topologies of these files or of their folders.
 
     Returns:
         The graphs, by file.

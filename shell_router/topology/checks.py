@@ -1,7 +1,7 @@
-"""Check what types cannot: contradictory keys, names that lead nowhere, graphs that cannot run.
+"""Check what types cannot: contradictory keys, unknown names, graphs that cannot run.
 
-The checks run in stages, each on what the stage before has accepted, so that one slip is reported
-once.
+The checks run in stages. A stage runs only on files that the stages before accept, so that a
+mistake is reported once.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ ROLES = ("proposer", "aggregator", "root")
 
 
 def form_problems(file: Values) -> Iterator[Problem]:
-    """Require one description of the graph, layers that fit together, keys that go together."""
+    """Check that the graph is described once, and that its layers and its keys fit together."""
     forms = [form for form in GRAPH_FORMS if form in file]
     choices = ", ".join(f"'{form}'" for form in GRAPH_FORMS)
     if not forms:
@@ -53,20 +53,20 @@ CLASHES = (
     (
         "vote",
         ("model", "fallbacks", *OF_STEPS),
-        "{at} votes, so that it asks no model: it has no '{key}'.",
+        "{at} votes and asks no model, so it cannot have '{key}'.",
         "Remove '{key}', or 'vote'.",
     ),
     (
         "topology",
         ("model", "precursors", *OF_STEPS),
-        "{at} asks a topology, and has '{key}', which only agents have.",
-        "Remove '{key}'; the topology's own file says how it is asked.",
+        "{at} asks a topology, so it cannot have '{key}'.",
+        "Remove '{key}': only the topology's own file can set it.",
     ),
     (
         "steps",
         ("clusters", "early_exit", "prefill", "on_failure"),
         "'{key}' does not go with 'steps'.",
-        "Write it in the topology that a step names, and remove it here.",
+        "Remove it here, and write it in the topology that a step names.",
     ),
     *(
         (
@@ -79,7 +79,7 @@ CLASHES = (
         if form != "steps"
     ),
 )
-"""Keys, the keys that do not go with them, and the message and the remedy."""
+"""A key, the keys that do not go with it, the message, and the remedy."""
 
 
 def _clashes(at: Path, block: Values) -> Iterator[Problem]:
@@ -89,13 +89,13 @@ def _clashes(at: Path, block: Values) -> Iterator[Problem]:
         for key in clashing:
             yield Problem((*at, key), wrong.format(at=name, key=key), remedy.format(key=key))
     if block.get("readers_get") == "all" and "max_thinking_tokens" in block:
-        wrong = f"{name} has max_thinking_tokens, and its readers get all that it writes."
-        remedy = "Leave max_thinking_tokens or readers_get out."
+        wrong = f"{name} has max_thinking_tokens, but its readers get its thinking, too."
+        remedy = "Remove max_thinking_tokens or readers_get."
         yield Problem((*at, "max_thinking_tokens"), wrong, remedy)
 
 
 def _blocks(file: Values) -> Iterator[tuple[Path, Values]]:
-    """Yield the file and the blocks that hold keys of agents, each with its place."""
+    """Yield the file and all blocks that may hold keys of agents, each with its place."""
     yield (), file
     yield ("defaults",), file.get("defaults", {})
     for form in LAYERED:
@@ -127,7 +127,7 @@ def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
             remedy = f"Make {below} a multiple of {layer}, or use the full form, 'agents'."
             yield Problem(at, wrong, remedy)
     if "root_model" in layered and "vote" in layered.get("root", {}):
-        wrong = "The root votes, so that it asks no model."
+        wrong = "The root votes, so it asks no model."
         yield Problem((form, "root_model"), wrong, "Remove one of the two.")
     if "slot" in layered.get("proposer", {}).get("prompt", {}):
         yield _idle_slot("a proposer", (form, "proposer"))
@@ -175,11 +175,11 @@ def name_problems(
     topologies: Collection[str] = (),
     with_steps: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Require that all names exist and may stand where they do.
+    """Check that all names exist and may be used where they are.
 
     Args:
         file: The values of a file whose keys are accepted.
-        models: The models that agents may name; None where they are not known.
+        models: The models that agents may name; None if they are not known.
         topologies: The topologies that steps may name.
         with_steps: Topologies that steps may not name, because they have steps themselves.
     """
@@ -217,13 +217,13 @@ def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pr
     for at, model, may_be_auto in _models_in(file):
         if model == AUTO and not may_be_auto:
             remedy = "Write it alone as 'model', or name models."
-            yield Problem(at, "'auto' stands for several models itself.", remedy)
+            yield Problem(at, "'auto' cannot be one of several models.", remedy)
         elif model != AUTO and models is not None and model not in models:
             yield Problem(at, f"Unknown model {show(model)}.", suggest(model, sorted(models)))
 
 
 def _models_in(file: Values) -> Iterator[tuple[Path, str, bool]]:
-    """Yield every model that the file names, with its place, and whether `auto` may stand there."""
+    """Yield the place of every model name in the file, the name, and whether it may be `auto`."""
     for at, block in _blocks(file):
         model = block.get("model", [])
         if isinstance(model, str):
@@ -282,7 +282,7 @@ def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]
 
 
 def _rule_problems(file: Values) -> Iterator[Problem]:
-    """Require that targets exist, conditions can be evaluated, and rules can be reached."""
+    """Check that targets exist, conditions can be evaluated, and rules can be reached."""
     always: dict[str, Path] = {}
     for step in {START, END} & file["steps"].keys():
         yield Problem(("steps", step), f"A step is named '{step}', a reserved name.", "Rename it.")
@@ -300,7 +300,7 @@ def _rule_problems(file: Values) -> Iterator[Problem]:
             always.setdefault(step, at)
     if START not in always:
         remedy = "End it with a rule without 'when', such as {go: ...}."
-        yield Problem(("start",), "A request may meet no rule of 'start'.", remedy)
+        yield Problem(("start",), "It may happen that no rule of 'start' holds.", remedy)
 
 
 def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Problem]:
@@ -319,7 +319,7 @@ def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Proble
 
 
 def _classifier_problems(file: Values) -> Iterator[Problem]:
-    """Require that rules name classifiers and classes that exist, and that each is used."""
+    """Check that rules name existing classifiers and classes, and that no classifier is unused."""
     classifiers = file.get("classifiers", {})
     unused = dict.fromkeys(classifiers)
     for _, at, rule in rules_of(file):
@@ -349,10 +349,10 @@ def _classifier_problems(file: Values) -> Iterator[Problem]:
 
 
 def graph_problems(file: Values) -> Iterator[Problem]:
-    """Require a graph without cycles that can run.
+    """Check that the graph has no cycles and can run.
 
-    A graph of agents has one root, which cannot be cut off or dropped, and connects all agents. A
-    step can be reached, and the outputs that it reads exist by then.
+    A graph of agents has one root, which cannot be cut off or dropped, and connects all agents.
+    Each step can be reached, and reads only outputs of steps that may run before it.
     """
     has_steps = "steps" in file
     if has_steps:
@@ -370,7 +370,7 @@ def graph_problems(file: Values) -> Iterator[Problem]:
 def _cycle(nodes: list[str], *, has_steps: bool) -> Problem:
     drawn = " -> ".join(nodes)
     if has_steps:
-        remedy = "Remove one of these ways; for a second round write steps of its own."
+        remedy = "Remove one of these rules; write further steps for a second round."
         return Problem(("steps", nodes[0], "then"), f"Steps lead in a circle: {drawn}.", remedy)
     remedy = f"Remove one of these links, say '{nodes[0]}' from the precursors of '{nodes[1]}'."
     place = ("agents", nodes[1], "precursors")
@@ -400,7 +400,7 @@ def _order_problems(
 
 
 def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
-    """Require one root. Agents that have neither precursors nor successors are unreachable."""
+    """Check that there is one root, and no agent without precursors and successors."""
     read = {agent for several in precursors.values() for agent in several}
     ends = [agent for agent in precursors if agent not in read]
     roots = [agent for agent in ends if precursors[agent]] or ends
@@ -422,7 +422,7 @@ def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> I
 
 
 def _check_root(file: Values, root: str) -> Iterator[Problem]:
-    """Require that the root is neither cut off nor dropped."""
+    """Check that the root is neither cut off nor dropped."""
     for cluster, block in file.get("clusters", {}).items():
         if root in block["agents"]:
             at: Path = ("clusters", cluster, "agents", block["agents"].index(root))

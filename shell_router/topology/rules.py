@@ -9,7 +9,7 @@ import re2
 
 
 def pattern_error(pattern: str) -> str:
-    """Say why RE2 does not take `pattern`; empty if it does."""
+    """Return why RE2 refuses `pattern`; empty if it does not."""
     try:
         _compile(pattern)
     except re2.error as error:
@@ -19,15 +19,15 @@ def pattern_error(pattern: str) -> str:
 
 
 def has_match(pattern: str, text: str) -> bool:
-    """Return whether `text` holds the pattern somewhere."""
+    """Return whether the pattern matches anywhere in `text`."""
     return _compile(pattern).search(text) is not None
 
 
 @lru_cache(maxsize=256)  # clients' topologies have patterns, too
 def _compile(pattern: str) -> Any:
     options = re2.Options()
-    options.log_errors = False  # the check of the file reports them
-    options.max_mem = 2**20  # bytes, of which `[\pL\pN]{50}` fits in and takes 50 ms to compile
+    options.log_errors = False  # the check of the topology reports them
+    options.max_mem = 2**20  # bytes; `[\pL\pN]{50}` fits, and takes 50 ms to compile
     return re2.compile(pattern, options)
 
 
@@ -41,7 +41,7 @@ SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Classifies a text as its most similar example, if their similarity reaches `min_similarity`.
+    """Gives a text the class of its most similar example, if that reaches `min_similarity`.
 
     `examples` are texts by class; the similarity is the cosine of the texts' embeddings.
     """
@@ -65,8 +65,8 @@ class When:
 
     Attributes:
         labels: The values that labels of the request may have.
-        matches: A pattern that the text named by `of` holds somewhere.
-        classifier: It must put that text into one of `classes`.
+        matches: A pattern that matches somewhere in the text named by `of`.
+        classifier: The name of a classifier that must put that text into one of `classes`.
         confidence_below: The output's geometric mean token probability is lower.
         scores_below: A model's predicted chance of answering the request correctly is lower.
     """
@@ -93,7 +93,7 @@ class When:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Leads to the step `go`, or to the END, when `when` holds; without it always."""
+    """Leads to the step `go`, or to END, if `when` holds; without `when` it always does."""
 
     go: str
     when: When | None = None
@@ -105,8 +105,9 @@ class Facts:
 
     Attributes:
         confidence: The output's geometric mean token probability; None without tokens.
-        classes: The results of classifiers by classifier and text; None if it could not be asked.
-        scores: Predicted chances by model, of which models may be missing; None if not predicted.
+        classes: The results of classifiers, by classifier and text; a result is None if the
+            classifier failed.
+        scores: The predicted chances, by model; models may be missing. None if not predicted yet.
     """
 
     labels: Mapping[str, str]

@@ -39,7 +39,7 @@ async def on_disk(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.shield(step_task)
     except asyncio.CancelledError:
         await asyncio.wait([step_task])
-        step_task.exception()  # read, or asyncio would report it as lost
+        step_task.exception()  # asyncio logs exceptions that are never read
         raise
     except OSError as error:
         log.error("the folder of the batches failed: %s", error)
@@ -61,7 +61,7 @@ def keep_as(draft: Path, path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give `target` the content of `source`, also after `source` is deleted."""
+    """Give `target` the content of `source`; it stays when `source` is deleted."""
     try:
         target.hardlink_to(source)
     except OSError:  # not every file system has links
@@ -213,7 +213,7 @@ class Records(Generic[R]):
             try:
                 records.append(reader.validate_json(path.read_bytes(), extra="forbid"))
             except ValidationError as error:
-                log.warning("%s is left aside, as it cannot be read: %s", path, error)
+                log.warning("%s cannot be read and is skipped: %s", path, error)
         records.sort(key=lambda record: (record.created_at, record.id))
         self._by_id: dict[str, R] = {record.id: record for record in records}
 
@@ -249,7 +249,7 @@ class Records(Generic[R]):
         await on_disk(self._write, id)
 
     def _write(self, id: str) -> None:
-        """Write the record as it is by then, so that the last of two writes is up to date."""
+        """Write the record as it is when the write begins, so the last write is up to date."""
         with self._writing:
             if record := self._by_id.get(id):
                 replace_file(self._path(id), orjson.dumps(record, option=orjson.OPT_INDENT_2))
@@ -314,11 +314,11 @@ class BatchFolder:
         return self._files / f"{file_id}.jsonl"
 
     def draft(self, file_id: str) -> Path:
-        """Return the path of the content while it arrives."""
+        """Return the path of the content while it is uploaded."""
         return self._files / f"{file_id}.part"
 
     def input(self, batch_id: str) -> Path:
-        """Return the path of the batch's own link to its input, whose file may be deleted."""
+        """Return the path of the batch's own link to its input; the file itself may be deleted."""
         return self._batches / f"{batch_id}.input.jsonl"
 
 
@@ -333,8 +333,7 @@ def open_folder(path: Path) -> Iterator[BatchFolder]:
             folder = BatchFolder(path)
         except BlockingIOError:
             raise ConfigError(
-                f"batches.folder: another router uses {path}, and would run its batches a second "
-                "time.",
+                f"batches.folder: another router uses {path}, so its batches would run twice.",
                 remedy="Give each router a folder of its own.",
             ) from None
         except OSError as error:

@@ -18,10 +18,10 @@ from shell_router.experts.placement.records import (
 )
 
 ANCHOR_GPU = 0
-"""The GPU to which `gimbal` assigns experts of strong affinity: k in the paper."""
+"""The GPU to which `gimbal` assigns experts of strong affinity; the paper's k."""
 
 AFFINITY_PAIRS = 8
-"""Pairs per layer that count as of strong affinity."""
+"""The number of pairs per layer that count as strong affinity."""
 
 
 def contiguous(record: ExpertRecord, gpus: int) -> ExpertPlacement:
@@ -34,7 +34,7 @@ def contiguous(record: ExpertRecord, gpus: int) -> ExpertPlacement:
 def eplb(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     """Place as SGLang's EPLB does on one node without redundant experts.
 
-    Written anew from `--eplb-algorithm deepseek`; tests/sglang compares it with SGLang's own code.
+    Follows `--eplb-algorithm deepseek`; tests/sglang compares it with SGLang's own code.
     Layer by layer the most activated remaining expert goes to the GPU with the least load that is
     not full. It reads activations only.
     """
@@ -50,7 +50,7 @@ def pack_experts(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | No
         activations: Counts [experts].
         gpus: The number of GPUs.
         per_gpu: The number of experts that a GPU takes.
-        placed: The GPUs of experts that have one already [experts], -1 for the others.
+        placed: The GPU of each expert that has one already, -1 for the others [experts].
 
     Returns:
         The GPU of each expert [experts].
@@ -74,9 +74,10 @@ def pack_experts(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | No
 def gimbal(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     """Place by Gimbal's Algorithm 3, with `ANCHOR_GPU` for its k.
 
-    M has the strongest pairs, `AFFINITY_PAIRS` per layer. A pair is left out of M if one of its
-    experts does not fit on the anchor, as section III.D asks. Line 4 orders the remaining experts
-    by A_ij, so each layer is placed on its own, and M holds a pair for its two layers only.
+    The paper's M has the strongest pairs, `AFFINITY_PAIRS` per layer. A pair is left out of M if
+    one of its experts does not fit on the anchor, as section III.D asks. Line 4 orders the
+    remaining experts by A_ij, so each layer is placed on its own, and M holds a pair for its two
+    layers only.
     """
     per_gpu = experts_per_gpu(record.experts, gpus)
     anchored = np.zeros(record.activations.shape, dtype=bool)
@@ -99,18 +100,18 @@ def gimbal(record: ExpertRecord, gpus: int) -> ExpertPlacement:
 
 
 ROUNDING = 1e-6
-"""Loads are whole numbers; the ideal load is not."""
+"""Tolerance of the bounds, because the ideal load is not a whole number."""
 
 
 def compute_pull(record: ExpertRecord, on: Counts, layer: int) -> Counts:
-    """Count the transitions that stay on a GPU if an expert of the layer is there.
+    """Count, per expert of a layer and GPU, the transitions that stay on the GPU with it.
 
-    A layer's part of the cut (11) is linear in its own x, since experts of one layer never follow
-    each other.
+    The paper's cut (11) is linear in the x of one layer, because transitions only connect
+    neighboring layers.
 
     Args:
         record: The recorded counts.
-        on: Where the experts of the layers around it are: x [layers, experts, gpus].
+        on: The placement as x [layers, experts, gpus], 1 where the expert is on the GPU.
         layer: The index of the layer in the record.
 
     Returns:
@@ -141,9 +142,10 @@ class Bounds:
 
 
 def compute_bounds(load: Counts) -> Bounds:
-    """Bound a layer's loads so that no measure is worse than with EPLB's `load` [gpus].
+    """Bound a layer's loads so that it is balanced no worse than with EPLB's `load` [gpus].
 
-    The measures are the load of the fullest GPU, and D (8, 9) around the ideal load.
+    Balance is measured by the load of the fullest GPU, and by D (8, 9), the largest deviation from
+    the ideal load.
     """
     ideal = load.mean()
     return Bounds(ideal - abs(load - ideal).max() - ROUNDING, load.max() + ROUNDING)
@@ -153,8 +155,8 @@ def compute_bounds(load: Counts) -> Bounds:
 class Layer:
     """A layer's experts on their GPUs, which its methods change by swaps of two experts.
 
-    Swaps keep the number of experts per GPU. Each method swaps as long as that is better, and ends,
-    since no placement comes twice.
+    Swaps keep the number of experts per GPU. Each method swaps as long as a swap improves its
+    measure. It ends, because no placement can come twice.
 
     Attributes:
         gpu_of: The GPU of each expert [experts].
@@ -177,7 +179,7 @@ class Layer:
     def level(self, bounds: Bounds) -> bool:
         """Bring every GPU's load within `bounds`; return whether that succeeded.
 
-        The swap that loses the fewest transitions for its relief comes first.
+        The swap that relieves most for the transitions that it loses comes first.
         """
         while (excess := bounds.excess(self.load)).any():
             now = excess[self.gpu_of]
@@ -233,12 +235,12 @@ class Layer:
 
 
 WIDENED = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
-"""Shares by which loads may exceed their bounds: experts that follow each other gather first, then
-loads become even.
+"""Shares by which loads may exceed their bounds, step by step: first experts that follow each other
+gather on a GPU, then the loads are evened out.
 """
 SWEEPS = 8
 ENOUGH = 5e-4
-"""A sweep that keeps no larger share of the transitions is the last."""
+"""The last sweep is the first that adds less than this share of transitions kept on a GPU."""
 
 
 def swap(record: ExpertRecord, gpus: int) -> ExpertPlacement:
@@ -247,8 +249,8 @@ def swap(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     Two searches start from EPLB's placement. One never leaves its bounds. The other widens them and
     narrows them again, and so finds groups that the first cannot reach. Both end within the bounds,
     and a sweep within the bounds never adds traffic, so the better search is no worse than EPLB in
-    either. Then each layer's highest load is lowered as far as that costs no traffic, which is all
-    there is to do if no transitions were recorded.
+    balance or in traffic. Then each layer's highest load is lowered as far as that adds no traffic.
+    If no transitions were recorded, only this last step has an effect.
     """
     reference = eplb(record, gpus)
     bounds = [compute_bounds(load) for load in compute_loads(record, reference)]
@@ -263,7 +265,7 @@ def swap(record: ExpertRecord, gpus: int) -> ExpertPlacement:
 
 
 class _Search:
-    """A placement that becomes better layer by layer, from `reference` on."""
+    """A placement that starts as `reference` and is improved layer by layer."""
 
     def __init__(self, record: ExpertRecord, reference: ExpertPlacement) -> None:
         self._record = record
@@ -276,7 +278,7 @@ class _Search:
         return ExpertPlacement(self._reference.gpus, self._gpu_of)
 
     def settle(self, bounds: Sequence[Bounds]) -> None:
-        """Sweep forth and back until a sweep changes little.
+        """Sweep over the layers, back and forth, until a sweep gains little.
 
         The placement is within `bounds` afterwards if `reference` is.
         """
@@ -296,7 +298,7 @@ class _Search:
             before = now
 
     def even(self, bounds: Sequence[Bounds]) -> None:
-        """Lower each layer's highest load if no transition is lost by it."""
+        """Lower each layer's highest load as far as no transition is lost."""
         for number in range(len(self._gpu_of)):
             layer = self._layer(number)
             layer.even(bounds[number])

@@ -50,7 +50,7 @@ UNREADABLE = {
     "control character": ("a: 1\nb: \x07\n", 2, "character"),
     "two documents": ("a: 1\n---\nb: 2\n", 2, "Not valid YAML"),
     "undefined alias": ("a: 1\nb: *missing\n", 2, "undefined alias"),
-    "same key twice": ("a: 1\nb: 2\na: 3\n", 3, "'a' stands twice; first in line 1"),
+    "same key twice": ("a: 1\nb: 2\na: 3\n", 3, "'a' is used twice; first in line 1"),
     "key that is not text": ("a: 1\n2: b\n", 2, "key 2 is not text"),
     "key read as a switch": ("off: b\n", 1, "key off is not text"),
     "merge key": ("a: &a {b: 1}\nc:\n  <<: *a\n", 3, "not text"),

@@ -267,7 +267,7 @@ async def test_a_server_that_has_yet_to_warm_itself_up_is_not_put_to_sleep_befor
         restarted.memory.warm = False
         with pytest.raises(
             ModelFailed,
-            match=r"'c' .* the engines of 'b' do not sleep.*: The decode engine still starts",
+            match=r"'c' .* the engines of 'b' do not sleep.*: The decode engine is still starting",
         ):
             await router.asked("c")
         restarted.memory.warm_up()
@@ -325,7 +325,7 @@ async def test_a_server_that_does_not_wake_in_time_is_left_alone_and_nothing_wak
         router.sleeping.limit_s = LIMIT_S
         for name in "ab":
             with pytest.raises(
-                ModelFailed, match=r"was left in between sleep and waking.* Restart it\."
+                ModelFailed, match=r"was left halfway between sleeping and waking.* Restart it\."
             ):
                 await router.asked(name, 1)
         for server in at.models["a"].servers:

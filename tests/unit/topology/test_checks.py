@@ -39,7 +39,7 @@ WRONG = {
     "auto among others": (
         "agents:\n  a:\n    model: [m, auto]\n",
         3,
-        "'auto' stands for several models itself",
+        "'auto' cannot be one of several models",
     ),
     "a model twice": ("agents:\n  a: {model: [m, m]}\n", 2, "agents.a.model: it names 'm' twice"),
     "an unknown candidate": ("agents:\n  a: {model: [m, q]}\n", 2, "Unknown model 'q'"),
@@ -79,7 +79,7 @@ WRONG = {
     "a limit of thinking that readers get": (
         "agents:\n  a: {model: m, readers_get: all, max_thinking_tokens: 9}\n",
         2,
-        "its readers get all that it writes",
+        "its readers get its thinking, too",
     ),
     "two roots": (AGENTS + "  d: {model: m, precursors: [a]}\n", 5, "two roots: 'c' and 'd'"),
     "two roots and nothing else": (
@@ -222,12 +222,12 @@ WRONG = {
     "a vote with a model": (
         AGENTS + "  d: {vote: majority, precursors: [a, c], model: m}\n",
         5,
-        "agents.d votes, so that it asks no model: it has no 'model'",
+        "agents.d votes and asks no model, so it cannot have 'model'",
     ),
     "a vote with a prompt": (
         "tree:\n  shape: [2, 1]\n  models: [m]\n  root: {vote: majority, prompt: {suffix: x}}\n",
         4,
-        "tree.root votes, .*no 'prompt'",
+        "tree.root votes .*cannot have 'prompt'",
     ),
     "a voting root with a model": (
         "tree:\n  shape: [2, 1]\n  models: [m]\n  root_model: m\n  root: {vote: majority}\n",

@@ -130,7 +130,7 @@ WRONG = {
     "both": (
         "start: a\nsteps:\n  a:\n    topology: tree\n    model: m\n",
         5,
-        "has 'model', which only agents",
+        "asks a topology, so it cannot have 'model'",
     ),
     "a slot without a precursor": (
         "start: a\nsteps:\n  a: {model: m, prompt: {slot: '{output}'}}\n",
@@ -152,7 +152,7 @@ WRONG = {
     "a start that may lead nowhere": (
         "start:\n  - {when: {label: {x: y}}, go: a}\nsteps:\n  a: {model: m}\n",
         1,
-        "may meet no rule of 'start'",
+        "may happen that no rule of 'start' holds",
     ),
     "a rule behind one that always holds": (
         "start:\n  - {go: a}\n  - {when: {label: {x: y}}, go: a}\nsteps:\n  a: {model: m}\n",

@@ -73,7 +73,7 @@ async def test_a_record_that_cannot_be_read_is_left_aside_with_a_warning(
         path.write_bytes(content)
     with open_folder(tmp_path) as folder:
         assert list(folder.files) == [FILE]
-    assert all(f"{path} is left aside" in caplog.text for path in broken) and all(
+    assert all(f"{path} cannot be read and is skipped" in caplog.text for path in broken) and all(
         path.exists() for path in broken
     )
 
