@@ -110,7 +110,7 @@ class Legs:
         try:
             if reader is None:
                 reader = self._output = OutputReader(self.decode_server.name, logprobs=logprobs)
-                await decode.head()
+                await decode.wait_for_head()
                 if decode.status != HTTP_OK:
                     await self.raise_refusal()
             while reader.error is None and (chunk := await decode.read()):
@@ -211,7 +211,7 @@ class Legs:
             self._on_prefilled()
         server = self.prefill_server
         try:
-            body = server.check_answer(prefill, prefill.held())
+            body = server.check_answer(prefill, prefill.peek())
             if b"abort" in body or b"error" in body:
                 streamed = prefill.content_type.startswith("text/event-stream")
                 require_not_aborted(server.name, body, streamed=streamed)

@@ -126,14 +126,14 @@ class NativeRules:
 
 
 ANY_MODEL = NativeRules()
-NOTHING: Mapping[str, str] = {}
+NO_FIELDS: Mapping[str, str] = {}
 
 
 def read_native(
     body: bytes,
     rid: str,
     rules: NativeRules = ANY_MODEL,
-    own: Mapping[str, str] = NOTHING,
+    own: Mapping[str, str] = NO_FIELDS,
     route: NativeRoute = "generate",
 ) -> NativeBody:
     """Check `body` by `rules`, and give it `rid` and the router's `own` fields.

@@ -73,7 +73,7 @@ class PrefillOnly:
         """Send a body to `prefill_only`; abort it unless the answer is read to its end."""
         exchange = self.server.begin("prefill_only", body, streamed=True)
         try:
-            await exchange.head()
+            await exchange.wait_for_head()
             yield exchange
             if exchange.status == HTTP_OK:
                 self.server.note_success()

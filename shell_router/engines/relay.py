@@ -239,7 +239,7 @@ class _ByPair(AbstractAsyncContextManager[Relayed]):
 async def _await_answer(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     """Return decode's answer once its first bytes are here; earlier failures can be repeated."""
     decode = legs.decode
-    await decode.head()
+    await decode.wait_for_head()
     good = decode.status == HTTP_OK
     if decode.status in RETRYABLE_STATUSES or decode.status >= INTERNAL_ERROR:
         await legs.raise_refusal()

@@ -27,7 +27,7 @@ from shell_router.http.client import (
     Endpoint,
     Exchange,
     HttpClient,
-    endpoint,
+    make_endpoint,
 )
 from shell_router.http.tasks import TaskOwner
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, TrackedEngine
@@ -124,7 +124,7 @@ class ServerClient:
     def _endpoint(self, method: str, route: str) -> Endpoint:
         name = route if method == "POST" else f"{method} {route}"
         if name not in self._endpoints:
-            self._endpoints[name] = endpoint(method, self.server.url / route, self._key)
+            self._endpoints[name] = make_endpoint(method, self.server.url / route, self._key)
         return self._endpoints[name]
 
     async def read_all(self, exchange: Exchange) -> bytes:
@@ -134,7 +134,7 @@ class ServerClient:
             EngineRejected: The status is an error.
             PromptTooLong: The server says so.
         """
-        await exchange.head()
+        await exchange.wait_for_head()
         return self.check_answer(exchange, await exchange.read_all())
 
     def check_answer(self, exchange: Exchange, body: bytes) -> bytes:

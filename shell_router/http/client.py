@@ -77,7 +77,7 @@ class Endpoint:
         return b"".join((self.head, headers, length, body))
 
 
-def endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
+def make_endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
     """Return the endpoint of `url`. Raises ValueError if it names no host.
 
     A `key` is sent as a bearer token; without one, a user and a password in the URL are sent as
@@ -141,7 +141,7 @@ class Exchange:
 
     # --- for the reader
 
-    async def head(self) -> None:
+    async def wait_for_head(self) -> None:
         """Wait until `status` is known; raise the failure if there is one before."""
         while not self.status:
             await self._next_arrival()
@@ -170,7 +170,7 @@ class Exchange:
             pieces.append(piece)
         return b"".join(pieces)
 
-    def held(self) -> bytes:
+    def peek(self) -> bytes:
         """Return all that has come and has not been read."""
         return b"".join(self._pieces)
 

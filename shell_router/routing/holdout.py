@@ -85,7 +85,7 @@ class Comparison:
     benefit: Benefit | None
 
 
-class _Programs:
+class _Latencies:
     """Mean and variance of log latencies, with exponential weights."""
 
     def __init__(self, weight: float = _WEIGHT) -> None:
@@ -112,11 +112,11 @@ class _Programs:
 class _Evidence:
     state: State = "on"
     since_s: float = 0.0
-    using: _Programs = field(default_factory=_Programs)
-    recent: _Programs = field(
-        default_factory=lambda: _Programs(_RECENT_WEIGHT)
+    using: _Latencies = field(default_factory=_Latencies)
+    recent: _Latencies = field(
+        default_factory=lambda: _Latencies(_RECENT_WEIGHT)
     )  # of those using it
-    held_out: _Programs = field(default_factory=_Programs)
+    held_out: _Latencies = field(default_factory=_Latencies)
 
     def add(self, value: float, *, held_out: bool) -> None:
         for programs in (self.held_out,) if held_out else (self.using, self.recent):

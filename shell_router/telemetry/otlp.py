@@ -108,9 +108,9 @@ def _by_position(of: type[Any]) -> Callable[[Any], tuple[type[Any], tuple[Any, .
     return lambda item: (of, values(item))
 
 
-MANY = (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished)
-REDUCED: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {
-    each: _by_position(each) for each in MANY
+FREQUENT = (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished)
+REDUCERS: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {
+    each: _by_position(each) for each in FREQUENT
 }
 """Pickle reducers for the classes that a trace holds many of. They write fields by position; by
 name they take three times as long.
@@ -121,6 +121,6 @@ def pickle_traces(traces: Sequence[Trace]) -> bytes:
     """Pickle the traces, for `pickle.loads`, with fields by position."""
     into = BytesIO()
     pickler = pickle.Pickler(into, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = REDUCED
+    pickler.dispatch_table = REDUCERS
     pickler.dump(traces)
     return into.getvalue()

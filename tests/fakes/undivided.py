@@ -57,7 +57,7 @@ class UndividedEngine:
         exchange = server.begin("generate", orjson.dumps({**body_fields(request), "stream": True}))
         reader = OutputReader(server.name, logprobs=request.logprobs)
         try:
-            await exchange.head()
+            await exchange.wait_for_head()
             while chunk := await exchange.read():
                 if (tokens := reader.feed(chunk)) is not None:
                     slot.note_tokens(len(tokens.ids))

@@ -25,7 +25,7 @@ from shell_router.http.client import (
     AnswerTooLong,
     Exchange,
     HttpClient,
-    endpoint,
+    make_endpoint,
 )
 from tests.fakes.certificates import authority
 from tests.fakes.scripted_pair import ONCE, generation, until
@@ -120,7 +120,7 @@ def post(
     streamed: bool = False,
 ) -> Exchange:
     return client.begin(
-        endpoint("POST", URL(url) / "generate"),
+        make_endpoint("POST", URL(url) / "generate"),
         b'{"a":1}',
         read_timeout_s=read_timeout_s,
         streamed=streamed,
@@ -129,7 +129,7 @@ def post(
 
 async def answer(exchange: Exchange) -> tuple[int, bytes]:
     async with asyncio.timeout(5):
-        await exchange.head()
+        await exchange.wait_for_head()
         return exchange.status, await exchange.read_all()
 
 
@@ -157,7 +157,7 @@ async def test_https_with_certificates_on_both_sides_and_a_key(tmp_path: Path) -
     own, server = signing.signed("router"), signing.signed("engine")
     known = TlsClient(signing.certificate, own.certificate, own.key).context("here")
     async with raw_server(WHOLE, tls=signing.asking(server)) as engine:
-        asked = endpoint("GET", URL(engine.url) / "health", "sk-engine")
+        asked = make_endpoint("GET", URL(engine.url) / "health", "sk-engine")
         for tls, says in ((known, b"hello"), (signing.trusting, None), (None, None)):
             client = HttpClient(connect_s=5, tls=tls)
             exchange = client.begin(asked, None, read_timeout_s=5)
@@ -245,10 +245,10 @@ async def test_a_reader_that_is_slow_stops_the_server_and_is_not_taken_for_silen
     head = EVENTS + b"Content-Length: %d\r\n\r\n" % (64 * len(body))
     async with raw_server(head, *[body] * 64) as server, http_client(limits=SMALL) as client:
         exchange = post(client, server.url, read_timeout_s=read_timeout_s, streamed=True)
-        await exchange.head()
+        await exchange.wait_for_head()
         begun_s = now_s()
         await until(lambda: now_s() - begun_s > 3 * read_timeout_s)
-        assert 2**17 < len(exchange.held()) < 2**20
+        assert 2**17 < len(exchange.peek()) < 2**20
         assert len(await exchange.read_all()) == 64 * len(body)
 
 
@@ -370,7 +370,7 @@ async def test_others_have_their_turn_while_an_answer_pours_in() -> None:
             if not exchange.over:
                 loop.call_soon(count_turns)
 
-        await exchange.head()
+        await exchange.wait_for_head()
         count_turns()
         assert await exchange.read_all() == b"x" * 2_000_000
         assert turns >= len(poured) / TURN_BYTES - 2
@@ -381,10 +381,10 @@ async def test_a_reader_that_leaves_breaks_the_connection_and_the_next_request_g
 ):
     async with raw_server(CHUNKED[:60]) as server, http_client() as client:
         exchange = post(client, server.url)
-        await exchange.head()
+        await exchange.wait_for_head()
         exchange.close()
         await until(lambda: server.open == 0)
-        await post(client, server.url).head()
+        await post(client, server.url).wait_for_head()
         assert server.connections == 2
 
 
@@ -424,7 +424,7 @@ async def test_a_request_that_ends_after_the_client_is_closed_closes_its_connect
         http_client() as client,
     ):
         exchange = post(client, server.url)
-        await exchange.head()
+        await exchange.wait_for_head()
         await client.aclose(1)
         go_on.set()
         assert await answer(exchange) == (200, b"hello")
@@ -450,18 +450,18 @@ async def test_a_port_without_a_listener_fails_the_request() -> None:
 async def test_ended_is_called_once_for_every_exchange_however_it_ended() -> None:
     seen: list[Exchange] = []
     async with raw_server(WHOLE) as server, http_client() as client:
-        at = endpoint("POST", URL(server.url))
+        at = make_endpoint("POST", URL(server.url))
         kept = client.begin(at, b"{}", read_timeout_s=5, ended=seen.append)
         left = client.begin(at, b"{}", read_timeout_s=5, ended=seen.append)
         left.close()
         left.close()
         await until(lambda: kept in seen)
         assert seen == [left, kept]
-        assert (kept.complete, kept.held()) == (True, b"hello")
+        assert (kept.complete, kept.peek()) == (True, b"hello")
 
 
 def test_an_endpoint_keeps_path_port_and_credentials() -> None:
-    at = endpoint("GET", URL("https://me:pass word@[::1]:8443/base/") / "v1/loads")
+    at = make_endpoint("GET", URL("https://me:pass word@[::1]:8443/base/") / "v1/loads")
     assert at.origin == ("::1", 8443, True)
     assert at.request(None) == (
         b"GET /base/v1/loads HTTP/1.1\r\nHost: [::1]:8443\r\nAuthorization: Basic "

@@ -234,12 +234,12 @@ class Layer:
         return True
 
 
-WIDENED = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+WIDENINGS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 """Shares by which loads may exceed their bounds, step by step: first experts that follow each other
 gather on a GPU, then the loads are evened out.
 """
 SWEEPS = 8
-ENOUGH = 5e-4
+LEAST_GAIN = 5e-4
 """The last sweep is the first that adds less than this share of transitions kept on a GPU."""
 
 
@@ -257,7 +257,7 @@ def swap(record: ExpertRecord, gpus: int) -> ExpertPlacement:
     near = _Search(record, reference)
     far = _Search(record, reference)
     near.settle(bounds)
-    for share in WIDENED:
+    for share in WIDENINGS:
         far.settle([bound.widen(share) for bound in bounds])
     best = max(near, far, key=lambda search: count_kept(record, search.placement))
     best.even(bounds)
@@ -293,7 +293,7 @@ class _Search:
                 self._put(number, layer)
             order.reverse()
             now = count_kept(self._record, self.placement)
-            if now - before <= ENOUGH * now:
+            if now - before <= LEAST_GAIN * now:
                 return
             before = now
 

@@ -11,10 +11,10 @@ from shell_router.http.client import (
     Connection,
     Exchange,
     HttpClient,
-    endpoint,
+    make_endpoint,
 )
 
-ORIGIN = endpoint("POST", URL("http://127.0.0.1:1/generate")).origin
+ORIGIN = make_endpoint("POST", URL("http://127.0.0.1:1/generate")).origin
 LIMITS = AnswerLimits(head=120, body=12, error=10, unread=8)
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhello"
 EVENTS = (
@@ -80,7 +80,7 @@ def outcome(client: HttpClient, *pieces: bytes) -> tuple[object, ...]:
         if piece and not transport.aborted:
             feed(connection, piece)
     failure = f"{type(exchange.failure).__name__}: {exchange.failure}"
-    seen = (exchange.status, exchange.content_type, exchange.held(), exchange.complete, failure)
+    seen = (exchange.status, exchange.content_type, exchange.peek(), exchange.complete, failure)
     connection.connection_lost(None)
     return (*seen, transport.aborted)
 
