@@ -33,8 +33,8 @@ SGLANG_BATCH_SIZE = 32
 class SglangPairs:
     """The engine kind of models that name `pairs`, which are running already.
 
-    With `may_lack` the router serves as soon as one model has engines, and waits for those of the
-    other models in the background.
+    With `may_lack` the router serves after the start limit if at least one model has engines, and
+    waits for the engines of the others in the background.
     """
 
     settings: ClassVar[type] = PairSettings

@@ -103,7 +103,7 @@ fit into 32 bits, except seeds.
 def check_sampling(
     params: Mapping[str, Any], vocabulary: int | None = None, path: str = ""
 ) -> None:
-    """Raise InvalidField for what an engine refuses, and what would end, hang or block it.
+    """Raise InvalidField for values that an engine refuses, or that crash, hang or block it.
 
     Args:
         params: SGLang's `sampling_params`, found at `path`.

@@ -1,7 +1,7 @@
 """Early exit judged on outputs in flight, once enough of a cluster supports the leading answer.
 
-The paper's gate sees completed outputs only. This one also reads what the unfinished agents have
-written so far. It needs no embedding model and costs a few operations per word.
+The paper's gate sees completed outputs only. The in-flight gate also reads what the unfinished
+agents have written so far. It needs no embedding model and costs a few operations per word.
 """
 
 import re

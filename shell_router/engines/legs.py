@@ -90,7 +90,7 @@ class Legs:
             streamed=True,
             ended=self._decode_ended,
         )
-        """Decode's answer, whose reader raises the first failure of either leg."""
+        """Decode's answer. Reading it raises the first failure of either leg."""
         self._prefill = prefill.begin(
             route,
             bodies[0],

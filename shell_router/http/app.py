@@ -64,7 +64,7 @@ class Carrier(dict[Any, Any]):
 
 
 class Request(Carrier):
-    """A request, whichever server read it; it carries what its handlers note about it.
+    """A request, whichever server read it. Handlers attach values to it by `Key`.
 
     `headers` are looked up by their lower-case names. `route` is the pattern of the route that
     matches, and `match` has the values of the pattern's names. `peer` is the client's address,
@@ -158,7 +158,7 @@ class Route:
 
 
 class App(Carrier):
-    """Routes, what they share, and what starts and stops with their server.
+    """Routes, the values that they share, and hooks for their server's start and stop.
 
     `gate` stands before every handler, also before those that raise UnknownRoute and
     MethodNotAllowed. It must not raise.

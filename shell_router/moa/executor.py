@@ -266,8 +266,8 @@ class GraphRun:
             first = failed.exceptions[0]
             raise first from first.__cause__
         finally:
-            # members and their tasks refer to each other and to this object: what they hold would
-            # wait for the garbage collector
+            # members and their tasks refer to each other and to this object: without this, their
+            # texts would stay until the garbage collector runs
             for member in self._members.values():
                 member.work = None
             self._members.clear()
@@ -287,7 +287,7 @@ class GraphRun:
         return AgentRun(task, self._context, writer=writer, on_text=self._watch(task.agent))
 
     def _conclude(self) -> Answer:
-        """Return the answer, and learn what became of every agent."""
+        """Return the answer, and update the estimates with how each agent ended."""
         usage = {name: _count_usage(member) for name, member in self._members.items()}
         for name, used in usage.items():
             is_decoded = used.state == "finished"

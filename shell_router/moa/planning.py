@@ -389,7 +389,7 @@ def can_share_ids(writer: ServedModel, sampling: Sampling, reader: ServedModel) 
 
 
 def check_thinking_limit(agent: str, limit: int | None, model: ServedModel) -> None:
-    """Raise InvalidRequest for a limit of thinking if the model's marks of it are not known."""
+    """Raise InvalidRequest for a thinking limit if the model has no reasoning parser."""
     if limit is None or model.reasoning is not None:
         return
     raise InvalidRequest(

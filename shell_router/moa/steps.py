@@ -132,8 +132,8 @@ class Walk:
     def _make_request(self, step: Step) -> MoaRequest:
         """Return the request for one step.
 
-        The client's sampling is for answers; a step that cannot give the answer takes its seed
-        alone. The id is numbered, as engines abort every request whose id begins with an aborted
+        The client's sampling is for answers; a step that cannot give the answer takes only its
+        seed. The id is numbered, as engines abort every request whose id begins with an aborted
         one.
         """
         request = self._request

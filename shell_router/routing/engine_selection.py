@@ -211,8 +211,8 @@ class SelectionSettings:
     """Settings of the choice of engines.
 
     Attributes:
-        weights: Weights of the scorers of policy `scored`. It leaves out engines whose KV usage is
-            at least `gimbal.theta_kv`, unless all of them are.
+        weights: Weights of the scorers of policy `scored`. The policy leaves out engines whose KV
+            usage is at least `gimbal.theta_kv`, unless that holds for all engines.
         output_weight: Prompt tokens that take an engine as long as one output token.
         affinity_s: Seconds after its last request at which a user's or agent's engine is forgotten.
     """
@@ -223,7 +223,7 @@ class SelectionSettings:
     gimbal: GimbalThresholds = GimbalThresholds()
     weights: Annotated[
         Mapping[Annotated[str, OneOf(SCORERS)], Amount],
-        "Of `scored`: how much waiting and prefix reuse count.",
+        "How much each scorer counts in policy `scored`.",
     ] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2})
     output_weight: Annotated[float, CODE_ONLY] = 8.0
     affinity_s: Annotated[

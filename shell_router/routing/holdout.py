@@ -115,7 +115,7 @@ class _Evidence:
     using: _Latencies = field(default_factory=_Latencies)
     recent: _Latencies = field(
         default_factory=lambda: _Latencies(_RECENT_WEIGHT)
-    )  # of those using it
+    )  # of the newest programs that use it
     held_out: _Latencies = field(default_factory=_Latencies)
 
     def add(self, value: float, *, held_out: bool) -> None:

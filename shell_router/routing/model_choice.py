@@ -173,7 +173,7 @@ class ModelChoiceSettings:
         Amount, "Chimera's Delta s: by how much a slower model's score must be higher."
     ] = 0.05
     answer_worth_s: Annotated[
-        Seconds, "Of policy `worth`: seconds of waiting that a right answer makes up for."
+        Seconds, "Seconds of waiting that a right answer makes up for, in policy `worth`."
     ] = 20.0
 
 

@@ -435,7 +435,7 @@ class TraceStore:
 class TokenRates:
     """The tokens that tenants used in the last minute, approximately.
 
-    The minute before this one counts with the share of it that is less than 60 s ago.
+    The previous minute counts by the share of it that lies within the last 60 s.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ Errors = list[tuple[Document, ShellRouterError]]
 """Errors, each with the document that is wrong."""
 Source = Literal["file", "put"]
 MAX_PUT = 1000
-"""The most topologies that clients may keep put at a time."""
+"""The most topologies that clients can have put at once."""
 
 
 @dataclass(frozen=True, slots=True)
