@@ -203,7 +203,7 @@ async def _probe_servers(
             )
         for alias in missing:
             log.error(
-                "model %s is missing: its engines were not ready within %g s; waiting on",
+                "model %s is missing: its engines were not ready within %g s; still waiting",
                 alias,
                 limit_s,
             )
