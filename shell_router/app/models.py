@@ -34,7 +34,10 @@ class RunningModel:
 def engine_kinds(
     config: Config, kinds: Mapping[str, EngineKind] | None = None
 ) -> Mapping[str, EngineKind]:
-    """Return the engine kinds that the models need, from `kinds` if given. Raises ConfigError."""
+    """Return the engine kinds that the models need, from `kinds` if given. Raises ConfigError.
+
+    Call it before a process starts: a kind may name modules for the fork server to import.
+    """
     return {name: (kinds or {}).get(name) or engine_kind(name) for name in _aliases_by_kind(config)}
 
 

@@ -122,11 +122,11 @@ async def run_embedder(
     embedder = SentenceTransformerEmbedder(model, device=settings.device)
     loading = asyncio.create_task(_load(embedder), name="embedder-load")
 
-    async def loaded() -> bool:
+    async def has_loaded() -> bool:
         return loading.done()
 
     try:
-        yield embedder, loaded
+        yield embedder, has_loaded
     finally:
         loading.cancel()
         await asyncio.wait({loading})
@@ -158,7 +158,6 @@ async def run_services(
         EngineError: An engine does not come up.
     """
     topologies, seen, costs = read_named(config)
-    # before any process starts: a kind may name modules for the fork server to import
     kinds = engine_kinds(config, {"pairs": SglangPairs(may_lack=True)})
     async with (
         run_embedder(config.embedder) as (embedder, embedder_ready),
@@ -177,18 +176,9 @@ async def run_services(
         metrics = _build_metrics(cache.stats)
         _register_engines(metrics, engines, engine_restarts, clock, executor.holdouts)
         fleets = {alias: at for alias, at in _fleets_of(engines).items() if alias in models}
-        checks: dict[str, Check] = {}
-        for alias, fleet in fleets.items():
-            checks[ENGINE_CHECK + alias] = fleet.serves
+        checks: dict[str, Check] = {ENGINE_CHECK + name: at.serves for name, at in fleets.items()}
         checks |= {"cache": cache.healthy, "embedder": embedder_ready, **predicting.checks}
-        programs = Programs(
-            served,
-            cache.logs,
-            clock=clock,
-            limits=ProgramLimits(ttl_s=config.cache.ttl_s),
-            chooser=chooser,
-            holdouts=executor.holdouts,
-        )
+        programs = _open_programs(config, served, cache, executor, chooser, clock)
         await stack.enter_async_context(watch_topologies(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
@@ -212,6 +202,24 @@ async def run_services(
             holdouts=executor.holdouts,
             clock=clock,
         )
+
+
+def _open_programs(
+    config: Config,
+    served: Mapping[str, ServedModel],
+    cache: RunningCache,
+    executor: Executor,
+    chooser: ModelChooser,
+    clock: Callable[[], float],
+) -> Programs:
+    return Programs(
+        served,
+        cache.logs,
+        clock=clock,
+        limits=ProgramLimits(ttl_s=config.cache.ttl_s),
+        chooser=chooser,
+        holdouts=executor.holdouts,
+    )
 
 
 def _collect_models(

@@ -132,14 +132,7 @@ def evaluate(
     from shell_router.lab.evaluation.records import EvaluationOptions
     from shell_router.lab.evaluation.run import run_evaluation
 
-    if (config is None) == (url is None):
-        raise typer.BadParameter(
-            "exactly one of the two is required.", param_hint="--config / --url"
-        )
-    if config and api_key_env:
-        raise ConfigError(
-            "--api-key-env goes with --url only.", remedy="A deployment of --config needs no key."
-        )
+    _require_one_router(config, url, api_key_env)
     require_writable(json, records)
     options = EvaluationOptions(
         data,
@@ -160,6 +153,17 @@ def evaluate(
         records=records,
     )
     run(run_evaluation(options))
+
+
+def _require_one_router(config: Path | None, url: str | None, api_key_env: str | None) -> None:
+    if (config is None) == (url is None):
+        raise typer.BadParameter(
+            "exactly one of the two is required.", param_hint="--config / --url"
+        )
+    if config and api_key_env:
+        raise ConfigError(
+            "--api-key-env goes with --url only.", remedy="A deployment of --config needs no key."
+        )
 
 
 @app.command(
@@ -308,33 +312,44 @@ def trace(
 
     The router keeps the latest `traces.kept` requests in memory.
     """
-    import asyncio
     import time
+
+    key = read_key(api_key_env)
+    if id is not None:
+        _draw_request(url, key, id, perfetto)
+        return
+    if perfetto:
+        raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
+    filters = {"limit": str(limit)}
+    if model is not None:
+        filters["model"] = model
+    if status is not None:
+        filters["status"] = status
+    if last_s is not None:
+        filters["since"] = f"{time.time() - last_s:.3f}"
+    _list_requests(url, key, filters)
+
+
+def _list_requests(url: str, key: str | None, filters: Mapping[str, str]) -> None:
+    import asyncio
+
+    from shell_router.lab.tables import print_table
+    from shell_router.lab.traces import list_rows
+
+    rows = asyncio.run(list_rows(url, key, filters))
+    if rows:
+        print_table("Latest requests", rows)
+    else:
+        say("The router keeps no such request.")
+
+
+def _draw_request(url: str, key: str | None, id: str, perfetto: Path | None) -> None:
+    import asyncio
 
     from rich.console import Console
 
-    from shell_router.lab.tables import print_table
-    from shell_router.lab.traces import draw_timeline, fetch_trace, list_rows, to_perfetto
+    from shell_router.lab.traces import draw_timeline, fetch_trace, to_perfetto
 
-    key = read_key(api_key_env)
-    if id is None:
-        if perfetto:
-            raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
-        if last_s is None:
-            since = None
-        else:
-            since = f"{time.time() - last_s:.3f}"
-        filters = {"model": model, "status": status, "since": since, "limit": str(limit)}
-        rows = asyncio.run(
-            list_rows(
-                url, key, {name: value for name, value in filters.items() if value is not None}
-            )
-        )
-        if rows:
-            print_table("Latest requests", rows)
-        else:
-            say("The router keeps no such request.")
-        return
     require_writable(perfetto)
     request = asyncio.run(fetch_trace(url, key, id))
     console = Console()

@@ -90,16 +90,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
             replies.append(
                 await client.ask(request_body(Setting(name, "topology"), item, seed, options))
             )
-            text = replies[-1].text
-            if real:
-                graded = ""
-            elif grade(item, text)[0]:
-                graded = "right, "
-            else:
-                graded = "wrong, "
-            console.print(
-                f"{name}: {' '.join(text.split())} ({graded}{replies[-1].latency_s:.2f} s)"
-            )
+            console.print(f"{name}: {_describe_reply(replies[-1], None if real else item)}")
     _draw(console, replies)
     latencies_s = [
         medians_s.get(name) or reply.latency_s
@@ -188,6 +179,17 @@ def _explain_demo(console: Console, client: RouterClient, real: bool) -> None:
         sys.platform == "darwin" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}
     ):
         webbrowser.open(f"{client.url}/ui")
+
+
+def _describe_reply(reply: Reply, item: Item | None) -> str:
+    """Return the answer on one line, its verdict if the `item` has a known answer, and its time."""
+    if item is None:
+        verdict = ""
+    elif grade(item, reply.text)[0]:
+        verdict = "right, "
+    else:
+        verdict = "wrong, "
+    return f"{' '.join(reply.text.split())} ({verdict}{reply.latency_s:.2f} s)"
 
 
 def _draw(console: Console, replies: Sequence[Reply]) -> None:

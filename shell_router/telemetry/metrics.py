@@ -52,6 +52,7 @@ class Metrics:
             support_collectors_without_names=True
         )  # as engines.metrics is
         self._routes_and_runs()
+        self._files_and_logs()
         self._agents_and_prefill()
         self._gate_and_batches()
         self.registry.register(_CacheMetrics(cache or CacheStats()))
@@ -77,12 +78,11 @@ class Metrics:
         self.model_choices = count(
             "model_choices", "Choices for `auto` and lists", "model", "policy", "why"
         )
-        registry = self.registry
         self.model_choice_seconds = Histogram(
             PREFIX + "model_choice_seconds",
             "Time of one choice, predictions included",
             buckets=SECONDS,
-            registry=registry,
+            registry=self.registry,
         )
         self.steps_chosen = count(
             "steps_chosen",
@@ -92,6 +92,19 @@ class Metrics:
             "rule",
             "step",
         )
+        self.first_token_seconds = seconds(
+            "first_token_seconds", "Time to the answer's first token", "target"
+        )
+        self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
+        self.degraded = count(
+            "degraded",
+            "Runs that went on without an update, the embedder or a predictor",
+            "target",
+            "what",
+        )
+
+    def _files_and_logs(self) -> None:
+        count = self._counter
         self.topology_reloads = count(
             "topology_reloads",
             "Reads of changed topology files: loaded, or invalid where some kept their "
@@ -104,19 +117,9 @@ class Metrics:
         self.log_lines_lost = Counter(
             PREFIX + "log_lines_lost",
             "Log lines that were lost, as stderr was not read",
-            registry=registry,
+            registry=self.registry,
         )
         self.otlp_spans = count("otlp_spans", "OpenTelemetry spans: exported or lost", "outcome")
-        self.first_token_seconds = seconds(
-            "first_token_seconds", "Time to the answer's first token", "target"
-        )
-        self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
-        self.degraded = count(
-            "degraded",
-            "Runs that went on without an update, the embedder or a predictor",
-            "target",
-            "what",
-        )
 
     def _agents_and_prefill(self) -> None:
         count = self._counter
