@@ -42,7 +42,7 @@ class Drafter:
         self._tokens: list[int] = []
         left = MOST_SOURCE_TOKENS
         for source in islice(sources, MOST_SOURCES):
-            # after the prompt's last token, an output that begins like a source is matched at once
+            # after the prompt's last token: an output like it is matched from its second token
             self._tokens += (*prompt[-1:], *source[:left], _BREAK)
             left -= min(left, len(source))
         self._tokens += prompt
