@@ -392,7 +392,7 @@ async def _served(
                 done.prompt_tokens += item.prompt_tokens
                 done.cached_tokens += item.cached_tokens
 
-    async with fleet.follow(), asyncio.TaskGroup() as running:
+    async with fleet.poll_pairs(), asyncio.TaskGroup() as running:
         steps = running.create_task(stepped.run()) if stepped else None
         async with asyncio.TaskGroup() as group:
             for number, one in enumerate(requests):
