@@ -15,7 +15,7 @@ from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.engines.address import PairAddress
 from shell_router.standins.embedded.fleet import preload_servers
-from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, of_model
+from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, address_of, of_model
 from tests.fakes.shared_engines import SharedEngines, shared_engines
 from tests.fakes.thinking_model import with_template
 
@@ -92,8 +92,7 @@ def real_sglang(request: pytest.FixtureRequest) -> PairUnderTest:
     if prefill_url and decode_url and port and model:
         return of_model(PairAddress(prefill_url, decode_url, "127.0.0.1", int(port)), Path(model))
     own: CpuPair = request.getfixturevalue("own_sglang")
-    address = PairAddress(own.prefill.url, own.decode.url, own.bootstrap_host, own.bootstrap_port)
-    return of_model(address, request.getfixturevalue("sglang_model"))
+    return of_model(address_of(own), request.getfixturevalue("sglang_model"))
 
 
 @pytest.fixture

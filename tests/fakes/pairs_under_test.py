@@ -3,10 +3,9 @@
 import asyncio
 import json
 import os
-import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,9 @@ import pytest
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.pair import CpuPair, free_ports, until_ready
-from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.address import PairAddress
-from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes import embedded_as_sglang
-from tests.fakes.random_adapter import make_adapter
-from tests.fakes.scripted_pair import collect
 from tests.fakes.shared_engines import SharedEngines
 
 CONTEXT_LENGTH = 2048
@@ -89,63 +84,11 @@ def of_model(address: PairAddress, model: Path) -> PairUnderTest:
     return PairUnderTest(address, model, config["max_position_embeddings"], config["vocab_size"])
 
 
-NAMES = ("algebra", "biology", "chemistry", "drama")
-
-
-def random_adapters(model: Path, folder: Path) -> Mapping[str, Path]:
-    """Four adapters of the model, each of which answers otherwise."""
-    return {
-        name: make_adapter(folder / name, model, seed=place) for place, name in enumerate(NAMES)
-    }
-
-
-async def output(
-    pool: SglangPair, adapter: str | None, prompt: Sequence[int], tokens: int = 12
-) -> tuple[int, ...]:
-    """Return what the adapter writes after the prompt, greedily."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    events, _ = await collect(
-        pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter)
+def address_of(servers: CpuPair) -> PairAddress:
+    """The address that a router has of the servers."""
+    return PairAddress(
+        servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port
     )
-    return tuple(token for event in events if isinstance(event, Tokens) for token in event.ids)
-
-
-async def a_mixed_load_answers_as_each_adapter_alone(
-    pool: SglangPair, prompts: Sequence[Sequence[int]], requests: int = 60
-) -> None:
-    """Adapters and none, all in use at once in a stream, answer as when they are asked one at a
-    time.
-    """
-    alone = {}
-    for adapter in (None, *NAMES):
-        for place, prompt in enumerate(prompts):
-            alone[adapter, place] = await output(pool, adapter, prompt)
-    assert len({alone[adapter, 0] for adapter in (None, *NAMES)}) == 1 + len(NAMES)
-    draw = random.Random(0)
-    asked = [(draw.choice((None, *NAMES)), draw.randrange(len(prompts))) for _ in range(requests)]
-    found = await asyncio.gather(
-        *(output(pool, adapter, prompts[place]) for adapter, place in asked)
-    )
-    assert found == [alone[one] for one in asked]
-
-
-async def an_adapters_updates_warm_its_real_request_alone(
-    pool: SglangPair, prompt: Sequence[int]
-) -> None:
-    """Incremental prefill with an adapter: what its updates prefilled is cached for it, and for no
-    other.
-    """
-    for end in (len(prompt) // 2, len(prompt) - 1):
-        await pool.prefill(Generation(random_rid(), list(prompt[:end]), adapter=NAMES[0]))
-    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-    cached = {}
-    for adapter in NAMES[:2]:
-        _, finish = await collect(
-            pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter)
-        )
-        cached[adapter] = finish.cached_tokens
-    assert cached[NAMES[0]] >= len(prompt) - 2
-    assert cached[NAMES[1]] <= 1
 
 
 class BreakablePair:
@@ -157,10 +100,7 @@ class BreakablePair:
 
     @property
     def address(self) -> PairAddress:
-        servers = self._servers
-        return PairAddress(
-            servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port
-        )
+        return address_of(self._servers)
 
     def url(self, role: str) -> str:
         """Where the server of that role is, now and after every restart."""

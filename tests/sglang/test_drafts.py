@@ -4,20 +4,17 @@ passes.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
-from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
-from launch.sglang_cpu.pair import CpuPair, cpu_pair
+from launch.sglang_cpu.pair import CpuPair
 from shell_router.core.engine import Finish, Generation, Tokens
-from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
-from tests.fakes.pairs_under_test import idle
+from tests.fakes.pairs_under_test import address_of, idle
 
 pytestmark = pytest.mark.sglang
 
@@ -25,22 +22,14 @@ PROMPTS = [[(7 * place + at * at) % 180 + 20 for at in range(40 + place)] for pl
 GREEDY = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def servers(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuPair]:
-    venv = built_environment()
-    if venv is None:
-        pytest.skip(f"real SGLang is not built for these tests: {BUILD_COMMAND}")
-    with cpu_pair(sglang_model, venv, tmp_path_factory.mktemp("drafts"), drafts=True) as pair:
-        yield pair
+@pytest.fixture
+def servers(own_sglang: CpuPair) -> CpuPair:
+    return own_sglang
 
 
 @pytest_asyncio.fixture
 async def drafting(servers: CpuPair) -> AsyncIterator[SglangPair]:
-    pair = SglangPair(
-        PairAddress(
-            servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port
-        )
-    )
+    pair = SglangPair(address_of(servers))
     await pair.fleet.probe()
     yield pair
     await pair.aclose()

@@ -3,7 +3,6 @@ die.
 """
 
 import asyncio
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import aiohttp
 import openai
 import pytest
 
-from launch.sglang_cpu.environment import built_environment
-from launch.sglang_cpu.pair import CpuPair, cpu_pair
+from launch.sglang_cpu.pair import CpuPair
 from shell_router.app import serve_deployment
 from shell_router.config import (
     Config,
@@ -24,8 +22,9 @@ from shell_router.config import (
     PairSettings,
 )
 from shell_router.core.engine import Finish, Generation, Tokens
-from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
+from tests.fakes.pairs_under_test import address_of
+from tests.sglang.conftest import AdaptedPair
 
 pytestmark = pytest.mark.sglang
 
@@ -34,17 +33,11 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 STREAMS, TOKENS = 8, 60
 
 
-def address(pair: CpuPair) -> PairAddress:
-    return PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port)
-
-
-@pytest.fixture(scope="module")
-def second(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuPair]:
-    venv = built_environment()
-    assert venv is not None
-    options = ("--tool-call-parser", "qwen25")  # as the first
-    with cpu_pair(sglang_model, venv, tmp_path_factory.mktemp("second"), options=options) as pair:
-        yield pair
+@pytest.fixture
+def second(adapted_sglang: AdaptedPair) -> CpuPair:
+    """A pair of the same model; what a test killed of it is started again."""
+    adapted_sglang.servers.start()
+    return adapted_sglang.servers
 
 
 async def answer(pool: SglangPair, affinity: str) -> tuple[int, ...]:
@@ -120,7 +113,7 @@ async def test_a_router_is_given_a_pair_and_drains_another_under_streams_and_non
 async def test_servers_of_two_pairs_work_together_and_outlive_a_dead_prefill(
     own_sglang: CpuPair, second: CpuPair
 ) -> None:
-    pool = SglangPair(address(own_sglang), address(second))
+    pool = SglangPair(address_of(own_sglang), address_of(second))
     assert await pool.fleet.probe() == ("route", "route")
     answers = {
         (affinity, turn): await answer(

@@ -4,6 +4,7 @@ own.
 
 import json
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,30 +40,37 @@ print(json.dumps([one.rid for one in queue]), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("age_s", "order"),
-    [("5", ["aged", "short", "long", "update"]), (None, ["long", "short", "aged", "update"])],
-    ids=["aging", "not aging"],
-)
 def test_updates_come_last_and_others_by_algorithm_2_where_that_is_asked_for(
-    age_s: str | None, order: list[str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    install_plugin(tmp_path)
+    aging = start_ordering(tmp_path, {VARIABLE: "5"})
+    not_aging = start_ordering(tmp_path, {})
+    assert order_of(aging) == ["aged", "short", "long", "update"]
+    assert order_of(not_aging) == ["long", "short", "aged", "update"]
+
+
+def start_ordering(site: Path, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start an interpreter of SGLang that prints the order of a queue."""
     venv = built_environment()
     assert venv is not None
-    install_plugin(tmp_path)
-    asked = {} if age_s is None else {VARIABLE: age_s}
-    done = subprocess.run(
+    return subprocess.Popen(
         [
             str(venv / "bin" / "python"),
             "-c",
             f"HOST, PORT = {FAKE_BOOTSTRAP_HOST!r}, {PREFILL_ONLY_PORT}\n{ORDER}",
         ],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
         # the refresh of prefixes asks for settings that only a whole server has
-        env={**engine_variables(tmp_path), "SGLANG_ENABLE_WAITING_PREFIX_REFRESH": "0", **asked},
-        timeout=300,
+        env={**engine_variables(site), "SGLANG_ENABLE_WAITING_PREFIX_REFRESH": "0", **variables},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == order
+
+
+def order_of(process: subprocess.Popen[str]) -> list[str]:
+    """The order that the interpreter prints last."""
+    printed, complaints = process.communicate(timeout=300)
+    assert process.returncode == 0, complaints[-2000:]
+    order: list[str] = json.loads(printed.splitlines()[-1])
+    return order
