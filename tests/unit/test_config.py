@@ -157,7 +157,7 @@ def test_a_file_of_keys_adds_to_the_deployments_own_and_is_read_anew(tmp_path: P
         ("api_keys: {bob: {key: a, expires: soon}}\n", "'soon', which is no time"),
         ("api_keys: {bob: {key: a, route: [/x]}}\n", "Did you mean 'routes'?"),
         ("api_keys: {bob: {key: a, tokens_per_minute: 0}}\n", "at least 1"),
-        ('api_keys: {bob: "\\ud800x"}\n', "keys.yaml:1: This text is not UTF-8 text"),
+        ('api_keys: {bob: "\\ud800x"}\n', "keys.yaml:1: This text is not valid Unicode"),
         ("api_keys: {bob: x, carol: x}\n", "'bob' and 'carol' have the same API key"),
     ],
 )
