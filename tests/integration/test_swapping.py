@@ -124,7 +124,7 @@ async def test_sixteen_clients_get_each_models_own_answers_and_nothing_runs_afte
             for number in range(16):
                 clients.create_task(ask(number))
         printed = await stopped(command)
-    assert len(set(re.findall(r"has the model '(m\d)'", printed))) == len(NAMES)
+    assert len(set(re.findall(r"the model '(m\d)' is loaded", printed))) == len(NAMES)
 
 
 async def test_a_model_that_cannot_be_loaded_fails_by_name_and_a_load_is_cut_by_the_end(
