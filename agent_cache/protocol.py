@@ -39,7 +39,7 @@ class LogTimeout(CacheError):
 
 
 class CacheUnavailable(LogTimeout):
-    """Nothing new came within the limit, and the shared store could not be reached at its end."""
+    """A read met its limit, and the shared store could not be reached at its end."""
 
 
 class JournalDiffers(CacheError):

@@ -39,7 +39,7 @@ from shell_router.http.app import Request
 from shell_router.moa.requests import MoaRequest
 
 LONG_BODY_BYTES = 2**18
-"""From here on a body's values are counted before it is parsed, which takes 1 µs for each."""
+"""The size from which a body's values are counted before it is parsed: parsing takes 1 µs each."""
 MAX_BODY_VALUES = 50_000
 MAX_BODY_NUMBERS = 1_000_000
 

@@ -28,7 +28,7 @@ def _require_different(names: list[str]) -> list[str]:
 
 
 Names = Name | Annotated[Array[Name], MinLen(1), AfterValidator(_require_different)]
-"""One name, or several different ones."""
+"""A name, or several different names."""
 
 
 Tokens = Annotated[int, Interval(ge=1, le=MAX_INTEGER)]
@@ -191,7 +191,7 @@ class SharedFields(SamplingFields, BringingFields, PanelFields, total=False):
 
 
 class StreamOptions(TypedDict):
-    """What a stream holds besides the text."""
+    """The parts of a stream besides the text."""
 
     include_usage: NotRequired[bool | None]
 

@@ -72,7 +72,7 @@ class ToolUse(TypedDict):
 
 
 class Thinking(TypedDict):
-    """What the model thought."""
+    """The thinking of the model."""
 
     type: Literal["thinking"]
     thinking: NotRequired[str | None]

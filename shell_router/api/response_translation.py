@@ -381,7 +381,7 @@ OWN: Mapping[Kind, tuple[str, dict[str, Any]]] = {
     "reasoning": ("rs", {"summary": [], "content": []}),
     "function_call": ("fc", {"arguments": ""}),
 }
-"""How the ids of items begin, and the fields that each kind has."""
+"""The beginning of items' ids, and the fields that each kind has."""
 PARTS: Mapping[str, dict[str, Any]] = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},

@@ -221,7 +221,7 @@ class BatchPlan:
 
 
 Allocation = Sequence[Mapping[str, int]]
-"""Per worker the prompts of each model that it loads (X)."""
+"""The prompts of each model that a worker loads, by worker (X)."""
 
 
 def schedule_sessions(workload: Workload, allocation: Allocation) -> tuple[Session, ...]:
