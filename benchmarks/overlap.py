@@ -4,7 +4,7 @@ SGLang.
     python benchmarks/overlap.py [--rounds N] [--new-tokens N,N] [--clients N,N] [--question-tokens
     N] [--json] python benchmarks/overlap.py --engine sglang [--model smollm2] [--attention
     new-tokens] [--shape 3-1] python benchmarks/overlap.py --engine sglang --config FILE
-    python benchmarks/overlap.py --measure chunks | lengths
+    python benchmarks/overlap.py --measure chunks | lengths | prefixes
 
 The four settings of Faster-MoA, 5.3, take turns in every round, each with a new question; --clients
 ask at a time. Outputs are drawn as the topologies say and are not ended by the model, so that their
@@ -46,7 +46,8 @@ stand for speeds: small writes half of --new-tokens, medium three quarters, larg
 Elsewhere every agent writes --new-tokens.
 
 `--measure chunks` is what a prompt costs in chunks, against one pass; `lengths` how long free
-outputs get by layer.
+outputs get by layer; `prefixes`, on real SGLang with overlap scheduling, what it saves that
+proposers with one question wait for the first of them.
 """
 
 import argparse
@@ -73,6 +74,7 @@ TITLES = {
     "overlap": "Overlap: settings of one question, tree {shape} and all-to-all",
     "chunks": "A prompt of 1,024 tokens, prefilled in chunks",
     "lengths": "Tokens of outputs that the model ends, tree {shape}",
+    "prefixes": "Proposers of one question: each prefilled whole, or after the first, tree {shape}",
 }
 LENGTHS = {"embedded": ("128", 200), "sglang": ("64", 100)}
 """Tokens of an output and of a question; on a CPU, SGLang takes 4 s for a tree of the shorter ones.
@@ -171,6 +173,7 @@ def measure_of(options: argparse.Namespace) -> "Measure":
         in_chunks,
         measured_rows,
         output_lengths,
+        shared_prefixes,
     )
     from shell_router.cli.options import split_values
 
@@ -207,7 +210,15 @@ def measure_of(options: argparse.Namespace) -> "Measure":
     async def chunks(_config: "Config", services: "Services") -> "list[Row]":
         return await chunk_costs(services, options.rounds)
 
-    return {"overlap": overlap, "lengths": lengths, "chunks": chunks}[options.measure]
+    async def prefixes(config: "Config", services: "Services") -> "list[Row]":
+        rows: list[Row] = []
+        for amount in amounts(options):
+            tree = settings_of(config, amount.new_tokens)["tree"]
+            rows += await shared_prefixes(services, tree, amount)
+        return rows
+
+    measures = {"overlap": overlap, "lengths": lengths, "chunks": chunks, "prefixes": prefixes}
+    return measures[options.measure]
 
 
 def amounts(options: argparse.Namespace) -> "Iterator[Amount]":

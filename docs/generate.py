@@ -163,7 +163,9 @@ def _metrics(_: str, __: str) -> str:
     from shell_router.swapping.metrics import TurnMetrics  # noqa: PLC0415
     from shell_router.telemetry import Metrics  # noqa: PLC0415
 
-    registry, rows = Metrics().registry, []
+    registry = Metrics().registry
+    rows = []
+    histograms = []
     registry.register(EngineMetrics({}))
     nothing: Any = None
     leases = ModelLeases(nothing, nothing, nothing, places=1, window_s=1, wait_s=1, order=nothing)
@@ -173,8 +175,11 @@ def _metrics(_: str, __: str) -> str:
         for family in collector.collect():
             name = family.name + ("_total" if family.type == "counter" else "")
             named = getattr(family, "_labelnames", labels) or labels
-            rows.append((f"`{name}`", family.type, ", ".join(named), _cell(family.documentation)))
-    return _table(("Metric", "Type", "Labels", "Meaning"), rows)
+            rows.append((f"`{name}`", ", ".join(named), _cell(family.documentation)))
+            if family.type == "histogram":
+                histograms.append(f"`{name}`")
+    table = _table(("Metric", "Labels", "Meaning"), rows)
+    return f"{table}\nHistograms: {', '.join(histograms)}.\n"
 
 
 # routes, events, errors: the HTTP API's tables
@@ -182,10 +187,10 @@ def _metrics(_: str, __: str) -> str:
 
 def _routes(_: str, old: str) -> str:
     from shell_router.api.app import ROUTES  # noqa: PLC0415
-    from shell_router.api.views import PAGE_ROUTE  # noqa: PLC0415
+    from shell_router.api.views import PAGE_ROUTES  # noqa: PLC0415
     from shell_router.batch.api.routes import ROUTES as BATCH_ROUTES  # noqa: PLC0415
 
-    names = [f"`{route.method} {route.path}`" for route in (*ROUTES, PAGE_ROUTE, *BATCH_ROUTES)]
+    names = [f"`{route.method} {route.path}`" for route in (*ROUTES, *PAGE_ROUTES, *BATCH_ROUTES)]
     return _table(("Route", "What it does"), _with_meaning([(name,) for name in names], old))
 
 
@@ -286,7 +291,7 @@ def _commands(group: Any, name: str, earlier: dict[str, list[tuple[str, ...]]]) 
             yield f"## {name} {inner}\n\n{about}\n\n" + table + example
 
 
-MANY_SHARED = 4
+MANY_SHARED = 3
 
 
 def _arguments(rows: list[tuple[str, ...]], earlier: dict[str, list[tuple[str, ...]]]) -> str:

@@ -33,7 +33,9 @@ export SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL="${SGLANG_DISAGGREGATION_HEARTBE
 # over TCP, a KV transfer in more pieces than Mooncake queues fails, and with it all that follow for 30 s or more
 export MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=65535 MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER=65535 MC_TCP_ADMISSION_TIMEOUT_MS=60000
 # incremental streaming: the default repeats all earlier tokens in every event
+# llguidance: the default grammar backend can spend minutes on one request's pattern
 common=(--model-path "$model" --host 127.0.0.1 --enable-metrics --incremental-streaming-output
+    --grammar-backend llguidance
     --disaggregation-transfer-backend mooncake --disaggregation-bootstrap-port "$((port + 2))")
 
 CUDA_VISIBLE_DEVICES="$prefill_gpu" python -m sglang.launch_server "${common[@]}" \

@@ -1,23 +1,38 @@
 """Every error that a caller of the router may meet, as one tree below `ShellRouterError`."""
 
+import re
+
 MOST_CHARACTERS = 4000
 """Limit of a message, which may quote megabytes of a request."""
 
 
-class ShellRouterError(Exception):
-    """An error with the facts in its message and, in `remedy`, what to do about it."""
+_USER = re.compile(r"(?<!\S)((?>\S*?//))\S*@")
 
-    def __init__(self, message: str, *, remedy: str = "") -> None:
+
+def hide_user(text: str) -> str:
+    """Return the text without the users and passwords of its URLs, for logs and messages."""
+    return _USER.sub(r"\1", text)
+
+
+class ShellRouterError(Exception):
+    """An error with the facts in its message and, in `remedy`, what to do about it.
+
+    A retry after `retry_s`, if known, may succeed.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "", retry_s: float | None = None) -> None:
         super().__init__(
             message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]} ..."
         )
         self.remedy = remedy
+        self.retry_s = retry_s
 
     def __str__(self) -> str:
         message = super().__str__()
-        if self.remedy:
-            return f"{message} {self.remedy}"
-        return message
+        if not self.remedy:
+            return message
+        end = "" if message.endswith((".", "!", "?", ":")) else "."
+        return f"{message}{end} {self.remedy}"
 
 
 class ConfigError(ShellRouterError):
@@ -64,7 +79,21 @@ class TopologiesOff(InvalidRequest):
     """The deployment does not let clients change, list or bring topologies."""
 
 
-class PromptTooLong(InvalidRequest):
+class PromptRefused(InvalidRequest):
+    """A model cannot take the prompt; another model may.
+
+    `excess` is the number of tokens of prompt and output beyond its context, if an engine says it.
+    """
+
+    excess = 0
+
+    def name_agent(self, agent: str, model: str) -> "PromptRefused":
+        """Return the same error with the agent and its model in the message."""
+        message = f"Agent {agent!r} cannot ask {model!r}: {self.args[0]}"
+        return type(self)(message, remedy=self.remedy)
+
+
+class PromptTooLong(PromptRefused):
     """Prompt and requested output together exceed the model's context length."""
 
 
@@ -125,7 +154,7 @@ class RemoteRefused(Unauthorized):
 
 
 class UnsupportedMediaType(RemoteRefused):
-    """A page of another site could send a body of this Content-Type, and no API keys are set."""
+    """The body's Content-Encoding is unknown, or pages of other sites can send its Content-Type."""
 
 
 class Forbidden(ShellRouterError):
@@ -133,11 +162,7 @@ class Forbidden(ShellRouterError):
 
 
 class Overloaded(ShellRouterError):
-    """A limit on running requests is reached; a retry, after `retry_s` if known, may succeed."""
-
-    def __init__(self, message: str, *, remedy: str = "", retry_s: float | None = None) -> None:
-        super().__init__(message, remedy=remedy)
-        self.retry_s = retry_s
+    """A limit on running requests is reached; a retry may succeed."""
 
 
 class RouterStopping(ShellRouterError):

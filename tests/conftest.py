@@ -35,15 +35,13 @@ MOST_WORKERS = 4
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker for each core, and none for chosen files, slow tests or tests on real SGLang.
+    """A worker for each core, and none for chosen files or tests on real SGLang.
 
-    A pair of SGLang takes 5 GB, and slow tests start many servers. Each worker starts embedded
-    engines of its own.
+    A pair of SGLang takes 5 GB. Each worker starts embedded engines of its own.
     """
-    markers = config.option.markexpr.replace("not slow", "").replace("not sglang", "")
-    starts_servers = "slow" in markers or "sglang" in markers
+    starts_sglang = "sglang" in config.option.markexpr.replace("not sglang", "")
     names_files = any(not Path(name.partition("::")[0]).is_dir() for name in config.args)
-    if starts_servers or names_files or config.option.collectonly:
+    if starts_sglang or names_files or config.option.collectonly:
         return 0
     return min(os.cpu_count() or 1, MOST_WORKERS)
 

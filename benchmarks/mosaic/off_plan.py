@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shell_router.batch.journal import Output
@@ -19,6 +19,7 @@ from shell_router.batch.profile import Load
 from shell_router.batch.prompts import BatchPrompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.sessions import Follow, Move, Replanning, Sessions
+from shell_router.core.control_text import ControlText
 from shell_router.core.engine import Finish, Generation, Prefilled, ServedModel, Tokens
 from shell_router.lab.simulation.virtual_time import run_virtual
 
@@ -32,6 +33,7 @@ class Words:
     """A tokenizer for prompts whose text is never read: the id is the question's number."""
 
     fingerprint: str = "numbers"
+    control: ControlText = field(default_factory=ControlText)
 
     def encode(self, text: str) -> list[int]:
         return [int(text)]

@@ -16,6 +16,8 @@ from shell_router.api import Services
 from shell_router.config import Config
 from shell_router.core.engine import Generation, Tokenizer
 from shell_router.early_exit.settings import EarlyExit
+from shell_router.engines.sglang import SglangPair
+from shell_router.errors import ConfigError
 from shell_router.lab.simulation.summary import Figures, compute_figures
 from shell_router.moa.requests import MoaRequest
 from shell_router.telemetry import Trace
@@ -381,6 +383,65 @@ async def chunk_costs(services: Services, rounds: int) -> list[Row]:
         }
         for chunk, runs in spent_s.items()
     ]
+
+
+async def shared_prefixes(services: Services, tree: Topology, amount: Amount) -> list[Row]:
+    """What the proposers' common question costs if each is prefilled whole, and if the router
+    waits for the first; the two take turns, each with a new question. Raises ConfigError.
+    """
+    model = next(iter(services.models.values()))
+    servers = [
+        only
+        for served in services.models.values()
+        if isinstance(served.engine, SglangPair)
+        for only in served.engine.fleet.prefill_only.values()
+    ]
+    if not servers:
+        raise ConfigError(
+            "No SGLang pair serves the models: embedded engines share prefixes by themselves.",
+            remedy="Use --engine sglang.",
+        )
+    words = random.Random()
+    found: dict[str, list[Mapping[str, Any]]] = {"each by itself": [], "after the first": []}
+    for round_number in range(amount.rounds + 1):
+        order = list(found)
+        for name in order[round_number % 2 :] + order[: round_number % 2]:
+            for server in servers:
+                server.overlaps_passes = name == "after the first"
+            label = f"{name}-{round_number}"
+            asked = (
+                run(
+                    services,
+                    tree if round_number else short(tree),
+                    f"{label}-{client}",
+                    drawn_question(words, amount.question_tokens, model.tokenizer),
+                )
+                for client in range(amount.clients)
+            )
+            traces = await asyncio.gather(*asked)
+            if round_number:
+                found[name].append(_first_layer(tree, traces))
+    base = found["each by itself"]
+    rows: list[Row] = []
+    for name, rounds in found.items():
+        row: Row = {"setting": name, "clients": amount.clients}
+        for figure in base[0]:
+            ratios = [one[figure] / other[figure] for one, other in zip(rounds, base, strict=True)]
+            row[figure] = median(one[figure] for one in rounds)
+            row[f"{figure}_ratio"] = median(ratios)
+            row[f"{figure}_95"] = interval(ratios)
+        rows.append(row)
+    return rows
+
+
+def _first_layer(tree: Topology, traces: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+    """The proposers' prefilled tokens and times to their first token, and the whole requests'."""
+    proposers = [trace["agents"][name] for trace in traces for name in tree.layers[0]]
+    return {
+        "prefilled_tokens": sum(one["prompt_tokens"] - one["cached_tokens"] for one in proposers),
+        "first_token_ms": 1e3 * statistics.mean(one["exposed_prefill_s"] for one in proposers),
+        "end_to_end_ms": 1e3 * statistics.mean(trace["duration_s"] for trace in traces),
+    }
 
 
 async def free_lengths(services: Services, tree: Topology, rounds: int, clients: int) -> list[Row]:

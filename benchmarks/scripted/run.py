@@ -49,6 +49,7 @@ class ScriptedSettings:
     output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic
     clock. `adapters` names the LoRA adapters that it was started with. With `memory_saver` it gives
     its memory back and takes it again; with `cpu_backup` its weights are kept meanwhile.
+    `overlaps_passes` is what it reports of its scheduler.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -68,6 +69,7 @@ class ScriptedSettings:
     device: Literal["cuda", "cpu"] = "cuda"
     memory_saver: bool = False
     cpu_backup: bool = False
+    overlaps_passes: bool = False
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
@@ -329,7 +331,7 @@ class ScriptedMemory:
         """Have what a server has after its start."""
         self._life = object()
         self.version, self.asleep, self.has_weights, self.died = "default", False, True, ""
-        self.warm, self.model_path = True, "scripted"
+        self.warm, self.model_path = True, ""  # it stands for any model
 
     def die(self, why: str) -> None:
         """End the server: its memory is free."""

@@ -41,6 +41,7 @@ COMMON_OPTIONS = (
     "--sleep-on-idle",  # by default each scheduler keeps a core busy asking for work
     *("--max-total-tokens", "65536"),  # by default the KV pool takes most of the machine's memory
     *("--incremental-streaming-output", "--enable-metrics"),
+    *("--grammar-backend", "llguidance"),
     *("--disaggregation-transfer-backend", "mooncake_tcp"),
 )
 ROLE_OPTIONS: Mapping[str, tuple[str, ...]] = {

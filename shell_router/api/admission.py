@@ -18,7 +18,13 @@ from shell_router.api.keys import (
     require_route,
     require_unlisted_type,
 )
-from shell_router.api.replies import INTERNAL, problem_of, problem_reply
+from shell_router.api.replies import (
+    INTERNAL,
+    cors_headers,
+    preflight_reply,
+    problem_of,
+    problem_reply,
+)
 from shell_router.api.services import (
     AGENTS,
     KEY,
@@ -30,8 +36,9 @@ from shell_router.api.services import (
 )
 from shell_router.config import ApiKey
 from shell_router.core.spans import CURRENT, read_client_span
-from shell_router.errors import Forbidden, InvalidRequest, Overloaded
+from shell_router.errors import Forbidden, InvalidRequest, Overloaded, UnsupportedMediaType
 from shell_router.http.app import (
+    CODINGS,
     ClientGone,
     Handler,
     Key,
@@ -44,10 +51,11 @@ from shell_router.http.app import (
 
 log = logging.getLogger(__name__)
 
-OPEN_ROUTES = frozenset({"/health", "/ready", "/ui"})
+OPEN_ROUTES = frozenset({"/", "/health", "/ready", "/ui"})
 """Routes without a key: probes carry none, and the page is static, and sends one."""
 FREEING = frozenset({"/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"})
 """Routes that make space, and are never refused for lack of it."""
+UPLOADS = "/v1/files"
 CLIENT_GONE = 499  # nginx's number for it; no client ever sees it
 ACCEPTED_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 DETACHED = Key["asyncio.Task[Any]"]("DETACHED")
@@ -78,8 +86,11 @@ class Admission:
             request[REQUEST_ID] = self._services.new_id()
         status = CLIENT_GONE
         try:
-            self._admit(request)
-            reply = await handler(request)
+            if request.method == "OPTIONS" and cors_headers(request):
+                reply: Reply = preflight_reply(request)
+            else:
+                self._admit(request)
+                reply = await handler(request)
             status = reply.status
             return reply
         except ClientGone:
@@ -100,9 +111,11 @@ class Admission:
         request[TENANT] = tenant
         if key is not LOCAL:
             require_route(key, request.method, request.path, request.route)
-        if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise InvalidRequest(
-                "The body is compressed, and the router unpacks none.", remedy="Send it as it is."
+        codings = CODINGS if request.path != UPLOADS else CODINGS[:1]
+        if request.coding not in codings:
+            raise UnsupportedMediaType(
+                "The body has another Content-Encoding than this route takes.",
+                remedy=f"Send one of: {', '.join(codings)}.",
             )
         if request.method not in ("POST", "PUT") or request.route in FREEING:
             return
@@ -124,8 +137,9 @@ class Admission:
             secret = headers.get("authorization") or f"Bearer {x_api_key}"
             return self.keys.find(secret, self._services.wall)
         if request.peer is not None:  # only this machine reaches a Unix socket
-            require_local(request.peer, headers.get("host", ""), headers.get("origin"))
-            if request.method == "POST" and request.path != "/v1/files":
+            origin = None if cors_headers(request) else headers.get("origin")
+            require_local(request.peer, headers.get("host", ""), origin)
+            if request.method == "POST" and request.path != UPLOADS:
                 require_unlisted_type(headers.get("content-type", ""))
         return LOCAL
 
@@ -218,9 +232,12 @@ class Admission:
         if problem is INTERNAL:
             log.error("request %s: %s failed", request[REQUEST_ID], request.route, exc_info=error)
         headers = {}
-        if status == 429:  # also where an agent of the request was refused
-            wait_s = error.retry_s if isinstance(error, Overloaded) else None
+        if status in (429, 503):  # also where an agent of the request was refused
+            waits_s = (getattr(each, "retry_s", None) for each in (error, error.__cause__))
+            wait_s = next(filter(None, waits_s), None)
             headers["Retry-After"] = str(math.ceil(wait_s or self._settings.retry_after_s))
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         if isinstance(error, MethodNotAllowed):
             headers["Allow"] = allowed_methods(error)
         return problem_reply(request, error, status, **headers)

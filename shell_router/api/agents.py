@@ -2,9 +2,9 @@
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired, Required
+from typing import Annotated, Literal, NotRequired, Required
 
 from annotated_types import Ge
 from typing_extensions import TypedDict
@@ -26,10 +26,12 @@ from shell_router.api.fields import (
     PrefillFields,
 )
 from shell_router.api.frames import AgentFrames
-from shell_router.api.replies import json_reply, note_ignored
+from shell_router.api.replies import join_warnings, json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
 from shell_router.api.streaming import stream_run
+from shell_router.config import UsageCount
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.validation import (
     Array,
     JsonObject,
@@ -70,9 +72,10 @@ class AgentBody(OpenAISampling, total=False):
     model: Required[Names]
     prompt: Segments
     messages: Array[AgentMessage]
-    chat_template_kwargs: dict[str, Any]
-    sampling_params: dict[str, Any]
+    chat_template_kwargs: NewValues
+    sampling_params: NewValues
     stream: bool
+    usage: UsageCount
     wait_s: Annotated[float, Ge(0)]
     timeout_s: Annotated[float, Ge(0.001)]
     prefill: PrefillField
@@ -146,7 +149,7 @@ def _require_unmarked(text: str, path: str) -> str:
     return text
 
 
-def _read_sampling(body: AgentBody) -> Mapping[str, Any]:
+def _read_sampling(body: AgentBody) -> Values:
     """Return either SGLang's own `sampling_params`, or OpenAI's fields."""
     sampling = read_sampling(body)
     native = body.get("sampling_params")
@@ -184,10 +187,11 @@ async def run_agent(request: Request) -> Reply:
         run = kept.join(run, read_key(request), sent)
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored)
-    frames = AgentFrames(run, agent_request)
+    frames = AgentFrames(run, agent_request, body.get("usage", request.app[SETTINGS].usage))
     if body.get("stream"):
         return await stream_run(request, run.answer, frames)
-    return json_reply(request, {**frames.whole(await run.answer()), **warnings})
+    answer = frames.whole(await run.answer())
+    return json_reply(request, {**answer, **join_warnings(warnings, answer)})
 
 
 def _require_chat(body: AgentBody, agent_request: AgentRequest) -> None:

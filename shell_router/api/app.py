@@ -31,11 +31,13 @@ from shell_router.telemetry import StallWatch
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat.chat_completions),
-    Route("POST", "/v1/completions", native.completions),
+    Route("POST", "/v1/completions", chat.completions),
     Route("POST", "/v1/responses", responses.create_response),
+    Route("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
     Route("GET", "/v1/responses/{response_id}", responses.show_response),
     Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response),
     Route("POST", "/v1/messages", messages.create_message),
+    Route("POST", "/v1/messages/count_tokens", messages.count_tokens),
     Route("POST", "/v1/embeddings", embeddings.create_embeddings),
     Route("GET", "/v1/models", views.list_models),
     Route("GET", "/v1/models/{model}", views.show_model),
@@ -56,6 +58,7 @@ ROUTES = (
     Route("GET", "/v1/traces", views.list_traces),
     Route("GET", "/v1/traces/{trace_id}", views.show_trace),
     Route("GET", "/openapi.json", openapi.show),
+    Route("GET", "/", views.show_root),
     Route("GET", "/health", views.health),
     Route("GET", "/ready", views.ready),
     Route("GET", "/metrics", views.metrics),

@@ -5,9 +5,9 @@ Requests and ends are kept with what the run needs to survive its router; nothin
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import orjson
 
@@ -28,8 +28,9 @@ from shell_router.api.streaming import (
     stream_run,
 )
 from shell_router.api.translation import TranslatedFrames
+from shell_router.core.exact_json import NewValues, Values, parse_json
 from shell_router.core.validation import field_error, show
-from shell_router.errors import StreamChanged, UnknownResponse
+from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
 from shell_router.http.app import Reply, Request
 from shell_router.moa.journal import END
 from shell_router.moa.requests import Answer
@@ -70,7 +71,7 @@ class BackgroundResponse:
             return await current._show_end(end)
         if state is not None and state.is_leased and not current.stream:
             return current.describe("queued" if state.last == state.first else "in_progress")
-        _, chat = as_chat(orjson.loads(current.head))
+        _, chat = as_chat(parse_json(current.head))
         return await answer_chat(current.request, chat, None, current._run)
 
     async def cancel(self) -> None:
@@ -82,7 +83,7 @@ class BackgroundResponse:
         """Answer with a response that has no output."""
         return json_reply(self.request, self._make_translation().describe(status))
 
-    async def _run(self, run: Run, model: str, sent: Mapping[str, Any]) -> Reply:
+    async def _run(self, run: Run, model: str, sent: Values) -> Reply:
         request = self.request
         store = self._store
         join = partial(request.app[KEPT_RUNS].join, run, self.key, sent, self.head.decode())
@@ -98,7 +99,7 @@ class BackgroundResponse:
                 begins = False
                 admission.count(request, counted - run.agents)
         assert run.kept is not None, "it was joined"
-        frames = ChatFrames(run, model, include_usage=True, include_agents=False)
+        frames = ChatFrames(run, model, run.asked)
         if (begins or self.stream) and not run.kept.has_begun:  # else this router does not run it
             run.kept.last_record = partial(self._write_record, frames)
         if begins:
@@ -123,13 +124,13 @@ class BackgroundResponse:
             await store.append(tenant, self.key, run.id, 0, [created])
         return True
 
-    def _write_record(self, frames: ChatFrames, end: Answer | Exception) -> dict[str, Any]:
+    def _write_record(self, frames: ChatFrames, end: Answer | Exception) -> NewValues:
         if isinstance(end, Exception):
             return stream_error(end, self.request[REQUEST_ID])
         answer = frames.whole(end)
-        return {name: answer[name] for name in ("choices", "usage") if name in answer}
+        return {name: answer[name] for name in ("choices", "usage", "warnings") if name in answer}
 
-    async def _show_end(self, end: dict[str, Any]) -> Reply:
+    async def _show_end(self, end: NewValues) -> Reply:
         translation = self._make_translation()
         error = end.get("error")
         if not self.stream:
@@ -160,7 +161,7 @@ class BackgroundResponse:
 
     def _make_translation(self) -> ResponseTranslation:
         id = self.key.removeprefix(PREFIX)
-        sent = orjson.loads(self.head)
+        sent = parse_json(self.head)
         translation = ResponseTranslation(id, self.created, sent, self.warnings)
         translation.place = StreamPosition(self.request.headers.get(LAST_EVENT), self.after)
         return translation
@@ -175,7 +176,9 @@ async def find_response(request: Request) -> tuple[BackgroundResponse, JournalSt
     is_streamed = request.query.get("stream", "false").lower() == "true"
     now_s = int(request.app[SERVICES].wall())
     response = BackgroundResponse(request, key, b"", now_s, is_streamed, int(after) + 1)
-    state = await response.look()
+    state = None
+    with suppress(InvalidField):  # a router without a store knows no response
+        state = await response.look()
     if state is None or not state.head.startswith(b"{") or not RESPONSE_ID.fullmatch(key):
         remedy = "It has expired, or was sent with another key."
         raise UnknownResponse("No background response of that id is known.", remedy=remedy)

@@ -12,14 +12,11 @@ import numpy as np
 import orjson
 
 from shell_router.api.conversation import (
-    ToolFields,
-    calls_schema,
-    join_texts,
+    list_texts,
     read_messages,
     read_tools,
 )
 from shell_router.api.fields import (
-    BRINGING,
     CHAT,
     ENGINE_FIELDS,
     IDENTIFIER_PATTERN,
@@ -32,6 +29,7 @@ from shell_router.api.fields import (
 )
 from shell_router.api.services import SETTINGS
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
+from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.core.sampling import check_depth
 from shell_router.core.validation import field_error, parse_object, show
 from shell_router.errors import InvalidField, InvalidRequest
@@ -58,7 +56,7 @@ async def read_body(request: Request) -> bytes:
     return body
 
 
-async def read_object(request: Request) -> dict[str, Any]:
+async def read_object(request: Request) -> NewValues:
     """Return the JSON object that is the body; raises InvalidRequest."""
     return parse_object(await read_body(request))
 
@@ -89,10 +87,10 @@ def count_values(body: bytes) -> tuple[int, int]:
     return int(values), int(np.count_nonzero(commas))
 
 
-def as_json(body: Mapping[str, Any], option: int = 0) -> bytes:
+def as_json(body: Values, option: int = 0) -> bytes:
     """Return a client's body as JSON; raises InvalidRequest if it nests too deeply."""
     try:
-        return orjson.dumps(body, option=option)
+        return write_json(body, option)
     except orjson.JSONEncodeError as error:
         raise InvalidRequest(
             f"The body cannot be kept or sent on: {error}.", remedy="Flatten it."
@@ -111,7 +109,7 @@ def query_number(query: Mapping[str, str], name: str, default: float, most: floa
 
 
 def check_asks_nothing(
-    sent: Mapping[str, Any], nothing: Mapping[str, Collection[Any]], what: str, remedy: str = ""
+    sent: Values, nothing: Mapping[str, Collection[Any]], what: str, remedy: str = ""
 ) -> None:
     """Raise InvalidField, saying `what`, for a value that is none of the field's in `nothing`."""
     if nothing.keys().isdisjoint(sent):
@@ -125,7 +123,7 @@ def check_asks_nothing(
 # --- fields of several routes
 
 
-def read_models(body: Mapping[str, Any]) -> tuple[str, ...]:
+def read_models(body: Values) -> tuple[str, ...]:
     """Return the names in a validated body's `model`; raises InvalidField if there is none."""
     model = body.get("model")
     if model is None:
@@ -145,9 +143,9 @@ NATIVE_NAMES: Mapping[str, str] = {
 CONSTRAINTS = frozenset({"regex", "ebnf", "json_schema", "response_format"})
 
 
-def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+def read_sampling(body: Values) -> NewValues:
     """Return SGLang's `sampling_params` for a validated body; raises InvalidField."""
-    params: dict[str, Any] = {}
+    params: NewValues = {}
     constraint = ""
     for name, setting in body.items():
         native = NATIVE_NAMES.get(name)
@@ -178,7 +176,7 @@ def _read_constraint(name: str, value: Any) -> str | None:
         name = "response_format.json_schema.schema"
         value = value["json_schema"]["schema"]
     check_depth(value, name)
-    return orjson.dumps(value).decode()
+    return write_json(value).decode()
 
 
 def read_end_user(body: EndUserFields) -> str | None:
@@ -189,7 +187,7 @@ def read_end_user(body: EndUserFields) -> str | None:
     return blake2b(key.encode(), digest_size=16).hexdigest()
 
 
-def read_labels(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+def read_labels(metadata: Values) -> Mapping[str, str]:
     """Return an object of strings without its nulls; raises InvalidField."""
     labels = {name: text for name, text in metadata.items() if text is not None}
     for name, text in labels.items():
@@ -202,10 +200,10 @@ MAX_TEMPLATE_BYTES = 2**14
 """The limit of a chat template's variables as JSON: it may write one for every message."""
 
 
-def check_template_kwargs(variables: Mapping[str, Any]) -> None:
+def check_template_kwargs(variables: Values) -> None:
     """Raise InvalidField for `chat_template_kwargs` that nest too deeply or are too large."""
     check_depth(variables, "chat_template_kwargs")
-    if variables and len(orjson.dumps(variables)) > MAX_TEMPLATE_BYTES:
+    if variables and len(write_json(variables)) > MAX_TEMPLATE_BYTES:
         raise field_error(
             "chat_template_kwargs", f"takes more than {MAX_TEMPLATE_BYTES} bytes", "Send fewer."
         )
@@ -231,17 +229,12 @@ class Wish:
     is_lazy: bool = False
 
 
-NO_WISH = Wish()
-
-
 def read_wish(body: SharedFields, headers: Mapping[str, str]) -> Wish:
     """Return the wish in a validated body or in the headers; raises InvalidField."""
     program = body.get("program")
     is_lazy = body.get("lazy", False)
     header = headers.get(PROGRAM_HEADER)
     lazy_header = headers.get(LAZY_HEADER)
-    if program is header is lazy_header is None and not is_lazy:
-        return NO_WISH
     if header is not None:
         check_identifier(header, PROGRAM_HEADER)
         if program not in (None, header):
@@ -259,7 +252,8 @@ def read_wish(body: SharedFields, headers: Mapping[str, str]) -> Wish:
     return Wish(program, is_lazy)
 
 
-NOT_BY_ROUTER = {name: ENGINE_FIELDS[name] for name in ENGINE_FIELDS if name != "tools"}
+READ_BY_ROUTER = ("n", "tools", "reasoning_effort")
+NOT_BY_ROUTER = {name: ENGINE_FIELDS[name] for name in ENGINE_FIELDS if name not in READ_BY_ROUTER}
 UNSUPPORTED = "has a value that is not supported"
 ELSEWHERE = ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
 
@@ -270,11 +264,12 @@ class ChatRequest(MoaRequest):
 
     stream: bool = False
     include_usage: bool = False
+    usage: Any = "all"
     include_agents: bool = False
 
 
 def read_chat(
-    body: ChatBody, sent: Mapping[str, Any], run_id: str, tenant: str, timeout_s: float
+    body: ChatBody, sent: Values, run_id: str, tenant: str, timeout_s: float
 ) -> ChatRequest:
     """Return the chat that the router itself is to run, without its models.
 
@@ -292,18 +287,11 @@ def read_chat(
     check_asks_nothing(sent, NOT_BY_ROUTER, UNSUPPORTED, ELSEWHERE)
     stream = body.get("stream", False)
     sampling = read_sampling(body)
-    offer = None
-    if not body.keys().isdisjoint(ToolFields.__annotations__):
-        offer = read_tools(body, sent)
-    if offer is not None:
-        _constrain_calls(sampling, calls_schema(offer))
     if not stream:
         sampling = {"stream_interval": UNSTREAMED_INTERVAL, **sampling}
-    template_kwargs = body.get("chat_template_kwargs")
-    if template_kwargs:
-        check_template_kwargs(template_kwargs)
+    template_kwargs = body.get("chat_template_kwargs", {})
+    check_template_kwargs(template_kwargs)
     prediction = body.get("prediction")
-    options = body.get("stream_options")
     return ChatRequest(
         id=run_id,
         tenant=tenant,
@@ -311,39 +299,30 @@ def read_chat(
         sampling=sampling,
         seed=body["seed"] if "seed" in body else zlib.crc32(run_id.encode()),
         timeout_s=timeout_s,
-        labels=read_labels(body["metadata"]) if "metadata" in body else {},
+        labels=read_labels(body.get("metadata", {})),
         stream=stream,
-        include_usage=bool(options and options.get("include_usage")),
+        include_usage=bool(body.get("stream_options", {}).get("include_usage")),
+        usage=body.get("usage", "all"),
         include_agents=body.get("include_agents", False),
         end_user=read_end_user(body),
-        prediction=join_texts(prediction["content"], "prediction.content") if prediction else "",
-        chat_template_kwargs=template_kwargs or {},
+        prediction="".join(list_texts(prediction["content"], "prediction.content"))
+        if prediction
+        else "",
+        chat_template_kwargs=template_kwargs,
         max_thinking_tokens=body.get("max_thinking_tokens"),
-        offer=offer,
+        offer=read_tools(body, sent),
     )
 
 
-def find_ignored(body: ChatBody, sent: Mapping[str, Any], *, is_brought: bool) -> list[str]:
-    """Return the fields without effect, of a body that brings its topology or does not.
+def find_ignored(body: ChatBody, sent: Values, *, is_panel: bool) -> list[str]:
+    """Return the fields without effect, of a body whose own fields describe a panel or do not.
 
     Raises:
         InvalidField: A name is nearly a known one.
     """
     ignored = CHAT.find_unknown(sent, NOT_SERVED)
-    if not is_brought or not body.keys().isdisjoint(OBJECTS_OF_PANELS):
+    if "reasoning_effort" in body:
+        ignored.append("reasoning_effort")
+    if not is_panel:
         ignored += [name for name in body if name in PanelFields.__annotations__]
     return ignored
-
-
-OBJECTS_OF_PANELS = BRINGING - {"judge"}
-"""Fields that hold all of a topology or panel."""
-
-
-def _constrain_calls(sampling: dict[str, Any], schema: str) -> None:
-    """Add the schema of calls that must come to the constraints, of which there is at most one."""
-    constraint = next((name for name in CONSTRAINTS if name in sampling), None)
-    if constraint is not None:
-        what = f"cannot go with response_format or {constraint}"
-        raise field_error("tools", what, "Send only one of them.")
-    if schema:
-        sampling["json_schema"] = schema

@@ -5,6 +5,7 @@ The first row that fits says which function answers a request:
 | A request that ...                                                | leads to            |
 |-------------------------------------------------------------------|---------------------|
 | asks a model on SGLang for choices, images, log probabilities ... | `forward_to_engine` |
+| asks for several choices                                          | `run_choices`       |
 | is lazy                                                           | `answer_lazily`     |
 | holds markers of lazy answers                                     | `read_markers`      |
 | is a response in the background                                   | `run_in_background` |
@@ -14,8 +15,8 @@ The first row that fits says which function answers a request:
 A topology or a panel that the request brings takes the place of its model in all but the first row.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from shell_router.api.admission import ADMISSION, permit
 from shell_router.api.bodies import (
     ChatRequest,
     Wish,
+    check_asks_nothing,
     find_ignored,
     read_chat,
     read_end_user,
@@ -30,27 +32,47 @@ from shell_router.api.bodies import (
     read_object,
     read_wish,
 )
-from shell_router.api.conversation import has_markers
-from shell_router.api.engine_chat import asks_engine, read_engine_chat
-from shell_router.api.fields import BRINGING, CHAT, ChatBody
+from shell_router.api.choices import forward_choices, open_choice
+from shell_router.api.conversation import drop_other_tools, has_markers
+from shell_router.api.engine_chat import (
+    COMPLETION,
+    NOT_COMPLETED,
+    CompletionBody,
+    asks_engine,
+    read_completion,
+    read_engine_chat,
+    read_prompt,
+    write_choices,
+)
+from shell_router.api.fields import CHAT, OBJECTS_OF_PANELS, ChatBody
 from shell_router.api.frames import ChatFrames
 from shell_router.api.lazy import begin_lazy, read_program
 from shell_router.api.live import Targets
-from shell_router.api.native import forward
-from shell_router.api.panels import FUSIONS, read_brought
-from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, read_position
+from shell_router.api.native import NativeAnswer, forward
+from shell_router.api.panels import FUSIONS, list_brought, read_brought
+from shell_router.api.replies import join_warnings, json_reply, note_ignored
+from shell_router.api.runs import (
+    KEPT_RUNS,
+    KEY_HEADER,
+    Run,
+    read_key,
+    read_position,
+    require_no_key,
+)
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, stream_run
-from shell_router.api.translation import ItemTranslation, TranslatedFrames
+from shell_router.api.translation import CompletionTranslation, TranslatedFrames, Translation
 from shell_router.core.engine import Relay
-from shell_router.core.validation import field_error
+from shell_router.core.exact_json import Values
+from shell_router.core.sampling import require_possible
+from shell_router.core.validation import field_error, parse_object
 from shell_router.http.app import Key, Reply, Request
 from shell_router.moa.expectations import AGENT_REQUEST
+from shell_router.moa.prompt import encode_text, render_agent_prompt
 from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.topology import AUTO, Graph
 
-Background = Callable[[Run, str, Mapping[str, Any]], Awaitable[Reply]]
+Background = Callable[[Run, str, Values], Awaitable[Reply]]
 """Answers for a run, which it counts, by the run, its model's name and the body."""
 
 
@@ -86,20 +108,21 @@ class Chats:
     settings: ApiSettings
     targets: Targets
 
-    async def read(
-        self, body: ChatBody, sent: Mapping[str, Any], tenant: str
-    ) -> tuple[ChatRequest, Target]:
+    async def read(self, body: ChatBody, sent: Values, tenant: str) -> tuple[ChatRequest, Target]:
         """Return the chat of a validated body and its target; raises InvalidRequest."""
         services = self.services
         limit_s = self.settings.request_timeout_s
+        if isinstance(body.get("usage", {}), dict):  # OpenRouter's object asks for what is there
+            body["usage"] = self.settings.usage
         only_model = find_only_model(body)
         fused = only_model in FUSIONS and only_model not in self.targets
-        is_brought = fused or not body.keys().isdisjoint(BRINGING)
+        brought = list_brought(body)
+        is_brought = fused or bool(brought)
+        chat = read_chat(body, sent, services.new_id(), tenant, limit_s)
+        is_panel = is_brought and OBJECTS_OF_PANELS.isdisjoint(brought)
+        ignored = find_ignored(body, sent, is_panel=is_panel)
         if is_brought:
             document, name = read_brought(body, services.models, fused=fused)
-        chat = read_chat(body, sent, services.new_id(), tenant, limit_s)
-        ignored = find_ignored(body, sent, is_brought=is_brought)
-        if is_brought:
             models = read_models(body) if "model" in body else (name,)
             graph = await services.topologies.inline(document)
             return chat, Target(graph, name, models[0], models, ignored, is_brought)
@@ -107,14 +130,17 @@ class Chats:
         graph = self.targets.choose(models)
         return chat, Target(graph, graph.name, graph.name, models, ignored, is_brought)
 
-    async def begin(self, sent: Mapping[str, Any], tenant: str) -> tuple[Run, ChatFrames]:
+    async def begin(self, sent: Values, tenant: str) -> tuple[Run, ChatFrames]:
         """Return a run to be answered as one object; raises InvalidRequest."""
-        chat, target = await self.read(CHAT.read(sent), sent, tenant)
+        body = CHAT.read(sent)
+        chat, target = await self.read(body, sent, tenant)
+        if body.get("n", 1) > 1:
+            raise field_error("n", "must be 1", "Send a line for each choice.")
         if has_markers(chat.messages):
             remedy = "Send the text that it stands for."
             raise field_error("messages", "hold a lazy answer's marker", remedy)
         run = self.run(chat, target)
-        return run, ChatFrames(run, target.model, chat.include_usage, chat.include_agents)
+        return run, ChatFrames(run, target.model, chat)
 
     def run(self, task: MoaRequest | AgentRequest, target: Target) -> Run:
         """Return the run of the target's graph, or of an agent of a program."""
@@ -135,9 +161,9 @@ class ChatCall:
     """
 
     request: Request
-    sent: Mapping[str, Any]
+    sent: Values
     body: ChatBody
-    translation: ItemTranslation | None
+    translation: Translation | None
     background: Background | None
     wish: Wish
     chat: ChatRequest
@@ -164,20 +190,50 @@ async def chat_completions(request: Request) -> Reply:
     return await answer_chat(request, await read_object(request))
 
 
+async def completions(request: Request) -> Reply:
+    """Complete a prompt; what has no engine's own completions answers it as a user's message."""
+    sent = await read_object(request)
+    body = COMPLETION.read(sent)
+    model = find_only_model(body)
+    relay = request.app[SERVICES].relays.get(model)
+    if relay is not None and relay.chat is not None:
+        permit(request, (model,))
+        bodies = read_completion(body, sent, model)
+        return await forward(request, relay, "v1/completions", bodies, None, read_end_user(body))
+    check_asks_nothing(sent, NOT_COMPLETED, "is not served")
+    prompt = read_prompt(body)
+    if not isinstance(prompt, str):
+        raise field_error("prompt", "must be a string", "Ask a plain model on SGLang.")
+    message = {"role": "user", "content": prompt}
+    chat = {**sent, "prompt": None, "messages": [message], "logprobs": "logprobs" in body}
+    return await answer_chat(request, chat, CompletionTranslation())
+
+
 async def answer_chat(
     request: Request,
-    sent: Mapping[str, Any],
-    translation: ItemTranslation | None = None,
+    sent: Values,
+    translation: Translation | None = None,
     background: Background | None = None,
+    *,
+    fits_context: bool = False,
 ) -> Reply:
-    """Answer the chat completion that was `sent`; see the table above."""
+    """Answer the chat completion that was `sent`; see the table above.
+
+    An output `fits_context` if its limit may be lowered to what its prompt leaves of the context.
+    """
+    sent, other_tools = drop_other_tools(sent, "function")
+    note_ignored(request, other_tools)
     body = CHAT.read(sent)
     wish = read_wish(body, request.headers)
     relay = find_relay(request, body)
     if relay is not None:
         _check_forwarded(wish, background)
+        context = request.app[SERVICES].models[find_only_model(body)].context_length
+        if fits_context and body.get("max_completion_tokens", 0) >= context:
+            sent = {**sent, "max_completion_tokens": None}
         return await forward_to_engine(request, body, sent, relay, translation)
     chat, target = await request.app[CHATS].read(body, sent, request[TENANT])
+    chat = replace(chat, fits_context=fits_context)
     permit(request, target.permitted, target.name)
     call = ChatCall(request, sent, body, translation, background, wish, chat, target)
     for fits, answer in PRODUCTS:
@@ -186,28 +242,61 @@ async def answer_chat(
     return await run_once(call)
 
 
+async def count_prompt(request: Request, sent: Values) -> int:
+    """Return the tokens of a chat's prompt: a model's, or a root's before others have written."""
+    chat, target = await request.app[CHATS].read(CHAT.read(sent), sent, request[TENANT])
+    permit(request, target.permitted, target.name)
+    root = target.graph.parts[-1].root
+    name = next(iter(root.candidates), root.model)
+    models = request.app[SERVICES].models
+    model = models.get(name) or next(iter(models.values()))
+    tools = () if chat.offer is None else chat.offer.list_tools(model)
+    parts = render_agent_prompt(root, (), model, chat.messages, chat.chat_template_kwargs, tools)
+    text = "".join(part for part in parts if isinstance(part, str))
+    require_possible(len(text), model.context_length)
+    return len(await encode_text(model.tokenizer, text))
+
+
 def find_relay(request: Request, body: ChatBody) -> Relay | None:
     """Return the way to the engines whose own chats must answer; None if the router can."""
     relay = request.app[SERVICES].relays.get(find_only_model(body))
-    if relay is None or relay.chat is None or not asks_engine(body):
+    if relay is None or relay.chat is None or not asks_engine(body, relay.chat):
         return None
-    return relay if body.keys().isdisjoint(BRINGING) else None
+    return None if list_brought(body) else relay
 
 
 async def forward_to_engine(
     request: Request,
     body: ChatBody,
-    sent: Mapping[str, Any],
+    sent: Values,
     relay: Relay,
-    translation: ItemTranslation | None,
+    translation: Translation | None,
 ) -> Reply:
     """Have the model's engines answer on their own OpenAI route."""
     model = find_only_model(body)
     permit(request, (model,))
     assert relay.chat is not None, "it was found by its chats"
-    bodies = read_engine_chat(body, sent, model, relay.chat)
+    defaults = request.app[SERVICES].models[model].sampling
+    unset = {name: value for name, value in defaults.items() if sent.get(name) is None}
+    bodies = read_engine_chat(body, {**sent, **unset}, model, relay.chat)
     end_user = read_end_user(body)
     return await forward(request, relay, "v1/chat/completions", bodies, translation, end_user)
+
+
+async def run_choices(call: ChatCall) -> Reply:
+    """Run once for each choice, all at a time."""
+    request = call.request
+    require_no_key(request, "several choices")
+    if call.wish.is_lazy:
+        raise field_error("lazy", "cannot go with several choices", "Leave n out.")
+    runs = []
+    for body in write_choices(call.body["n"], call.sent, {}, ()):
+        runs.append(await request.app[CHATS].begin(parse_object(body), request[TENANT]))
+        request.app[ADMISSION].count(request, runs[0][0].agents)
+    request[TRACE] = runs[0][0].trace
+    note_ignored(request, call.target.ignored)
+    answer = NativeAnswer(request, call.translation)
+    return await answer.send(forward_choices(open_choice, runs))
 
 
 async def answer_lazily(call: ChatCall) -> Reply:
@@ -256,6 +345,7 @@ def run_once(call: ChatCall) -> Awaitable[Reply]:
 
 
 PRODUCTS: Sequence[tuple[Callable[[ChatCall], bool], Callable[[ChatCall], Awaitable[Reply]]]] = (
+    (lambda call: call.body.get("n", 1) > 1, run_choices),
     (lambda call: call.wish.is_lazy, answer_lazily),
     (lambda call: has_markers(call.chat.messages), read_markers),
     (lambda call: call.background is not None, run_in_background),
@@ -272,17 +362,18 @@ async def _respond(
     chat = call.chat
     request[TRACE] = run.trace
     place = read_position(request) if call.translation is None else None
-    frames: Frames = ChatFrames(run, model, chat.include_usage, chat.include_agents, place)
+    frames: Frames = ChatFrames(run, model, chat, place)
     if call.translation is not None:
         frames = TranslatedFrames(frames, call.translation)
     without_effect = [*call.target.ignored, *(name for name in ignored if name in call.body)]
     warnings = note_ignored(request, without_effect)
     if chat.stream:
         return await stream_run(request, answer, frames)
-    return json_reply(request, {**frames.whole(await answer()), **warnings})
+    body = frames.whole(await answer())
+    return json_reply(request, {**body, **join_warnings(warnings, body)})
 
 
-def find_only_model(body: ChatBody) -> str:
+def find_only_model(body: ChatBody | CompletionBody) -> str:
     """Return the one model that the body names; empty for a choice of several, or none."""
     model = body.get("model", "")
     if isinstance(model, str):

@@ -1,21 +1,45 @@
 """Several requests to an engine, answered as the choices of one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from math import inf
 from typing import Any
 
 import orjson
 
-from shell_router.api.streaming import DONE, data_frame
+from shell_router.api.frames import ChatFrames
+from shell_router.api.replies import join_warnings
+from shell_router.api.runs import Run
+from shell_router.api.streaming import DONE, LiveRun, data_frame
 from shell_router.core.engine import Relayed
+from shell_router.core.exact_json import NewValues
 from shell_router.engines.wire import EventSplitter
 
-Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]
+Forward = Callable[[Any], AbstractAsyncContextManager[Relayed]]
 
 
 @asynccontextmanager
-async def forward_choices(forward: Forward, bodies: Sequence[bytes]) -> AsyncIterator[Relayed]:
+async def open_choice(choice: tuple[Run, ChatFrames]) -> AsyncIterator[Relayed]:
+    """Give the answer of a run, which ends with the context."""
+    run, frames = choice
+    stream = run.asked.stream
+    async with LiveRun(run.answer, frames.wants) as live:
+        await live.wait_begun(inf)
+
+        async def write() -> AsyncIterator[bytes]:
+            while not live.drained:
+                written = frames.events(await live.take(inf))
+                if stream and written:
+                    yield written
+            answer = live.answer()
+            yield frames.answer(answer) if stream else orjson.dumps(frames.whole(answer))
+
+        yield Relayed(200, "text/event-stream" if stream else "application/json", write())
+
+
+@asynccontextmanager
+async def forward_choices(forward: Forward, bodies: Sequence[Any]) -> AsyncIterator[Relayed]:
     """Send all `bodies` at a time, and join their answers into one with as many choices.
 
     On leaving, none of them runs on. Raises what `forward` raises.
@@ -30,7 +54,7 @@ async def forward_choices(forward: Forward, bodies: Sequence[bytes]) -> AsyncIte
             raise failures.exceptions[0] from None
         answers = [task.result() for task in tasks]
         first = next((answer for answer in answers if answer.status >= 400), answers[0])
-        if len(answers) == 1 or first.status >= 400:
+        if first.status >= 400:
             yield first
             return
         is_stream = first.content_type.startswith("text/event-stream")
@@ -47,15 +71,15 @@ async def _join_whole(answers: Sequence[Relayed]) -> AsyncGenerator[bytes, None]
         for place, body in enumerate(bodies)
         for choice in body["choices"]
     ]
-    usage = _sum_usage([body["usage"] for body in bodies])
-    yield orjson.dumps({**bodies[0], "choices": choices, "usage": usage})
+    own = {"choices": choices, "usage": _add_counts([body["usage"] for body in bodies])}
+    yield orjson.dumps({**bodies[0], **own, **join_warnings(*bodies)})
 
 
 async def _join_streams(answers: Sequence[Relayed]) -> AsyncGenerator[bytes, None]:
     """Yield chunks as they come, each with its choice's number, then the usage and the end."""
     streams = [ChoiceStream(place) for place in range(len(answers))]
     reading = {asyncio.ensure_future(_read_next(each)): at for at, each in enumerate(answers)}
-    head: dict[str, Any] = {}
+    head: NewValues = {}
     try:
         while reading:
             done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
@@ -67,11 +91,12 @@ async def _join_streams(answers: Sequence[Relayed]) -> AsyncGenerator[bytes, Non
                 events = streams[place].feed(chunk)
                 if events:
                     head = head or events[0]
-                    yield b"".join([data_frame(_rename_choice(event, head)) for event in events])
+                    own = {"id": head.get("id")}
+                    yield b"".join([data_frame({**event, **own}) for event in events])
                 reading[asyncio.ensure_future(_read_next(answers[place]))] = place
         usages = [stream.usage for stream in streams if stream.usage]
         if usages:
-            yield data_frame({**head, "choices": [], "usage": _sum_usage(usages)})
+            yield data_frame({**head, "choices": [], "usage": _add_counts(usages)})
         yield DONE
     finally:
         for task in reading:
@@ -85,9 +110,9 @@ class ChoiceStream:
     def __init__(self, place: int) -> None:
         self._place = place
         self._splitter = EventSplitter()
-        self.usage: dict[str, Any] = {}
+        self.usage: NewValues = {}
 
-    def feed(self, chunk: bytes) -> list[dict[str, Any]]:
+    def feed(self, chunk: bytes) -> list[NewValues]:
         """Return the events that are complete, with the choice's number."""
         events = []
         for payload in self._splitter.feed(chunk):
@@ -103,15 +128,16 @@ class ChoiceStream:
         return events
 
 
-def _rename_choice(event: dict[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
-    return {**event, "id": head["id"]} if "id" in event and "id" in head else event
-
-
-def _sum_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return OpenAI's usage of several choices, in which the prompt counts once."""
-    written = sum(usage["completion_tokens"] for usage in usages)
-    total = usages[0]["prompt_tokens"] + written
-    return {**usages[0], "completion_tokens": written, "total_tokens": total}
+def _add_counts(usages: Sequence[NewValues]) -> NewValues:
+    """Return the sums of the counts of one name, also inside of objects."""
+    total: NewValues = {}
+    for usage in usages:
+        for name, count in usage.items():
+            if isinstance(count, dict):
+                total[name] = _add_counts([total.get(name, {}), count])
+            elif count is not None:
+                total[name] = total.get(name, 0) + count
+    return total
 
 
 async def _read_next(answer: Relayed) -> bytes:

@@ -4,7 +4,8 @@ Texts may hold markers, which stand for lazy answers.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import count
 from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
@@ -12,6 +13,8 @@ from annotated_types import MaxLen, MinLen
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from shell_router.core.engine import JoinedText
+from shell_router.core.exact_json import NewValues, Values, parse_json, write_json
 from shell_router.core.sampling import check_depth
 from shell_router.core.validation import Array, Name, field_error, show
 from shell_router.moa.calls import ToolOffer
@@ -22,15 +25,16 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 2**18
 """The limit of all tools together as JSON: each of them is part of the prompt."""
 
-FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,128}$")]
 CallId = Annotated[str, MinLen(1), MaxLen(CALL_ID_CHARACTERS)]
 
 
 class ContentPart(TypedDict):
-    """A part of a message: a text, or an image that only an engine's own chats read."""
+    """A part of a message: a text or refusal, or an image that only an engine's own chats read."""
 
     type: Name
     text: NotRequired[str | None]
+    refusal: NotRequired[str | None]
 
 
 Content = str | Array[ContentPart]
@@ -40,13 +44,13 @@ class CalledFunction(TypedDict):
     """A function with the arguments of a call, a JSON object as text."""
 
     name: FunctionName
-    arguments: str | dict[str, Any]
+    arguments: str | NewValues
 
 
 class Call(TypedDict):
     """A call that an assistant's message holds."""
 
-    id: CallId
+    id: NotRequired[CallId | None]
     type: NotRequired[Literal["function"] | None]
     function: CalledFunction
 
@@ -72,7 +76,7 @@ class ToolMessage(TypedDict):
 
     role: Literal["tool"]
     content: Content
-    tool_call_id: CallId
+    tool_call_id: NotRequired[CallId | None]
 
 
 Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -84,7 +88,7 @@ class Function(TypedDict):
 
     name: FunctionName
     description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
+    parameters: NotRequired[NewValues | None]
     strict: NotRequired[bool | None]
 
 
@@ -116,11 +120,31 @@ class ToolFields(TypedDict, total=False):
     parallel_tool_calls: bool
 
 
-def read_tools(body: ToolFields, sent: Mapping[str, Any]) -> ToolOffer | None:
+def drop_other_tools(sent: Values, kind: str) -> tuple[Values, list[str]]:
+    """Return the body without tools of kinds other than `kind`, and names of those tools.
+
+    The router cannot run them. Agents send all of theirs, whether they are needed or not.
+    """
+    tools = sent.get("tools")
+    if not isinstance(tools, list):
+        return sent, []
+    kept = []
+    names = []
+    for tool in tools:
+        other = isinstance(tool, dict) and tool.get("type")
+        if isinstance(other, str) and other != kind:
+            names.append(f"tools.{other}")
+        else:
+            kept.append(tool)
+    return {**sent, "tools": kept}, names
+
+
+def read_tools(body: ToolFields, sent: Values) -> ToolOffer | None:
     """Return the offer of a validated body; None if no function may be called.
 
-    If one function must be called, the others are no part of the prompt, as in SGLang. `sent` is
-    the body as it was sent: templates write a function's fields in the client's order.
+    A named function is called once. If one function must be called, the others are no part of the
+    prompt, as in SGLang. `sent` is the body as it was sent: templates write a function's fields in
+    the client's order.
 
     Raises:
         InvalidField: A name repeats, the choice has no tool, or the tools are too large.
@@ -140,13 +164,14 @@ def read_tools(body: ToolFields, sent: Mapping[str, Any]) -> ToolOffer | None:
                 f"is {show(name)}, which is none of the tools",
                 "Name one of tools.",
             )
-    return ToolOffer(tools, choice != "auto", body.get("parallel_tool_calls", True))
+    parallel = isinstance(choice, str) and body.get("parallel_tool_calls", True)
+    return ToolOffer(tools, choice != "auto", parallel)
 
 
-def _read_fitting(sent: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+def _read_fitting(sent: Sequence[Any]) -> tuple[Values, ...]:
     """Return validated tools with the fields that templates know; raises InvalidField."""
     check_depth(sent, "tools")
-    size = len(orjson.dumps(sent))
+    size = len(write_json(sent))
     if size > MAX_TOOLS_BYTES:
         raise field_error("tools", f"takes {size} bytes", f"Send at most {MAX_TOOLS_BYTES}.")
     names = set[str]()
@@ -157,10 +182,6 @@ def _read_fitting(sent: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
             for name, value in tool["function"].items()
             if name in Function.__annotations__ and value is not None
         }
-        definitions = function.get("parameters", {}).get("$defs")
-        if not isinstance(definitions, dict | None):
-            path = f"tools[{at}].function.parameters.$defs"
-            raise field_error(path, f"must be an object, not {show(definitions)}")
         if function["name"] in names:
             raise field_error(f"tools[{at}].function.name", f"repeats {function['name']!r}")
         names.add(function["name"])
@@ -171,15 +192,15 @@ def _read_fitting(sent: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
 PLAIN = {"role", "content"}
 
 
-def read_messages(messages: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+def read_messages(messages: Sequence[Any]) -> tuple[Values, ...]:
     """Return validated messages with their texts alone, as chat templates take them.
 
     Raises:
         InvalidField: A part is no text, or an order or a call is wrong.
     """
-    read: list[Mapping[str, Any]] = []
+    read: list[Values] = []
     has_question = False
-    for at, message in enumerate(messages):
+    for at, message in enumerate(name_calls(messages)):
         role = message["role"]
         has_question = has_question or role == "user"
         if len(message) == 2 and role != "developer" and isinstance(message.get("content"), str):
@@ -192,12 +213,30 @@ def read_messages(messages: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(read)
 
 
-def check_order(messages: Sequence[Mapping[str, Any]]) -> None:
+def name_calls(messages: Sequence[Any]) -> list[Any]:
+    """Return the messages with an id for each call.
+
+    Results without an id answer the calls without one in their order.
+    """
+    called = count()
+    answered = count()
+    named = list(messages)
+    for at, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        if not all(call.get("id") for call in calls):
+            calls = [{**call, "id": call.get("id") or f"call-{next(called)}"} for call in calls]
+            named[at] = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and not message.get("tool_call_id"):
+            named[at] = {**message, "tool_call_id": f"call-{next(answered)}"}
+    return named
+
+
+def check_order(messages: Sequence[Values]) -> None:
     """Raise InvalidField unless the last message asks, and each result answers an earlier call."""
-    if messages[-1]["role"] not in ("user", "tool"):
+    if messages[-1]["role"] == "assistant":
         raise field_error(
             f"messages[{len(messages) - 1}].role",
-            "must be user or tool",
+            "must not be assistant",
             "Put the question, or a call's result, in the last message.",
         )
     open_calls: set[str] = set()
@@ -212,12 +251,12 @@ def check_order(messages: Sequence[Mapping[str, Any]]) -> None:
             open_calls.remove(message["tool_call_id"])
 
 
-def _read_message(message: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+def _read_message(message: Values, path: str) -> Values:
     role = message["role"]
-    read: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": join_texts(message.get("content") or "", f"{path}.content"),
-    }
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = JoinedText.of(list_texts(content, f"{path}.content"))
+    read: NewValues = {"role": "system" if role == "developer" else role, "content": content}
     if role == "tool":
         read["tool_call_id"] = message["tool_call_id"]
     if calls := message.get("tool_calls"):
@@ -227,23 +266,24 @@ def _read_message(message: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return read
 
 
-def join_texts(content: str | Sequence[ContentPart], path: str) -> str:
-    """Return a content's text; raises InvalidField for a part that is none."""
+def list_texts(content: str | Sequence[ContentPart], path: str) -> list[str]:
+    """List the texts of a content's parts; raises InvalidField for a part that is none."""
     if isinstance(content, str):
-        return content
+        return [content]
     texts = []
     for at, part in enumerate(content):
-        if part["type"] != "text":
+        kind = part["type"]
+        if kind not in ("text", "refusal"):
             remedy = "Only text is served; leave other parts out."
             raise field_error(f"{path}[{at}].type", "must be text", remedy)
-        text = part.get("text")
+        text = part.get("text") if kind == "text" else part.get("refusal")
         if text is None:
-            raise field_error(f"{path}[{at}].text", "is missing")
+            raise field_error(f"{path}[{at}].{kind}", "is missing")
         texts.append(text)
-    return "".join(texts)
+    return texts
 
 
-def read_calls(calls: Sequence[Call], path: str) -> tuple[Mapping[str, Any], ...]:
+def read_calls(calls: Sequence[Any], path: str) -> tuple[Values, ...]:
     """Return an assistant message's calls with their arguments as objects; raises InvalidField."""
     return tuple(
         [
@@ -253,56 +293,25 @@ def read_calls(calls: Sequence[Call], path: str) -> tuple[Mapping[str, Any], ...
     )
 
 
-def _read_called(call: Call, path: str) -> Mapping[str, Any]:
-    function = call["function"]
-    arguments: Any = function["arguments"]
-    path = f"{path}.function.arguments"
-    if isinstance(arguments, str):
-        try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            remedy = "Send the model's own arguments."
-            raise field_error(path, "is not JSON", remedy) from None
-    if not isinstance(arguments, dict):
-        raise field_error(path, "must be a JSON object, as text")
-    check_depth(arguments, path)
-    return {"name": function["name"], "arguments": arguments}
+def _read_called(call: Call, path: str) -> Values:
+    arguments = read_arguments(call["function"]["arguments"])
+    check_depth(arguments, f"{path}.function.arguments")
+    return {"name": call["function"]["name"], "arguments": arguments}
 
 
-def calls_schema(offer: ToolOffer) -> str:
-    """Return the JSON schema of an array of calls, as SGLang has it; "" if no call must be made.
-
-    Raises:
-        InvalidField: Two tools define a type of one name differently.
-    """
-    if not offer.must_call:
-        return ""
-    kinds: dict[str, Any] = {}
-    items = []
-    for at, tool in enumerate(offer.tools):
-        function = tool["function"]
-        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
-        for name, kind in (parameters.pop("$defs", None) or {}).items():
-            if kinds.setdefault(name, kind) != kind:
-                path = f"tools[{at}].function.parameters.$defs.{name}"
-                raise field_error(path, "differs from that of another tool", "Rename one of them.")
-        called = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
-        items.append(
-            {
-                "type": "object",
-                "properties": called,
-                "required": [*called],
-                "additionalProperties": False,
-            }
-        )
-    schema = {
-        "type": "array",
-        "minItems": 1,
-        "items": items[0] if len(items) == 1 else {"anyOf": items},
-    }
-    if not offer.parallel:
-        schema["maxItems"] = 1
-    return orjson.dumps({**schema, "$defs": kinds} if kinds else schema).decode()
+def read_arguments(written: Any) -> NewValues:
+    """Return a call's arguments; what a model wrote in their place in Anthropic's wrapping."""
+    arguments = written
+    if isinstance(written, str):
+        arguments = None
+        if written.strip():
+            try:
+                arguments = parse_json(written)
+            except orjson.JSONDecodeError:
+                return {"INVALID_JSON": written}
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": written}
 
 
 # --- markers of lazy answers
@@ -346,13 +355,13 @@ def holds_marker(text: str) -> bool:
     return any(word in text and form.search(text) for word, form in _FORMS.items())
 
 
-def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
+def has_markers(messages: Sequence[Values]) -> bool:
     """Return whether a lazy answer's marker is in the messages, whole or altered."""
     return holds_marker("\n".join([turn["content"] for turn in messages])) or any(
         map(is_marked_elsewhere, messages)
     )
 
 
-def is_marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+def is_marked_elsewhere(turn: Values) -> bool:
     """Return whether a marker is in the message's calls of tools, or in its thinking."""
-    return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
+    return len(turn) > len(("role", "content")) and holds_marker(write_json(turn).decode())

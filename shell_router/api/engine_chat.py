@@ -5,20 +5,20 @@ The router's own way renders a prompt and reads tokens. A chat that it cannot se
 servers of a pair as the client sent it, and the answer comes back as it is.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Required
 
-import orjson
 from annotated_types import Interval
 
 from shell_router.api.bodies import (
+    CONSTRAINTS,
     as_json,
     check_asks_nothing,
     check_few,
     check_template_kwargs,
     read_sampling,
 )
-from shell_router.api.conversation import check_order, read_calls, read_tools
+from shell_router.api.conversation import check_order, name_calls, read_calls, read_tools
 from shell_router.api.fields import (
     CHAT,
     ENGINE_FIELDS,
@@ -34,18 +34,15 @@ from shell_router.api.fields import (
     Tokens,
 )
 from shell_router.core.engine import ChatServing
+from shell_router.core.exact_json import Values, write_json
 from shell_router.core.sampling import RANGES
 from shell_router.core.validation import JsonObject, field_error
+from shell_router.engines.native_body import RANKS
 
 MAX_CHOICES_BYTES = 2**25
 """The limit of all bodies that the choices of one request are sent in."""
 
-CHOSEN_HERE: dict[str, tuple[Any, ...]] = {
-    "routed_dp_rank": (),
-    "disagg_prefill_dp_rank": (),
-    "data_parallel_rank": (),
-}
-"""SGLang's fields for routers: a wrong one makes servers answer 500."""
+CHOSEN_HERE: dict[str, tuple[Any, ...]] = dict.fromkeys(RANKS, ())
 
 NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
@@ -55,28 +52,37 @@ NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
 }
 
-READ_HERE = frozenset({"lazy", "prefill", "program", "prompt_cache_options"})
+READ_HERE = frozenset({"lazy", "prefill", "program", "prompt_cache_options", "usage"})
 """Fields that a chat may have wherever it is answered, and that mean nothing to engines."""
 
 
-def asks_engine(body: ChatBody) -> bool:
-    """Return whether a validated body asks for something that only an engine's own chats do."""
-    fields: Mapping[str, Any] = body
-    if any(fields[name] not in ENGINE_FIELDS[name] for name in ENGINE_FIELDS.keys() & fields):
+def asks_engine(body: ChatBody, chat: ChatServing) -> bool:
+    """Return whether a validated body asks for something that only an engine's own chats do.
+
+    The router itself has functions called that must be, and what a schema forms without a call.
+    """
+    fields: Values = body
+    asked = {
+        name for name in ENGINE_FIELDS.keys() & fields if fields[name] not in ENGINE_FIELDS[name]
+    }
+    messages = body["messages"]
+    if "tools" in asked and chat.tool_parser is None:
+        asked.discard("reasoning_effort")  # a hint, which must not keep tools from being offered
+    if asked - {"tools"} or any(map(_has_beyond_text, messages)):
         return True
-    return any(map(_is_beyond_text, body["messages"]))
+    if chat.tool_parser is None or not CONSTRAINTS.isdisjoint(fields):
+        return False
+    if fields.get("tool_choice", "auto") not in ("auto", "none"):
+        return False
+    return bool(asked) or any(message["role"] == "tool" for message in messages)
 
 
-def _is_beyond_text(message: Mapping[str, Any]) -> bool:
-    if message["role"] == "tool" or message.get("tool_calls"):
-        return True
+def _has_beyond_text(message: Values) -> bool:
     content = message.get("content")
     return isinstance(content, list) and any(part["type"] != "text" for part in content)
 
 
-def read_engine_chat(
-    body: ChatBody, sent: Mapping[str, Any], model: str, chat: ChatServing
-) -> list[bytes]:
+def read_engine_chat(body: ChatBody, sent: Values, model: str, chat: ChatServing) -> list[bytes]:
     """Return the bodies to send, one for each of the `n` choices.
 
     Raises:
@@ -92,25 +98,34 @@ def read_engine_chat(
             "Start all of them with --tool-call-parser and the name of the model's format, then "
             "restart the router.",
         )
-    _check_messages(body, sent)
+    messages = _read_messages(sent["messages"])
     read_sampling(body)
     if body.get("top_logprobs") and not body.get("logprobs"):
         raise field_error("top_logprobs", "needs logprobs", "Set logprobs to true.")
     check_template_kwargs(body.get("chat_template_kwargs", {}))
-    bodies = _write_choices(body.get("n", 1), sent, {"model": model}, {*NOT_FORWARDED, *READ_HERE})
+    own = {"model": model, "messages": messages}
+    bodies = write_choices(body.get("n", 1), sent, own, {*NOT_FORWARDED, *READ_HERE})
     CHAT.find_unknown(sent, NOT_FORWARDED)
     return bodies
 
 
-def _check_messages(body: ChatBody, sent: Mapping[str, Any]) -> None:
-    for at, message in enumerate(sent["messages"]):
+def _read_messages(sent: Sequence[Any]) -> list[Any]:
+    """Return validated messages with calls that SGLang can read; raises InvalidField."""
+    messages = name_calls(sent)
+    for at, message in enumerate(messages):
         if message.get("tools") is not None:  # SGLang would add them to the body's, unchecked
             path = f"messages[{at}].tools"
             raise field_error(path, "is not served", "Put them into the body's tools.")
-    for at, checked in enumerate(body["messages"]):
-        fields: Mapping[str, Any] = checked
-        read_calls(fields.get("tool_calls") or (), f"messages[{at}].tool_calls")
-    check_order(body["messages"])
+        if calls := read_calls(message.get("tool_calls") or (), f"messages[{at}].tool_calls"):
+            messages[at] = {**message, "tool_calls": [_write_arguments(call) for call in calls]}
+    check_order(messages)
+    return messages
+
+
+def _write_arguments(call: Values) -> Values:
+    function = call["function"]
+    arguments = write_json(function["arguments"]).decode()
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class CompletionBody(SamplingFields, StopField, ForwardedFields, EndUserFields, total=False):
@@ -127,30 +142,34 @@ class CompletionBody(SamplingFields, StopField, ForwardedFields, EndUserFields, 
 COMPLETION = JsonObject(CompletionBody)
 
 
-def read_completion(body: CompletionBody, sent: Mapping[str, Any], model: str) -> list[bytes]:
+def read_completion(body: CompletionBody, sent: Values, model: str) -> list[bytes]:
     """Return the bodies of a completion to send, one for each of the `n` choices.
 
     Raises:
         InvalidField: The engine would misread a field.
     """
-    prompt = _read_prompt(body["prompt"])
+    check_asks_nothing(sent, NOT_COMPLETED, "is not served")
+    read_sampling(body)
+    own = {"prompt": read_prompt(body), "model": model}
+    bodies = write_choices(body.get("n", 1), sent, own, {*NOT_COMPLETED, "prompt_cache_key"})
+    COMPLETION.find_unknown(sent, NOT_COMPLETED)
+    return bodies
+
+
+def read_prompt(body: CompletionBody) -> Any:
+    """Return the prompt, also of a list that holds one, as LangChain and lm-eval send it.
+
+    Raises:
+        InvalidField: It is neither one text nor the token ids of one.
+    """
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (ids or isinstance(prompt, str)):
         raise field_error(
             "prompt", "must be a string or an array of token ids", "Send a request for each prompt."
         )
-    check_asks_nothing(sent, NOT_COMPLETED, "is not served")
-    read_sampling(body)
-    own = {"prompt": prompt, "model": model}
-    bodies = _write_choices(body.get("n", 1), sent, own, {*NOT_COMPLETED, "prompt_cache_key"})
-    COMPLETION.find_unknown(sent, NOT_COMPLETED)
-    return bodies
-
-
-def _read_prompt(prompt: Any) -> Any:
-    """Return the prompt of a list that holds one, as LangChain and lm-eval send it."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        return prompt[0]
     return prompt
 
 
@@ -164,8 +183,8 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _write_choices(
-    choices: int, sent: Mapping[str, Any], own: Mapping[str, Any], left_out: Collection[str]
+def write_choices(
+    choices: int, sent: Values, own: Values, left_out: Collection[str]
 ) -> list[bytes]:
     """Return a body for each choice: a pair answers a request once.
 
@@ -199,4 +218,4 @@ def _write_choices(
         return [first] * choices
     highest = RANGES["sampling_seed"].high
     seeds = [min(whole["seed"] + place, highest) for place in range(1, choices)]
-    return [first, *(orjson.dumps({**whole, "seed": seed}) for seed in seeds)]
+    return [first, *(write_json({**whole, "seed": seed}) for seed in seeds)]

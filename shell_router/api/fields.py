@@ -10,6 +10,8 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, with_con
 from typing_extensions import TypedDict
 
 from shell_router.api.conversation import Content, Messages, ToolFields
+from shell_router.config import UsageCount
+from shell_router.core.exact_json import NewValues
 from shell_router.core.sampling import MAX_INTEGER, MAX_STOPS, MAX_TOKEN_IDS, RANGES
 from shell_router.core.validation import Array, JsonObject, Name, without_nulls
 
@@ -35,7 +37,7 @@ Tokens = Annotated[int, Interval(ge=1, le=MAX_INTEGER)]
 """A limit of what is written: an answer has at least one token."""
 NoEffect = Annotated[Any, Field(description="Accepted without effect.")]
 STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
-Labels = Annotated[dict[str, Any], WithJsonSchema(STRINGS)]
+Labels = Annotated[NewValues, WithJsonSchema(STRINGS)]
 """An object of strings. They are checked where they are read, as there may be thousands."""
 Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
 """A program's or agent's id, fit for URLs and cache keys."""
@@ -62,7 +64,7 @@ class SamplingFields(TypedDict, total=False):
     stop_token_ids: Annotated[Array[Annotated[int, Ge(0)]], MaxLen(MAX_TOKEN_IDS)]
     regex: str
     ebnf: str
-    json_schema: str | dict[str, Any]
+    json_schema: str | NewValues
 
 
 class StopField(TypedDict, total=False):
@@ -80,7 +82,7 @@ class PlainFormat(TypedDict):
 class NamedSchema(TypedDict):
     """A JSON schema by OpenAI's name."""
 
-    schema: dict[str, Any]
+    schema: NewValues
 
 
 class SchemaFormat(TypedDict):
@@ -156,13 +158,15 @@ class PluginFields(FusionFields, total=False):
 class BringingFields(TypedDict, total=False):
     """Fields with which a request brings its topology."""
 
-    topology: dict[str, Any]
+    topology: NewValues
     fusion: Annotated[FusionFields, without_nulls]
     judge: Judge
     plugins: Array[Annotated[PluginFields, without_nulls]]
 
 
 BRINGING = frozenset(BringingFields.__annotations__)
+OBJECTS_OF_PANELS = BRINGING - {"judge"}
+"""Fields that hold all of a topology or panel."""
 
 
 # --- chats
@@ -184,7 +188,8 @@ class SharedFields(SamplingFields, BringingFields, PanelFields, total=False):
 
     model: Names
     stream: bool
-    chat_template_kwargs: dict[str, Any]
+    usage: UsageCount | NewValues
+    chat_template_kwargs: NewValues
     program: Identifier
     lazy: bool
     prefill: PrefillField
@@ -204,20 +209,19 @@ class Prediction(TypedDict):
 
 
 class InertFields(TypedDict, total=False):
-    """OpenAI's fields that never change an answer: billing, storage, speed."""
+    """OpenAI's fields that never change an answer: billing, speed."""
 
     prompt_cache_options: NoEffect
     prompt_cache_retention: NoEffect
     safety_identifier: NoEffect
     service_tier: NoEffect
-    store: NoEffect
 
 
 class ForwardedFields(TypedDict, total=False):
     """Fields that only an engine's own chats and completions have."""
 
     n: Annotated[int, Interval(ge=1, le=MAX_CHOICES)]
-    logit_bias: dict[str, Any]
+    logit_bias: NewValues
     stream_options: StreamOptions
 
 
@@ -233,6 +237,7 @@ class ChatBody(
     """A chat completion."""
 
     messages: Required[Messages]
+    store: NoEffect
     logprobs: bool
     top_logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP_LOGPROBS)]
     separate_reasoning: bool
@@ -247,7 +252,6 @@ CHAT = JsonObject(
     ChatBody,
     {
         "messages": "Send at least one user message.",
-        "tools.type": "Only function tools are served.",
     },
 )
 
@@ -268,7 +272,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "verbosity": (),
     "best_of": (1,),
     "echo": (False,),
     "top_a": (0,),

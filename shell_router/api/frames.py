@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any
 
 import orjson
 
+from shell_router.api.bodies import ChatRequest
 from shell_router.api.runs import Run
 from shell_router.api.streaming import DONE, StreamPosition, data_frame
 from shell_router.core.events import (
@@ -26,6 +26,7 @@ from shell_router.core.events import (
     StepChosen,
     answer_in,
 )
+from shell_router.core.exact_json import NewValues
 from shell_router.moa.calls import ToolCall
 from shell_router.moa.requests import AgentRequest, Answer
 from shell_router.telemetry import Trace
@@ -49,9 +50,10 @@ KINDS: dict[type, str] = {
 }
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in KINDS}
 _TIMES = ("at_s", "started_s")
+NAMED_AGENTS = 16
 
 
-def describe_event(event: Event, origin_s: float) -> dict[str, Any]:
+def describe_event(event: Event, origin_s: float) -> NewValues:
     """Return the event's fields; times become seconds since `origin_s`."""
     described = {name: getattr(event, name) for name in _FIELDS[type(event)]}
     for time in _TIMES:
@@ -84,34 +86,36 @@ def _join_pieces(
             yield replace(pieces[-1], ids=ids, text="".join(piece.text for piece in pieces))
 
 
-def sum_usage(answer: Answer) -> dict[str, Any]:
-    """Return OpenAI's usage, summed over the agents."""
+def sum_usage(answer: Answer, writer: str, counted: str = "all") -> NewValues:
+    """Return OpenAI's usage, summed over the agents, or with "root" of the `writer` alone.
+
+    Outputs of other agents than the answer's `writer` are hidden, and count as its reasoning.
+    """
+    agents = answer.agents
+    if counted == "root" and writer in agents:
+        agents = {writer: agents[writer]}
     prompt = written = cached = drafted = accepted = thought = 0
-    for spent in answer.agents.values():
+    for agent, spent in agents.items():
         prompt += spent.prompt_tokens
         written += spent.completion_tokens
         cached += spent.cached_tokens
         drafted += spent.drafted_tokens
         accepted += spent.accepted_tokens
-        thought += spent.reasoning_tokens
-    counts = {
+        thought += spent.reasoning_tokens if agent == writer else spent.completion_tokens
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": thought,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
     }
-    details = {}
-    if thought:
-        details["reasoning_tokens"] = thought
-    if drafted:
-        details["accepted_prediction_tokens"] = accepted
-        details["rejected_prediction_tokens"] = drafted - accepted
-    if details:
-        return {**counts, "completion_tokens_details": details}
-    return counts
 
 
-def describe_agents(answer: Answer, trace: Trace) -> dict[str, Any]:
+def describe_agents(answer: Answer, trace: Trace) -> NewValues:
     """Return the state and cost of each agent; confidences are the trace's."""
     described = {}
     for agent, spent in answer.agents.items():
@@ -121,7 +125,30 @@ def describe_agents(answer: Answer, trace: Trace) -> dict[str, Any]:
     return described
 
 
-def _describe_call(call: ToolCall) -> dict[str, Any]:
+def list_warnings(answer: Answer, root: str) -> dict[str, list[str]]:
+    """Return `warnings` for the reply about agents that failed, and outputs read incomplete."""
+    warnings = [
+        f"The answer goes without agent {agent!r}: {spent.error}"
+        for agent, spent in answer.agents.items()
+        if spent.error
+    ][:NAMED_AGENTS]
+    if answer.warning:
+        warnings.append(answer.warning)
+    cut = [
+        agent
+        for agent, spent in answer.agents.items()
+        if spent.finish_reason == "length" and agent != root and not spent.error
+    ]
+    if cut:
+        names = ", ".join(cut[:NAMED_AGENTS])
+        warnings.append(
+            f"Outputs were cut at their limit before other agents read them: {names}. Raise "
+            "max_tokens of a panel, max_new_tokens of a topology's agents."
+        )
+    return {"warnings": warnings} if warnings else {}
+
+
+def _describe_call(call: ToolCall) -> NewValues:
     return {
         "id": call.id,
         "type": "function",
@@ -129,10 +156,12 @@ def _describe_call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _get_finish_reason(answer: Answer) -> str:
-    if answer.calls:
-        return "tool_calls"
-    return answer.reason
+def _describe_end(answer: Answer) -> NewValues:
+    """Return why the answer ended; as SGLang's chats it names the stop string that was met."""
+    if answer.calls and answer.reason != "length":
+        return {"finish_reason": "tool_calls"}
+    matched = {"matched_stop": answer.matched} if answer.matched else {}
+    return {"finish_reason": answer.reason, **matched}
 
 
 class ChatFrames:
@@ -147,8 +176,7 @@ class ChatFrames:
         self,
         run: Run,
         model: str,
-        include_usage: bool,
-        include_agents: bool,
+        chat: ChatRequest,
         place: StreamPosition | None = None,
     ) -> None:
         self._base = {
@@ -160,20 +188,19 @@ class ChatFrames:
         self._open = orjson.dumps(self._base)[:-1]
         self._answering = run.answering
         self._trace = run.trace
-        self._include_usage = include_usage
-        self._include_agents = include_agents
+        self._chat = chat
         self._place = place
         self._role = b'"role":"assistant",'
 
     def wants(self, event: Event) -> bool:
         """Return whether the event would be written."""
-        return self._include_agents or bool(
+        return self._chat.include_agents or bool(
             answer_in(event, self._answering) or self._get_thinking(event)
         )
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: Answer) -> NewValues:
         """Return a whole chat completion."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        message: NewValues = {"role": "assistant", "content": answer.text}
         if answer.calls:
             message |= {
                 "content": answer.text or None,
@@ -185,28 +212,34 @@ class ChatFrames:
             "index": 0,
             "message": message,
             "logprobs": None,
-            "finish_reason": _get_finish_reason(answer),
+            **_describe_end(answer),
         }
-        body: dict[str, Any] = {
+        return {
             **self._base,
             "object": "chat.completion",
             "choices": [choice],
-            "usage": sum_usage(answer),
+            "usage": self._sum_usage(answer),
+            **self._describe(answer),
         }
-        if self._include_agents:
-            body["agents"] = describe_agents(answer, self._trace)
-        return body
+
+    def _sum_usage(self, answer: Answer) -> NewValues:
+        return sum_usage(answer, self._trace.writer, self._chat.usage)
+
+    def _describe(self, answer: Answer) -> NewValues:
+        """Return warnings about the answer's agents, and the agents if the client asks for them."""
+        described: NewValues = {**list_warnings(answer, self._trace.root)}
+        if self._chat.include_agents:
+            described["agents"] = describe_agents(answer, self._trace)
+        return described
 
     def events(self, events: Sequence[Event]) -> bytes:
         """Return the chunks of the events."""
-        if self._include_agents:
+        if self._chat.include_agents:
             return b"".join([self._frame(event) for event in join_tokens(events)])
         # all events are parts of the answer
         thinking = "".join([self._get_thinking(event) for event in events])
         answer = "".join([answer_in(event, self._answering) for event in events])
-        if thinking:
-            return self._write_delta(thinking, answer)
-        return self._text(answer) if answer else b""
+        return self._write_delta(thinking, answer)
 
     def answer(self, answer: Answer) -> bytes:
         """Return the tool calls, the finish reason, the usage if wanted, and the end mark.
@@ -218,22 +251,20 @@ class ChatFrames:
             self._place.require_reached()
         calls = b""
         for index, call in enumerate(answer.calls):
-            role: dict[str, Any] = {"role": "assistant"} if self._role else {}
+            role: NewValues = {"role": "assistant"} if self._role else {}
             delta = role | {"tool_calls": [{"index": index, **_describe_call(call)}]}
             calls += data_frame(
                 {**self._base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
             )
             self._role = b""
-        choice = {"index": 0, "delta": {}, "finish_reason": _get_finish_reason(answer)}
-        finish: dict[str, Any] = {**self._base, "choices": [choice]}
-        if self._include_agents:
-            finish["agents"] = describe_agents(answer, self._trace)
-        frames = calls + data_frame(finish)
-        if self._include_usage:
-            frames += data_frame({**self._base, "choices": [], "usage": sum_usage(answer)})
-        return frames + DONE
+        choice = {"index": 0, "delta": {}, **_describe_end(answer)}
+        frames = data_frame({**self._base, "choices": [choice], **self._describe(answer)})
+        if self._chat.include_usage:
+            usage = self._sum_usage(answer)
+            frames += data_frame({**self._base, "choices": [], "usage": usage})
+        return calls + frames + DONE
 
-    def error(self, envelope: dict[str, Any]) -> bytes:
+    def error(self, envelope: NewValues) -> bytes:
         """Return the frame on which OpenAI's clients raise an APIError."""
         return data_frame(envelope)
 
@@ -298,15 +329,16 @@ class ChatFrames:
 class AgentFrames:
     """Writes the frames of one streamed agent request (streaming.Frames)."""
 
-    def __init__(self, run: Run, request: AgentRequest) -> None:
+    def __init__(self, run: Run, request: AgentRequest, usage: str) -> None:
         self._run = run
         self._request = request
+        self._usage = usage
 
     def wants(self, event: Event) -> bool:
         """Return whether the event is written; the last frame has the agent's end."""
         return not isinstance(event, AgentFinished | AgentErred)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: Answer) -> NewValues:
         """Return a whole answer."""
         request = self._request
         return {
@@ -319,7 +351,8 @@ class AgentFrames:
             "model": answer.agents[request.agent].model if request.model == AUTO else request.model,
             "text": answer.text,
             "finish_reason": answer.reason,
-            "usage": sum_usage(answer),
+            "usage": sum_usage(answer, self._run.trace.writer, self._usage),
+            **list_warnings(answer, self._run.trace.root),
         }
 
     def events(self, events: Sequence[Event]) -> bytes:
@@ -330,7 +363,7 @@ class AgentFrames:
         """Return the finished event, which holds the whole answer, and the end mark."""
         return data_frame({"type": "finished", **self.whole(answer)}) + DONE
 
-    def error(self, envelope: dict[str, Any]) -> bytes:
+    def error(self, envelope: NewValues) -> bytes:
         """Return the error event."""
         return data_frame({"type": "error", **envelope})
 

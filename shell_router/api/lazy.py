@@ -67,6 +67,8 @@ async def read_program(
         prefill = read_prefill(body.get("prefill"))
         return _agent_of(chat, models, program, agent, turns, prefill, is_lazy=wish.is_lazy)
     texts = await _outputs(request, program, reads, chat.timeout_s)
+    for model in request.app[SERVICES].models.values():
+        texts = {agent: model.tokenizer.control.quote(text) for agent, text in texts.items()}
     messages = tuple(
         {"role": role, "content": "".join(_text_of(segment, texts) for segment in segments)}
         for role, segments in turns
@@ -128,11 +130,6 @@ def _agent_of(
     sampling = chat.sampling
     if is_lazy:  # readers that are not known yet want small pieces
         sampling = {**sampling, "stream_interval": tokens_per_event(0.0, judged=False)}
-    system: list[Segment] = []
-    for role, segments in turns:
-        if role == "system":
-            system += ("\n\n", *segments)
-    first = [("system", tuple(system[1:]))] if system else []
     return AgentRequest(
         tenant=chat.tenant,
         end_user=chat.end_user,
@@ -140,7 +137,7 @@ def _agent_of(
         agent=agent,
         model=models[0] if len(models) == 1 else AUTO,
         candidates=tuple(models) if len(models) > 1 else (),
-        messages=(*first, *(turn for turn in turns if turn[0] != "system")),
+        messages=turns,
         sampling=sampling,
         prefill=prefill,
         wait_s=chat.timeout_s,

@@ -4,10 +4,10 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
 
+from shell_router.core.exact_json import Values
 from shell_router.errors import (
     ConfigError,
     InvalidField,
@@ -53,7 +53,7 @@ class LiveTopologies(Mapping[str, Graph]):
             self._take(catalog)
         return [error for _, error in errors]
 
-    async def put(self, name: str, document: Mapping[str, Any]) -> bool:
+    async def put(self, name: str, document: Values) -> bool:
         """Serve the document under `name`; return whether the name is new.
 
         Raises what `Catalog.with_put` does.
@@ -76,7 +76,7 @@ class LiveTopologies(Mapping[str, Graph]):
         self._require(self.catalog.settings.api, "api")
         return self.catalog
 
-    async def inline(self, document: Mapping[str, Any]) -> Graph:
+    async def inline(self, document: Values) -> Graph:
         """Return the graph of a request's own document; the latest ones are kept.
 
         Raises:
@@ -95,13 +95,13 @@ class LiveTopologies(Mapping[str, Graph]):
             del kept[next(iter(kept))]
         return graph
 
-    def _write(self, document: Mapping[str, Any], where: str) -> bytes:
+    def _write(self, document: Values, where: str) -> bytes:
         """Return the document as text; raises InvalidField if it is over the limit."""
         limit = self.catalog.settings.max_bytes
         try:
             text = orjson.dumps(document)
-        except orjson.JSONEncodeError:
-            raise InvalidField("The topology is nested too deeply.", field=where) from None
+        except orjson.JSONEncodeError as error:
+            raise InvalidField(f"The topology cannot be kept: {error}.", field=where) from None
         if len(text) > limit:
             raise InvalidField(
                 f"The topology has {len(text)} bytes.",

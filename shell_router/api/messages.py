@@ -6,18 +6,18 @@ Nothing is stored.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-import orjson
 from annotated_types import MinLen
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from shell_router.api.bodies import read_object
-from shell_router.api.chat import answer_chat
-from shell_router.api.conversation import FunctionName
+from shell_router.api.chat import answer_chat, count_prompt
+from shell_router.api.conversation import FunctionName, drop_other_tools, read_arguments
 from shell_router.api.fields import NoEffect, SharedFields, Tokens
-from shell_router.api.replies import anthropic_error, note_ignored
+from shell_router.api.replies import anthropic_error, json_reply, note_ignored
 from shell_router.api.services import SERVICES
-from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
+from shell_router.api.translation import Events, ItemTranslation, Kind, count_reasoning
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.validation import Array, JsonObject, Name
 from shell_router.http.app import Reply, Request
 
@@ -91,9 +91,9 @@ AssistantBlock = Annotated[
 
 
 class UserMessage(TypedDict):
-    """A message of the user, with the results of calls."""
+    """A message of the user, with the results of calls, or of a system that reminds."""
 
-    role: Literal["user"]
+    role: Literal["user", "system"]
     content: str | Array[UserBlock]
 
 
@@ -179,16 +179,15 @@ MESSAGES = JsonObject(
     {
         "max_tokens": "Set it to the most tokens that may be written.",
         "messages": "Send at least one user message.",
-        "messages.role": "Instructions go into system.",
-        "tools.type": "The router runs no tools of its own: run them in the client.",
     },
 )
+BILLING = "x-anthropic-billing-header:"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def as_chat(body: MessagesBody) -> dict[str, Any]:
+def as_chat(body: MessagesBody) -> NewValues:
     """Return the chat completion's body that asks for the same as a validated body."""
-    chat: dict[str, Any] = {
+    chat: NewValues = {
         name: value for name, value in body.items() if name in SharedFields.__annotations__
     }
     chat["max_completion_tokens"] = body["max_tokens"]
@@ -210,11 +209,11 @@ def as_chat(body: MessagesBody) -> dict[str, Any]:
     return chat
 
 
-def _read_thinking(body: MessagesBody) -> dict[str, Any]:
+def _read_thinking(body: MessagesBody) -> NewValues:
     thinking = body.get("thinking")
     if thinking is None:
         return {}
-    fields: dict[str, Any] = {}
+    fields: NewValues = {}
     kind = thinking["type"]
     if kind != "adaptive":
         own = body.get("chat_template_kwargs", {})
@@ -224,8 +223,8 @@ def _read_thinking(body: MessagesBody) -> dict[str, Any]:
     return fields
 
 
-def _read_output(output: OutputConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {"reasoning_effort": output.get("effort")}
+def _read_output(output: OutputConfig) -> NewValues:
+    fields: NewValues = {"reasoning_effort": output.get("effort")}
     form = output.get("format")
     if form is not None:
         schema = {"name": "answer", "schema": form.get("schema")}
@@ -233,34 +232,41 @@ def _read_output(output: OutputConfig) -> dict[str, Any]:
     return fields
 
 
-def _read_tool(tool: CustomTool) -> dict[str, Any]:
+def _read_tool(tool: CustomTool) -> NewValues:
     function = {"name": tool["name"], "parameters": tool.get("input_schema")}
     if (description := tool.get("description")) is not None:
         function["description"] = description
     return {"type": "function", "function": function}
 
 
-def _read_messages(body: MessagesBody) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def _read_messages(body: MessagesBody) -> list[NewValues]:
+    messages: list[NewValues] = []
     if "system" in body:
-        messages.append({"role": "system", "content": _read_parts(body["system"])})
+        system = body["system"]
+        if not isinstance(system, str):  # a changing block would end the prefix cache's use
+            system = [part for part in system if not str(part.get("text")).startswith(BILLING)]
+        messages.append({"role": "system", "content": _read_parts(system)})
     for message in body["messages"]:
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if message["role"] == "user":
-            messages += _read_user(blocks)
-        else:
+        if message["role"] == "assistant":
             messages.append(_read_assistant(blocks))
+        else:
+            messages += _read_user(blocks, message["role"])
     return messages
 
 
-def _read_parts(content: str | Parts) -> str | list[dict[str, Any]]:
+def _read_parts(content: str | Parts) -> str | list[NewValues]:
+    """Return a system message's or a result's content; texts are joined as SGLang joins them."""
     if isinstance(content, str):
         return content
-    return join_parts([_read_part(block) for block in content])
+    parts = [_read_part(block) for block in content]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join([part["text"] for part in parts])
 
 
-def _read_part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+def _read_part(block: TextBlock | ImageBlock) -> NewValues:
     if block["type"] == "text":
         return {"type": "text", "text": block.get("text") or ""}
     source = block["source"]
@@ -271,7 +277,7 @@ def _read_part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _read_user(blocks: Sequence[Any]) -> list[dict[str, Any]]:
+def _read_user(blocks: Sequence[Any], role: str) -> list[NewValues]:
     """Return a user's message behind the results of calls, each a message of its own in a chat."""
     results = []
     parts = []
@@ -284,10 +290,10 @@ def _read_user(blocks: Sequence[Any]) -> list[dict[str, Any]]:
             parts.append(_read_part(block))
     if results and not parts:
         return results
-    return [*results, {"role": "user", "content": join_parts(parts)}]
+    return [*results, {"role": role, "content": parts}]
 
 
-def _read_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
+def _read_assistant(blocks: Sequence[Any]) -> NewValues:
     texts = []
     thoughts = []
     calls = []
@@ -302,7 +308,7 @@ def _read_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
                 pass
             case _:
                 texts.append(_read_part(block))
-    message: dict[str, Any] = {"role": "assistant", "content": join_parts(texts)}
+    message: NewValues = {"role": "assistant", "content": texts}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -313,27 +319,27 @@ def _read_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
 class MessageTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a message. `id` is fresh."""
 
-    def __init__(self, id: str, sent: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
-        super().__init__(sent)
+    def __init__(self, id: str, sent: Values, warnings: Mapping[str, list[str]]) -> None:
+        super().__init__(sent, warnings)
+        self._stops = sent.get("stop_sequences") or ()
         self._about = {
             "id": f"msg_{id}",
             "type": "message",
             "role": "assistant",
             "model": self.model,
-            **warnings,
         }
 
     def _write_begin(self) -> Events:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
-        nothing: dict[str, Any] = {
+        nothing: NewValues = {
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
         }
-        return [("message_start", {"message": {**self._about, **nothing}})]
+        return [("message_start", {"message": {**self._about, **nothing, **self.warnings}})]
 
-    def _write_open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+    def _write_open(self, kind: Kind, call: Values) -> Events:
         self.items.append({**BLOCKS[kind], **call})
         return [
             (
@@ -354,7 +360,7 @@ class MessageTranslation(ItemTranslation):
     def _write_close(self, text: str) -> Events:
         block = self.items[-1]
         if block["type"] == "tool_use":
-            block["input"] = _arguments(text)
+            block["input"] = read_arguments(text)
         else:
             block[DELTAS[block["type"]][1]] = text
         return [("content_block_stop", {"index": len(self.items) - 1})]
@@ -362,28 +368,32 @@ class MessageTranslation(ItemTranslation):
     def _write_end(self) -> Events:
         last = self.answer()
         delta = {name: last[name] for name in ("stop_reason", "stop_sequence")}
-        return [("message_delta", {"delta": delta, "usage": last["usage"]}), ("message_stop", {})]
+        end = {"delta": delta, "usage": last["usage"], **self.warnings}
+        return [("message_delta", end), ("message_stop", {})]
 
-    def _write_failure(self, error: Mapping[str, Any]) -> Events:
+    def _write_failure(self, error: Values) -> Events:
         return [("error", {"error": anthropic_error(error)})]
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> NewValues:
         """See `ItemTranslation`."""
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         usage = {
             "input_tokens": self.usage.get("prompt_tokens", 0) - cached,
             "cache_read_input_tokens": cached,
             "output_tokens": self.usage.get("completion_tokens", 0),
+            "output_tokens_details": {"thinking_tokens": count_reasoning(self.usage)},
         }
-        ended = {
+        ended: NewValues = {
             "stop_reason": REASONS.get(self.reason, "end_turn"),
             "stop_sequence": None,
             "usage": usage,
         }
-        return {**self._about, "content": self.items, **ended}
+        if self.reason == "stop" and self.matched in self._stops:
+            ended |= {"stop_reason": "stop_sequence", "stop_sequence": self.matched}
+        return {**self._about, "content": self.items, **ended, **self.warnings}
 
 
-BLOCKS: Mapping[Kind, dict[str, Any]] = {
+BLOCKS: Mapping[Kind, NewValues] = {
     "message": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
     "function_call": {"type": "tool_use", "input": {}},
@@ -396,19 +406,17 @@ DELTAS = {
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments; text that is cut off in Anthropic's wrapping."""
-    try:
-        arguments = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+async def count_tokens(request: Request) -> Reply:
+    """Count the tokens of a message's prompt; see `count_prompt`."""
+    sent, _ = drop_other_tools({"max_tokens": 1, **await read_object(request)}, "custom")
+    tokens = await count_prompt(request, as_chat(MESSAGES.read(sent)))
+    return json_reply(request, {"input_tokens": tokens})
 
 
 async def create_message(request: Request) -> Reply:
     """Answer in the shape of Anthropic's messages, by way of a chat completion."""
-    sent = await read_object(request)
+    sent, other_tools = drop_other_tools(await read_object(request), "custom")
     body = MESSAGES.read(sent)
-    warnings = note_ignored(request, MESSAGES.find_unknown(sent))
+    warnings = note_ignored(request, [*other_tools, *MESSAGES.find_unknown(sent)])
     translation = MessageTranslation(request.app[SERVICES].new_id(), sent, warnings)
-    return await answer_chat(request, as_chat(body), translation)
+    return await answer_chat(request, as_chat(body), translation, fits_context=True)

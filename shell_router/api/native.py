@@ -1,4 +1,4 @@
-"""Requests that a pair of engines answers itself: /generate, /prefill_only, /v1/completions."""
+"""Requests that a pair of engines answers itself, as those of /generate and /prefill_only."""
 
 import asyncio
 import re
@@ -10,27 +10,27 @@ import orjson
 from typing_extensions import TypedDict
 
 from shell_router.api.admission import ADMISSION, permit
-from shell_router.api.bodies import read_body, read_end_user, read_models, read_object
+from shell_router.api.bodies import read_body
 from shell_router.api.choices import forward_choices
 from shell_router.api.conversation import WORD, holds_marker
-from shell_router.api.engine_chat import COMPLETION, read_completion
-from shell_router.api.live import TARGETS
 from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import require_no_key
 from shell_router.api.services import (
     KEY,
+    MODELS_ASKED,
     PLACED,
     REQUEST_ID,
     SERVICES,
     SETTINGS,
     TENANT,
     TOKENS,
+    TRACE,
     Services,
 )
 from shell_router.api.streaming import data_frame, open_stream
-from shell_router.api.translation import ItemTranslation
+from shell_router.api.translation import Translation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
-from shell_router.core.validation import JsonObject, field_error, parse_object
+from shell_router.core.validation import JsonObject, parse_object
 from shell_router.engines.wire import EventSplitter, index_of
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 from shell_router.http.app import ClientGone, Reply, Request, Stream
@@ -38,7 +38,7 @@ from shell_router.moa.deadline import Deadline
 
 
 class NativeBody(TypedDict, total=False):
-    """SGLang's fields of `/generate`. The router reads `model`; engines check the others."""
+    """SGLang's fields of `/generate`. `read_native` checks all but `model`."""
 
     model: str
     text: Any
@@ -84,7 +84,7 @@ def pick_relay(services: Services, header: str | None, body: bytes) -> tuple[str
         adapters = {name for name, model in services.models.items() if model.base is not None}
         candidates = relays.keys() - adapters
         if len(candidates) != 1:
-            remedy = f"Name it in the x-model header. {_list_known(relays)}"
+            remedy = f"Name it in the header x-model or in the field model. {_list_known(relays)}"
             raise InvalidRequest("Which model is meant?", remedy=remedy)
         (name,) = candidates
     relay = relays.get(name)
@@ -95,22 +95,6 @@ def pick_relay(services: Services, header: str | None, body: bytes) -> tuple[str
 
 def _list_known(relays: Mapping[str, Relay]) -> str:
     return f"Known: {', '.join(sorted(relays)) or 'none'}."
-
-
-async def completions(request: Request) -> Reply:
-    """Complete a prompt as it is, without a chat template."""
-    sent = await read_object(request)
-    body = COMPLETION.read(sent)
-    models = read_models(body)
-    permit(request, models)
-    relay = request.app[SERVICES].relays.get(models[0]) if len(models) == 1 else None
-    if relay is None or relay.chat is None:
-        request.app[TARGETS].choose(models)
-        remedy = "Name a plain model on SGLang, or ask /v1/chat/completions."
-        raise field_error("model", "does not complete prompts", remedy)
-    bodies = read_completion(body, sent, models[0])
-    end_user = read_end_user(body)
-    return await forward(request, relay, "v1/completions", bodies, end_user=end_user)
 
 
 async def _forward_body(request: Request, route: NativeRoute) -> Reply:
@@ -125,7 +109,7 @@ async def forward(
     relay: Relay,
     route: NativeRoute,
     bodies: Sequence[bytes],
-    translation: ItemTranslation | None = None,
+    translation: Translation | None = None,
     end_user: str | None = None,
 ) -> Reply:
     """Answer with the engines' answer to `bodies`, which are the choices of one request."""
@@ -134,7 +118,6 @@ async def forward(
         raise InvalidRequest(
             "The body holds a lazy answer's marker.", remedy="Send the text that it stands for."
         )
-    limit_s = request.app[SETTINGS].request_timeout_s
     affinity = request.headers.get("x-routing-key")
     hints = Hints(request[TENANT], end_user=end_user)
     answer = NativeAnswer(request, translation)
@@ -152,20 +135,8 @@ async def forward(
         )
 
     try:
-        with Deadline(limit_s, request.app[SERVICES].deadlines):
-            async with (
-                forward_choices(send, bodies) if len(bodies) > 1 else send(bodies[0]) as relayed
-            ):
-                return await answer.forward(relayed)
-    except TimeoutError:
-        late = DeadlineExceeded(
-            f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens."
-        )
-        return await answer.fail(late)
-    except (asyncio.CancelledError, ClientGone):
-        raise
-    except Exception as error:
-        return await answer.fail(error)
+        choices = forward_choices(send, bodies) if len(bodies) > 1 else send(bodies[0])
+        return await answer.send(choices)
     finally:
         answer.count(bodies)
 
@@ -181,9 +152,11 @@ _REPORTED = (
 class NativeAnswer:
     """The engine's answer, whole or streamed, with its errors in this API's shape."""
 
-    def __init__(self, request: Request, translation: ItemTranslation | None = None) -> None:
+    def __init__(self, request: Request, translation: Translation | None = None) -> None:
         self._request = request
         self._translation = translation
+        self._services = request.app[SERVICES]
+        self._started_s = self._services.clock()
         self._stream: Stream | None = None
         self._last = dict[int, bytes]()
         self._seen = 0
@@ -196,10 +169,9 @@ class NativeAnswer:
         if not prompt:
             prompt = sum(map(len, bodies)) // CHARACTERS_PER_TOKEN
             output = self._seen
-        request = self._request
-        services = request.app[SERVICES]
-        request[TOKENS] = prompt, output
-        services.rates.add(request[TENANT], prompt + output, services.clock())
+        self._request[TOKENS] = prompt, output
+        now_s = self._services.clock()
+        self._services.rates.add(self._request[TENANT], prompt + output, now_s)
 
     def _sum_reported(self, pattern: re.Pattern[bytes]) -> int:
         counts = [pattern.findall(event) for event in self._last.values()]
@@ -207,11 +179,31 @@ class NativeAnswer:
             counts = [of_event[-1:] for of_event in counts]
         return sum(int(count) for of_event in counts for count in of_event)
 
-    async def forward(self, relayed: Relayed) -> Reply:
-        """Pass `relayed` on as it comes."""
+    async def send(self, opening: AbstractAsyncContextManager[Relayed]) -> Reply:
+        """Pass on what `opening` yields, within the time that a request may take."""
+        limit_s = self._request.app[SETTINGS].request_timeout_s
+        try:
+            with Deadline(limit_s, self._services.deadlines):
+                async with opening as relayed:
+                    return await self._forward(relayed)
+        except TimeoutError:
+            late = DeadlineExceeded(
+                f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens."
+            )
+            return await self.fail(late)
+        except (asyncio.CancelledError, ClientGone):
+            raise
+        except Exception as error:
+            return await self.fail(error)
+
+    async def _forward(self, relayed: Relayed) -> Reply:
         self._request[PLACED] = lambda: relayed.placed
         if not relayed.content_type.startswith("text/event-stream"):
             return await self._whole(relayed)
+        if TRACE not in self._request:  # runs are timed by their events
+            seconds = self._services.metrics.first_token_seconds
+            wait_s = self._services.clock() - self._started_s
+            seconds.labels(self._request[MODELS_ASKED]).observe(wait_s)
         translation = self._translation
         kind = relayed.content_type
         self._stream = await open_stream(self._request, status=relayed.status, content_type=kind)

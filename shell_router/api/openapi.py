@@ -16,6 +16,7 @@ from shell_router.api.native import NATIVE
 from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE, ErrorBody, json_reply
 from shell_router.api.response_translation import RESPONSE
 from shell_router.api.views import ENGINES, TOPOLOGY
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.validation import JsonObject
 from shell_router.http.app import Key, Request, Response, Route
 
@@ -26,7 +27,9 @@ ROUTER_BODIES: Mapping[str, JsonObject[Any]] = {
     "POST /v1/chat/completions": CHAT,
     "POST /v1/completions": COMPLETION,
     "POST /v1/responses": RESPONSE,
+    "POST /v1/responses/input_tokens": RESPONSE,
     "POST /v1/messages": MESSAGES,
+    "POST /v1/messages/count_tokens": MESSAGES,
     "POST /v1/embeddings": EMBEDDINGS,
     "POST /v1/agent/requests": AGENT,
     "POST /generate": NATIVE,
@@ -36,7 +39,7 @@ ROUTER_BODIES: Mapping[str, JsonObject[Any]] = {
 }
 BODIES = Key[dict[str, JsonObject[Any]]]("BODIES")
 """The JSON bodies of an application's routes; wings add theirs."""
-OTHER_BODIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+OTHER_BODIES: Mapping[str, tuple[str, Values]] = {
     "POST /v1/files": (
         "multipart/form-data",
         {"type": "object", "properties": {"purpose": TEXT, "file": TEXT}},
@@ -59,7 +62,7 @@ QUERIES = {
 REFERENCES = "#/components/schemas/{model}"
 
 
-def document(routes: Iterable[Route], bodies: Mapping[str, JsonObject[Any]]) -> Mapping[str, Any]:
+def document(routes: Iterable[Route], bodies: Mapping[str, JsonObject[Any]]) -> Values:
     """Return the description of `routes`; the sentence about each is its handler's own."""
     adapters: list[Any] = [(name, "validation", body.adapter) for name, body in bodies.items()]
     adapters.append(("error", "validation", TypeAdapter(ErrorBody)))
@@ -72,7 +75,7 @@ def document(routes: Iterable[Route], bodies: Mapping[str, JsonObject[Any]]) -> 
         "type": "object",
         "properties": {"error": schemas["error", "validation"]},
     }
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, NewValues] = {}
     for route in routes:
         name = f"{route.method} {route.path}"
         operation = _operation(name, route.handler)
@@ -96,11 +99,11 @@ def document(routes: Iterable[Route], bodies: Mapping[str, JsonObject[Any]]) -> 
     }
 
 
-def _add_body(operation: dict[str, Any], kind: str, schema: Mapping[str, Any]) -> None:
+def _add_body(operation: NewValues, kind: str, schema: Values) -> None:
     operation["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
 
 
-def _operation(name: str, handler: Any) -> dict[str, Any]:
+def _operation(name: str, handler: Any) -> NewValues:
     """Return the operation of a route by its handler, but for its body."""
     in_path = [
         {"name": parameter, "in": "path", "required": True, "schema": TEXT}

@@ -4,10 +4,10 @@ This module is imported where a deployment asks for them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from shell_router.core.engine import ServedModel
 from shell_router.core.events import AgentFinished, AgentTokens, AggregationSkipped, Event
+from shell_router.core.exact_json import NewValues
 from shell_router.moa.expectations import (
     AGENT_REQUEST,
     KnownPrompt,
@@ -50,7 +50,7 @@ class Recording:
         """Hand the ended run to the recorder, whose thread makes the lines."""
         self._recorder.add(lambda: list(self._lines()))
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def _lines(self) -> Iterator[NewValues]:
         """Yield a line per agent that ran; each step of a topology is a workflow of its own."""
         request = self._request
         graph = self._graph
@@ -74,9 +74,9 @@ class Recording:
 
     def _line(
         self, agent: str, workflow: str, stage: str, reads: Sequence[str], prompt: KnownPrompt
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[NewValues]:
         ran = self._trace.agents.get(agent)
-        if ran is None or ran.model not in self._models:
+        if ran is None or ran.state == "kept" or ran.model not in self._models:
             return
         system_tokens, user_tokens, known_tokens = prompt.count_tokens(
             self._models[ran.model].tokenizer

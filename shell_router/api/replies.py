@@ -11,8 +11,9 @@ from typing_extensions import TypedDict
 
 from agent_cache import CacheUnavailable
 from shell_router import errors
-from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE
+from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, SETTINGS, TRACE
 from shell_router.core.events import ModelChosen
+from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.http.app import (
     BodyTooLarge,
     MethodNotAllowed,
@@ -140,7 +141,7 @@ OPENAI_FIELDS = frozenset({"type", "param", "code"})
 """Fields that only OpenAI's shape has, or in which others differ from it."""
 
 
-def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
+def problem_body(error: BaseException, request_id: str) -> NewValues:
     """Return the error envelope in OpenAI's shape.
 
     An unexpected error gives away nothing but the request's id.
@@ -158,12 +159,12 @@ def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
     return {"error": body}
 
 
-def list_shared_fields(error: Mapping[str, Any]) -> dict[str, Any]:
+def list_shared_fields(error: Values) -> NewValues:
     """Return the fields of the envelope's `error` that every API's shape has."""
     return {name: field for name, field in error.items() if name not in OPENAI_FIELDS}
 
 
-def stream_error(error: Exception, request_id: str) -> dict[str, Any]:
+def stream_error(error: Exception, request_id: str) -> NewValues:
     """Return the envelope of an error that comes after the head was sent.
 
     An unexpected error is logged.
@@ -173,7 +174,7 @@ def stream_error(error: Exception, request_id: str) -> dict[str, Any]:
     return problem_body(error, request_id)
 
 
-def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict[str, Any]:
+def anthropic_error(error: Values, status: int | None = None) -> NewValues:
     """Return the envelope's `error` in Anthropic's shape; by default its code gives the status."""
     status = status or STATUSES.get(str(error.get("code")), 500)
     kind = BY_STATUS.get(status, "api" if status >= 500 else "invalid_request") + "_error"
@@ -197,8 +198,8 @@ def _message(error: BaseException, problem: ErrorStatus, request_id: str) -> str
         return f"{error.method} is not allowed here. Allowed: {allowed_methods(error)}."
     if isinstance(error, UnknownRoute):
         return (
-            "There is no such route. docs/reference/api.md lists them. Files and batches need "
-            "a batches.folder."
+            "There is no such route; base URLs end with one /v1, Anthropic's with none. "
+            "docs/reference/api.md lists all. Files and batches need a batches.folder."
         )
     return (
         "Something went wrong inside the router; its log has the details under request "
@@ -212,15 +213,42 @@ NAMED_CHOICES = 16
 NO_HEADERS: Mapping[str, str] = {}
 
 
+def cors_headers(request: Request) -> dict[str, str]:
+    """Return the headers by which a page of an origin of the settings' `cors` reads the reply."""
+    origin = request.headers.get("origin")
+    if origin is None or {origin, "*"}.isdisjoint(request.app[SETTINGS].cors):
+        return {}
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Expose-Headers": "*",
+        "Vary": "Origin",
+    }
+
+
+def preflight_reply(request: Request) -> Response:
+    """Return the permission that a browser asks for before a page's request; it sends no key."""
+    allowed = {
+        "Access-Control-Allow-Methods": "*",
+        "Access-Control-Allow-Headers": "*, Authorization",  # which * does not include
+        "Access-Control-Max-Age": "600",
+    }
+    return whole_reply(request, b"", 204, headers=allowed)
+
+
 def common_headers(request: Request) -> dict[str, str]:
     """Return the headers of every reply.
 
-    x-request-id is always there. The others say what is known by then: x-trace-id of the run,
-    x-model-choice and x-steps of what was chosen for it, x-shell-router-engine of the engines that
-    answer and why, x-ignored-fields of the body. A server that is about to stop closes the
-    connection.
+    x-request-id, which Anthropic calls request-id, is always there. The others say what is known by
+    then: x-trace-id of the run, x-model-choice and x-steps of what was chosen for it, x-fan-out of
+    its turn, x-shell-router-engine of the engines that answer and why, x-ignored-fields of the
+    body. A server that is about to stop closes the connection.
     """
-    headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
+    headers = {
+        "Server": "shell-router",
+        "x-request-id": request[REQUEST_ID],
+        "request-id": request[REQUEST_ID],
+        **cors_headers(request),
+    }
     if request.app.leaving.is_set():
         headers["Connection"] = "close"  # one that is kept would break when the listener closes
     placed = request[PLACED]() if PLACED in request else ()
@@ -236,6 +264,8 @@ def common_headers(request: Request) -> dict[str, str]:
             headers["x-steps"] = "; ".join(
                 [f"{step.step}: {step.after} {step.rule}" for step in trace.steps[:NAMED_CHOICES]]
             )
+        if any(agent.state == "kept" for agent in trace.agents.values()):
+            headers["x-fan-out"] = "kept"
     if placed:
         headers["x-shell-router-engine"] = "; ".join(
             [f"{choice.engine} ({choice.policy}: {choice.why})" for choice in placed]
@@ -248,9 +278,9 @@ def common_headers(request: Request) -> dict[str, str]:
 
 def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]:
     """Have a header name the body's fields without effect; return `warnings` for the reply."""
-    if not names:
-        return {}
     before = request.get(IGNORED, ())  # of the body that this one was translated from
+    if not names and not before:
+        return {}
     fit = [UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED]]
     request[IGNORED] = list(dict.fromkeys((*before, *fit)))[:NAMED_IGNORED]
     return {
@@ -258,12 +288,18 @@ def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]
     }
 
 
+def join_warnings(*bodies: Values) -> dict[str, list[str]]:
+    """Return the `warnings` of all these bodies together, each once."""
+    warnings = dict.fromkeys(text for body in bodies for text in body.get("warnings", ()))
+    return {"warnings": list(warnings)} if warnings else {}
+
+
 def json_reply(
     request: Request, body: Any, *, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
     """Return `body` as JSON with the common headers."""
     return whole_reply(
-        request, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, headers=headers
+        request, write_json(body, orjson.OPT_SERIALIZE_NUMPY), status, headers=headers
     )
 
 
@@ -281,7 +317,7 @@ def whole_reply(
 def problem_reply(request: Request, error: BaseException, status: int, **headers: str) -> Response:
     """Return the error in the shape of the route's API."""
     body = problem_body(error, request[REQUEST_ID])
-    if request.path == "/v1/messages":
+    if request.path.startswith("/v1/messages"):
         body = {
             "type": "error",
             "error": anthropic_error(body["error"], status),

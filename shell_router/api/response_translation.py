@@ -8,9 +8,18 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from shell_router.api.conversation import FunctionName
-from shell_router.api.fields import EndUserFields, Labels, NoEffect, SharedFields, StopField, Tokens
+from shell_router.api.fields import (
+    EndUserFields,
+    InertFields,
+    Labels,
+    NoEffect,
+    SharedFields,
+    StopField,
+    Tokens,
+)
 from shell_router.api.replies import list_shared_fields
-from shell_router.api.translation import Events, ItemTranslation, Kind, join_parts
+from shell_router.api.translation import Events, ItemTranslation, Kind, count_reasoning
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.sampling import check_depth
 from shell_router.core.validation import Array, JsonObject, Name, field_error
 
@@ -106,24 +115,13 @@ class TextConfig(TypedDict):
     """The form of the answer."""
 
     format: NotRequired[TextFormat | None]
+    verbosity: NotRequired[Any]
 
 
 class Reasoning(TypedDict):
     """The effort of the model's thinking."""
 
     effort: NotRequired[str | None]
-
-
-class InertFields(TypedDict, total=False):
-    """Fields that never change an answer, or ask for parts of it that there are none of."""
-
-    client_metadata: NoEffect
-    include: NoEffect
-    prompt_cache_options: NoEffect
-    prompt_cache_retention: NoEffect
-    safety_identifier: NoEffect
-    service_tier: NoEffect
-    stream_options: NoEffect
 
 
 class SameFields(SharedFields, StopField, EndUserFields, total=False):
@@ -136,6 +134,9 @@ class SameFields(SharedFields, StopField, EndUserFields, total=False):
 class ResponseBody(SameFields, InertFields, total=False):
     """A request of OpenAI's responses."""
 
+    client_metadata: NoEffect
+    include: NoEffect
+    stream_options: NoEffect
     input: Required[
         Annotated[str | Annotated[Array[Item], MinLen(1)], BeforeValidator(_name_kinds)]
     ]
@@ -145,7 +146,7 @@ class ResponseBody(SameFields, InertFields, total=False):
     tool_choice: Any
     text: TextConfig
     reasoning: Reasoning
-    truncation: Literal["disabled"]
+    truncation: Literal["disabled", "auto"]
     background: bool
     store: Annotated[bool, Field(description="Only responses in the background are stored.")]
 
@@ -157,8 +158,6 @@ RESPONSE = JsonObject(
         "input": ITEMS,
         "input.type": ITEMS,
         "input.content.type": "Send input_text, or input_image with image_url.",
-        "tools.type": "The router runs no tools of its own: run them in the client.",
-        "truncation": "Shorten the input: a text that does not fit is refused.",
     },
 )
 STATEFUL = {
@@ -168,7 +167,7 @@ STATEFUL = {
 }
 
 
-def as_chat(sent: Mapping[str, Any]) -> tuple[ResponseBody, dict[str, Any]]:
+def as_chat(sent: Values) -> tuple[ResponseBody, NewValues]:
     """Return the validated body, and that of the chat completion that asks for the same.
 
     Raises:
@@ -180,7 +179,7 @@ def as_chat(sent: Mapping[str, Any]) -> tuple[ResponseBody, dict[str, Any]]:
     for name in REPEATED_OBJECTS & sent.keys():
         check_depth(sent[name], name)
     body = RESPONSE.read(sent)
-    chat: dict[str, Any] = {
+    chat: NewValues = {
         name: value for name, value in body.items() if name in SameFields.__annotations__
     }
     messages = _read_items(body["input"])
@@ -206,7 +205,7 @@ def _read_choice(choice: Any) -> Any:
     return choice
 
 
-def _read_format(form: TextFormat | None) -> dict[str, Any] | None:
+def _read_format(form: TextFormat | None) -> NewValues | None:
     if form is None:
         return None
     if form.get("type") != "json_schema":
@@ -215,17 +214,17 @@ def _read_format(form: TextFormat | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _read_tool(tool: Values) -> NewValues:
     """Return the tool as a chat has it, with the fields in the client's order."""
     names = FunctionTool.__annotations__.keys() - {"type"}
     function = {name: value for name, value in tool.items() if name in names}
     return {"type": "function", "function": function}
 
 
-def _read_items(items: str | list[Item]) -> list[dict[str, Any]]:
+def _read_items(items: str | list[Item]) -> list[NewValues]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    messages: list[dict[str, Any]] = []
+    messages: list[NewValues] = []
     for item in items:
         match item["type"]:
             case "message":
@@ -239,7 +238,7 @@ def _read_items(items: str | list[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def _add_call(messages: list[dict[str, Any]], item: CallItem) -> None:
+def _add_call(messages: list[NewValues], item: CallItem) -> None:
     """Add a call; calls of one turn are one message in a chat, together with the text before."""
     function = {"name": item["name"], "arguments": item.get("arguments")}
     if not messages or messages[-1]["role"] != "assistant":
@@ -248,13 +247,13 @@ def _add_call(messages: list[dict[str, Any]], item: CallItem) -> None:
     calls.append({"id": item["call_id"], "type": "function", "function": function})
 
 
-def _read_parts(parts: Parts) -> str | list[dict[str, Any]]:
+def _read_parts(parts: Parts) -> str | list[NewValues]:
     if isinstance(parts, str):
         return parts
-    return join_parts([_read_part(part) for part in parts])
+    return [_read_part(part) for part in parts]
 
 
-def _read_part(part: TextPart | RefusalPart | ImagePart) -> dict[str, Any]:
+def _read_part(part: TextPart | RefusalPart | ImagePart) -> NewValues:
     if part["type"] == "input_image":
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     text = part.get("refusal") if part["type"] == "refusal" else part.get("text")
@@ -265,12 +264,12 @@ class ResponseTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a response. `id` is fresh."""
 
     def __init__(
-        self, id: str, created: int, sent: Mapping[str, Any], warnings: Mapping[str, list[str]]
+        self, id: str, created: int, sent: Values, warnings: Mapping[str, list[str]]
     ) -> None:
-        super().__init__(sent)
+        super().__init__(sent, warnings)
         self._id = id
         self._sent = 0
-        self._at: dict[str, Any] = {}
+        self._at: NewValues = {}
         self._about = {
             "id": f"resp_{id}",
             "object": "response",
@@ -286,7 +285,6 @@ class ResponseTranslation(ItemTranslation):
             "tool_choice": sent.get("tool_choice") or "auto",
             "tools": sent.get("tools") or [],
             "truncation": "disabled",
-            **warnings,
         }
 
     def _write_begin(self) -> Events:
@@ -296,7 +294,7 @@ class ResponseTranslation(ItemTranslation):
             ("response.in_progress", {"response": response}),
         ]
 
-    def _write_open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+    def _write_open(self, kind: Kind, call: Values) -> Events:
         prefix, own = OWN[kind]
         at = len(self.items)
         id = f"{prefix}_{self._id}_{len(self.items)}"
@@ -321,7 +319,7 @@ class ResponseTranslation(ItemTranslation):
         kind = item["type"]
         done = f"response.{NAMES[item['type']]}.done"
         item["status"] = "incomplete" if self.reason == "length" else "completed"
-        events: list[tuple[str, Mapping[str, Any]]]
+        events: list[tuple[str, Values]]
         if kind == "function_call":
             item["arguments"] = text or "{}"
             events = [(done, {**self._at, "name": item["name"], "arguments": item["arguments"]})]
@@ -336,31 +334,31 @@ class ResponseTranslation(ItemTranslation):
             ("response.output_item.done", {"output_index": self._at["output_index"], "item": item}),
         ]
 
-    def _part(self, what: str, part: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    def _part(self, what: str, part: Values) -> tuple[str, Values]:
         return f"response.content_part.{what}", {**self._at, "part": part}
 
     def _write_end(self) -> Events:
         response = self.answer()
         return [(f"response.{response['status']}", {"response": response})]
 
-    def _write_failure(self, error: Mapping[str, Any]) -> Events:
+    def _write_failure(self, error: Values) -> Events:
         # clients know no other error in a stream
         return [("response.failed", {"response": self.describe_failure(error)})]
 
-    def describe_failure(self, error: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_failure(self, error: Values) -> NewValues:
         """Return the response that failed."""
         return self.describe("failed", {**list_shared_fields(error), "code": "server_error"})
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> NewValues:
         """See `ItemTranslation`."""
         return self.describe("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
 
-    def _number(self, event: dict[str, Any]) -> dict[str, Any]:
+    def _number(self, event: NewValues) -> NewValues:
         """Number the event; in resumable streams by the offset of its last character."""
         self._sent = self._sent + 1 if self.place is None else self.place.at
         return {**event, "sequence_number": self._sent - 1}
 
-    def describe(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
+    def describe(self, status: str, error: dict[str, str] | None = None) -> NewValues:
         """Return the response with the items that are there, in this status."""
         incomplete = {"reason": "max_output_tokens"}
         return {
@@ -370,19 +368,20 @@ class ResponseTranslation(ItemTranslation):
             "incomplete_details": incomplete if status == "incomplete" else None,
             "usage": _read_usage(self.usage),
             "output": list(self.items),
+            **self.warnings,
         }
 
 
 REPEATED = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user")
 REPEATED_OBJECTS = frozenset({"metadata", "reasoning", "text", "tool_choice", "tools"})
 """Fields that the answer repeats as they were sent."""
-OWN: Mapping[Kind, tuple[str, dict[str, Any]]] = {
+OWN: Mapping[Kind, tuple[str, NewValues]] = {
     "message": ("msg", {"role": "assistant", "content": []}),
     "reasoning": ("rs", {"summary": [], "content": []}),
     "function_call": ("fc", {"arguments": ""}),
 }
 """The beginning of items' ids, and the fields that each kind has."""
-PARTS: Mapping[str, dict[str, Any]] = {
+PARTS: Mapping[str, NewValues] = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},
 }
@@ -391,23 +390,21 @@ NAMES = {
     "reasoning": "reasoning_text",
     "function_call": "function_call_arguments",
 }
-LOGPROBS: Mapping[str, dict[str, Any]] = {
+LOGPROBS: Mapping[str, NewValues] = {
     "message": {"logprobs": []},
     "reasoning": {},
     "function_call": {},
 }
 
 
-def _read_usage(usage: Mapping[str, Any]) -> dict[str, Any] | None:
+def _read_usage(usage: Values) -> NewValues | None:
     if not usage:
         return None
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    details = usage.get("completion_tokens_details") or {}
-    thought = usage.get("reasoning_tokens") or details.get("reasoning_tokens") or 0
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thought},
+        "output_tokens_details": {"reasoning_tokens": count_reasoning(usage)},
         "total_tokens": usage["total_tokens"],
     }

@@ -6,8 +6,9 @@ import orjson
 
 from shell_router.api.background import PREFIX, BackgroundResponse, find_response
 from shell_router.api.bodies import as_json, read_object
-from shell_router.api.chat import answer_chat
-from shell_router.api.replies import note_ignored
+from shell_router.api.chat import answer_chat, count_prompt
+from shell_router.api.conversation import drop_other_tools
+from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.response_translation import (
     RESPONSE,
     STATEFUL,
@@ -21,9 +22,13 @@ from shell_router.http.app import Reply, Request
 
 async def create_response(request: Request) -> Reply:
     """Answer in the shape of OpenAI's responses, by way of a chat completion."""
-    sent = await read_object(request)
+    sent, ignored = drop_other_tools(await read_object(request), "function")
     body, chat = as_chat(sent)
-    ignored = RESPONSE.find_unknown(sent, STATEFUL)
+    ignored += RESPONSE.find_unknown(sent, STATEFUL)
+    if body.get("truncation") == "auto":
+        ignored.append("truncation")
+    if "verbosity" in body.get("text", {}):
+        ignored.append("text.verbosity")
     if body.get("store") and not body.get("background"):
         ignored.insert(0, "store")
     services = request.app[SERVICES]
@@ -44,6 +49,13 @@ async def create_response(request: Request) -> Reply:
     translation = ResponseTranslation(id, created, sent, warnings)
     translation.place = read_position(request) if is_streamed else None
     return await answer_chat(request, chat, translation)
+
+
+async def count_input_tokens(request: Request) -> Reply:
+    """Count the tokens of a response's prompt; see `count_prompt`."""
+    sent, _ = drop_other_tools(await read_object(request), "function")
+    tokens = await count_prompt(request, as_chat(sent)[1])
+    return json_reply(request, {"object": "response.input_tokens", "input_tokens": tokens})
 
 
 async def show_response(request: Request) -> Reply:

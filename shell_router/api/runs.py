@@ -9,7 +9,7 @@ import hashlib
 import logging
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -22,6 +22,7 @@ from shell_router.api.bodies import as_json
 from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.http.app import Key, Request
 from shell_router.moa.deadline import Deadline, Deadlines
@@ -59,7 +60,7 @@ def require_no_key(request: Request, what: str) -> None:
         )
 
 
-def read_end(record: bytes) -> dict[str, Any] | None:
+def read_end(record: bytes) -> NewValues | None:
     """Return the end of the run whose journal's last record this is; None if it has not ended."""
     kind, _, *fields = orjson.loads(record) if record else ("", "")
     return fields[0] if kind == END else None
@@ -109,12 +110,16 @@ class Run:
             id,
             tenant=asked.tenant,
             target=target,
-            root=min(self.answering),
+            root=min(self.answering, default=""),
             started_s=services.clock(),
             wall_s=wall_s,
             precursors={} if graph is None else graph.waits_for,
             parent=client,
+            user=asked.end_user or "",
         )
+        if isinstance(asked, AgentRequest):
+            self.trace.program = asked.program
+            self.trace.agent = "" if asked.chat else asked.agent
         if client is None or client.flags & SAMPLED:
             self._spans = services.spans
         else:
@@ -146,6 +151,7 @@ class Run:
         self._also = also
         outcome = "failed"
         text = ""
+        answer = None
         with Deadline(among=services.deadlines):
             services.traces.add(self.trace)
             if self._spans is not None:
@@ -161,7 +167,7 @@ class Run:
                 text = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                self._close(outcome, text)
+                self._close(outcome, text, answer)
 
     def _start(self, asked: MoaRequest | AgentRequest) -> Awaitable[Answer]:
         services = self._services
@@ -195,7 +201,7 @@ class Run:
         if self._also is not None:
             self._also(event)
 
-    def _close(self, outcome: str, error: str) -> None:
+    def _close(self, outcome: str, error: str, answer: Answer | None) -> None:
         at_s = self._services.clock()
         self.trace.close(at_s, outcome, error)
         self._services.rates.add(self.trace.tenant, sum(self.trace.usage), at_s)
@@ -203,7 +209,11 @@ class Run:
         if self._recording is not None:
             self._recording.end()
         if self._spans is not None:
-            self._spans.add(self.trace)
+            trace = self.trace
+            if self._spans.texts and answer is not None and isinstance(self.asked, MoaRequest):
+                # the trace that is kept here has no texts, which may be large
+                trace = replace(trace, question=self.asked.question, answer=answer.text)
+            self._spans.add(trace)
 
 
 class KeptRuns:
@@ -214,7 +224,7 @@ class KeptRuns:
         self._deadlines = deadlines
         self._runs: WeakValueDictionary[tuple[type, str, str], Run] = WeakValueDictionary()
 
-    def join(self, run: Run, key: str, sent: Mapping[str, Any], head: str = "") -> Run:
+    def join(self, run: Run, key: str, sent: Values, head: str = "") -> Run:
         """Return the open run under this key, or else `run`.
 
         Its journal begins with `head`, or with a fingerprint of the body that was `sent`.
@@ -418,7 +428,7 @@ def _ignore(_: Event) -> None:
     """Take no notice of the event."""
 
 
-def _fingerprint(sent: Mapping[str, Any]) -> str:
+def _fingerprint(sent: Values) -> str:
     """Return what two requests under one key must have in common."""
     return hashlib.blake2b(as_json(sent, orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 

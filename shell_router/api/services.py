@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agent_cache import Journals
 from shell_router.api.live import LiveTopologies
-from shell_router.config import ApiKey, Limits
+from shell_router.config import ApiKey, Limits, UsageCount
 from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Emit
 from shell_router.core.predictors import Embedder
@@ -39,14 +39,17 @@ class ApiSettings(Limits):
     """The deployment's limits, and keys, which map a name to its secret or key.
 
     The name is the tenant unless the key says another; without keys only callers on this machine
-    are served. Lazy agents count as running requests, lines of batches do not. `ping_s` is the
-    silence after which a stream gets a comment line.
+    are served. Pages of the origins in `cors` may ask from browsers. Lazy agents count as running
+    requests, lines of batches do not. `ping_s` is the silence after which a stream gets a comment
+    line.
     """
 
     keys: Mapping[str, str | ApiKey] = field(default_factory=dict, repr=False)
+    cors: Collection[str] = ()
     retry_after_s: int = 1
     ready_timeout_s: float = 5.0
     ping_s: float = 15.0
+    usage: UsageCount = "all"
 
 
 new_run_id: Callable[[], str] = partial(secrets.token_hex, 16)
@@ -76,8 +79,8 @@ class FleetChanges(Protocol):
         """Iterate over the servers of all models."""
         ...
 
-    async def add(self, alias: str, fields: Mapping[str, Any]) -> None:
-        """Add servers, whose addresses are in `fields`, to the model."""
+    async def add(self, alias: str, fields: Mapping[str, Any]) -> Mapping[str, str]:
+        """Add servers, whose addresses are in `fields`, to the model; return their URLs by role."""
         ...
 
     async def drain(self, alias: str, urls: Mapping[str, str], limit_s: float) -> int:

@@ -65,10 +65,8 @@ class StreamPosition:
                 raise InvalidField(
                     "The header Last-Event-ID is no id of an event of this router's.",
                     field="Last-Event-ID",
-                    remedy=(
-                        "Send the last event's id as it came, or leave it out for all of the "
-                        "stream."
-                    ),
+                    remedy="Send the last event's id as it came, or leave it out for all of the "
+                    "stream.",
                 )
             self.after = int(match[1])
             self._expected = match[2]
@@ -106,9 +104,7 @@ class StreamPosition:
 def _stream_changed() -> StreamChanged:
     return StreamChanged(
         "The repeated stream differs from what came before its Last-Event-ID.",
-        remedy=(
-            "Drop what you have of it, and send the request with its key and without Last-Event-ID."
-        ),
+        remedy="Drop what you have of it, and send the request with its key but no Last-Event-ID.",
     )
 
 

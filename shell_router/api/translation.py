@@ -2,45 +2,48 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 
 from shell_router.api.panels import PANEL
-from shell_router.api.streaming import Frames, StreamPosition
+from shell_router.api.replies import join_warnings
+from shell_router.api.streaming import DONE, Frames, StreamPosition, data_frame
 from shell_router.core.engine import error_message
 from shell_router.core.events import Event
+from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted
 from shell_router.moa.requests import Answer
 from shell_router.topology import INLINE
 
 Kind = Literal["reasoning", "message", "function_call"]
-Events = Sequence[tuple[str, Mapping[str, Any]]]
+Events = Sequence[tuple[str, Values]]
 ABORTED = "The engine ended the answer early. Send the request again."
 
 
-def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return a chat's content of these parts, a text if all of them are."""
-    if any(part["type"] != "text" for part in parts):
-        return parts
-    return "".join(part["text"] for part in parts)
+def count_reasoning(usage: Values) -> int:
+    """Return the tokens of a chat's usage that its answer does not show."""
+    details = usage.get("completion_tokens_details") or {}
+    return usage.get("reasoning_tokens") or details.get("reasoning_tokens") or 0
 
 
 class ItemTranslation(ABC):
     """Reads a chat completion, or its chunks, as items: thinking, text, calls.
 
     A subclass writes them: its hooks return the events to send, and keep `items` as the answer has
-    them. `reason` and `usage` are the chat's. With a `place` events have ids, and text that the
-    client has is left out.
+    them. `reason`, the `matched` stop, `usage` and `warnings` are the chat's. With a `place` events
+    have ids, and text that the client has is left out.
     """
 
-    def __init__(self, sent: Mapping[str, Any]) -> None:
+    def __init__(self, sent: Values, warnings: Mapping[str, list[str]]) -> None:
         self.model = sent.get("model") or (INLINE if sent.get("topology") else PANEL)
         self.reason = "stop"
-        self.usage: Mapping[str, Any] = {}
+        self.matched: str | None = None
+        self.usage: Values = {}
+        self.warnings = dict(warnings)
         self.place: StreamPosition | None = None
-        self.items: list[dict[str, Any]] = []
+        self.items: list[NewValues] = []
         self._texts: list[str] = []
         self._chunks = EventSplitter()
         self._kind: Kind | None = None
@@ -52,7 +55,7 @@ class ItemTranslation(ABC):
         """Return the events of the answer's begin."""
 
     @abstractmethod
-    def _write_open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+    def _write_open(self, kind: Kind, call: Values) -> Events:
         """Begin an item and return its events; a call has an `id` and a `name`."""
 
     @abstractmethod
@@ -68,22 +71,24 @@ class ItemTranslation(ABC):
         """Return the events of the answer's end."""
 
     @abstractmethod
-    def _write_failure(self, error: Mapping[str, Any]) -> Events:
+    def _write_failure(self, error: Values) -> Events:
         """Return the events of a failure; a router's own `error` has a `code`."""
 
     @abstractmethod
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> NewValues:
         """Return the whole answer."""
 
-    def _number(self, event: dict[str, Any]) -> dict[str, Any]:
+    def _number(self, event: NewValues) -> NewValues:
         """Return the event with its number, in APIs whose events have one."""
         return event
 
-    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, completion: NewValues) -> NewValues:
         """Return an answer that is not streamed; raises EngineAborted."""
         choice = completion["choices"][0]
         self.usage = completion.get("usage") or {}
+        self.warnings = join_warnings(self.warnings, completion)
         self.reason = choice["finish_reason"]
+        self.matched = choice.get("matched_stop")
         if self.reason == "abort":
             raise EngineAborted(ABORTED)
         self._delta(choice["message"])
@@ -94,7 +99,7 @@ class ItemTranslation(ABC):
         """Return the bytes to send for these bytes of a stream."""
         return b"".join(self._frames(payload) for payload in self._chunks.feed(chunk))
 
-    def error(self, envelope: dict[str, Any]) -> bytes:
+    def error(self, envelope: NewValues) -> bytes:
         """Return the last frame of a stream that failed."""
         self._has_failed = True
         if self.place is not None:
@@ -115,10 +120,13 @@ class ItemTranslation(ABC):
         if "error" in chunk:
             return self.error({"error": {"message": error_message(payload)}})
         self.usage = chunk.get("usage") or self.usage
+        if "warnings" in chunk:
+            self.warnings = join_warnings(self.warnings, chunk)
         events = [*self._begin()]
         for choice in chunk.get("choices", ()):
             events += self._delta(choice["delta"])
             self.reason = choice.get("finish_reason") or self.reason
+            self.matched = choice.get("matched_stop")
         return self._note_written(events)
 
     def _begin(self) -> Events:
@@ -127,7 +135,7 @@ class ItemTranslation(ABC):
         self._has_begun = True
         return self._write_begin()
 
-    def _delta(self, delta: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    def _delta(self, delta: Values) -> list[tuple[str, Values]]:
         events = [
             *self._text("reasoning", delta.get("reasoning_content")),
             *self._text("message", delta.get("content")),
@@ -150,7 +158,7 @@ class ItemTranslation(ABC):
         self._texts.append(text)
         return [*opened, *self._write_growth(text)]
 
-    def _open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+    def _open(self, kind: Kind, call: Values) -> Events:
         closed = self._close()
         self._kind = kind
         self._texts = []
@@ -165,7 +173,7 @@ class ItemTranslation(ABC):
     def _note_written(self, events: Events) -> bytes:
         return b"".join([self._frame(kind, facts) for kind, facts in events])
 
-    def _frame(self, kind: str, facts: Mapping[str, Any]) -> bytes:
+    def _frame(self, kind: str, facts: Values) -> bytes:
         id_line = b""
         if self.place is not None:
             delta = facts.get("delta")
@@ -174,19 +182,44 @@ class ItemTranslation(ABC):
                 return b""
             facts = {**facts, "delta": rest} if had else facts
             id_line = self.place.id
-        data = orjson.dumps(self._number({"type": kind, **facts}))
+        data = write_json(self._number({"type": kind, **facts}))
         return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), id_line, data)
+
+
+class CompletionTranslation:
+    """A chat completion, or the chunks of one, as a completion of a prompt."""
+
+    def whole(self, completion: NewValues) -> NewValues:
+        """Return an answer that is not streamed, or a chunk."""
+        for choice in completion["choices"]:
+            message = choice.pop("message", None) or choice.pop("delta")
+            choice["text"] = message.get("content") or ""
+        return {**completion, "object": "text_completion"}
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return the bytes to send for whole events of a stream."""
+        frames = b""
+        for payload in EventSplitter().feed(chunk):
+            ends = payload == b"[DONE]"
+            frames += DONE if ends else data_frame(self.whole(orjson.loads(payload)))
+        return frames
+
+    error = staticmethod(data_frame)
+
+
+Translation = ItemTranslation | CompletionTranslation
 
 
 class TranslatedFrames:
     """The frames of a chat completion in another API's form."""
 
-    def __init__(self, frames: Frames, translation: ItemTranslation) -> None:
+    def __init__(self, frames: Frames, translation: Translation) -> None:
         self._frames = frames
         self._translation = translation
         self.wants = frames.wants
+        self.error = translation.error
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: Answer) -> NewValues:
         """See `Frames`."""
         return self._translation.whole(self._frames.whole(answer))
 
@@ -197,7 +230,3 @@ class TranslatedFrames:
     def answer(self, answer: Answer) -> bytes:
         """See `Frames`."""
         return self._translation.feed(self._frames.answer(answer))
-
-    def error(self, envelope: dict[str, Any]) -> bytes:
-        """See `Frames`."""
-        return self._translation.error(envelope)

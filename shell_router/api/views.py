@@ -1,10 +1,12 @@
 """Routes that show models, traces, health, metrics and the page, or change what is served."""
 
 import asyncio
+import json
 import logging
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.resources import files
@@ -27,13 +29,15 @@ from shell_router.api.services import (
     ReadinessCheck,
     Services,
 )
+from shell_router.core.exact_json import NewValues, Values
+from shell_router.core.sampling import check_depth
 from shell_router.core.validation import (
     JsonObject,
     Name,
     field_error,
     parse_object,
 )
-from shell_router.errors import InvalidField, InvalidRequest, TopologyError
+from shell_router.errors import InvalidField, InvalidRequest, TopologyError, hide_user
 from shell_router.files.document import read_document
 from shell_router.http.app import App, Key, Request, Response, Route
 from shell_router.routing.holdout import Holdouts, Optimization
@@ -54,7 +58,7 @@ class EnginesBody(TypedDict):
     """One more pair of a model, as in the settings."""
 
     model: Name
-    pair: dict[str, Any]
+    pair: NewValues
 
 
 class EnginesQuery(TypedDict):
@@ -96,7 +100,7 @@ async def show_model(request: Request) -> Response:
     return json_reply(request, {**facts, "graph": agents})
 
 
-def _describe_target(request: Request, name: str, serving: Mapping[str, bool]) -> dict[str, Any]:
+def _describe_target(request: Request, name: str, serving: Mapping[str, bool]) -> NewValues:
     """Return what a request may name as OpenAI's model object.
 
     `serving` says which models' engines seem to serve.
@@ -115,7 +119,7 @@ def _describe_target(request: Request, name: str, serving: Mapping[str, bool]) -
     return {**facts, "kind": "embedder"}
 
 
-def _describe_model(services: Services, name: str, serving: Mapping[str, bool]) -> dict[str, Any]:
+def _describe_model(services: Services, name: str, serving: Mapping[str, bool]) -> NewValues:
     model = services.models[name]
     served_by = model.base or name
     optional = {
@@ -131,14 +135,20 @@ def _describe_model(services: Services, name: str, serving: Mapping[str, bool]) 
     }
 
 
-def _describe_topology(services: Services, name: str, topology: Graph) -> dict[str, Any]:
+def _describe_topology(services: Services, name: str, topology: Graph) -> NewValues:
     steps = {}
     names = {name}
     if isinstance(topology, Conditional):
         steps = {"steps": list(topology.steps)}
         names = {step.topology.name for step in topology.steps.values()}
     comparisons = _list_comparisons(services.holdouts, "incremental_prefill")
+    lengths = [
+        services.models[agent.model].context_length
+        for agent in topology.agents.values()
+        if agent.model in services.models
+    ]
     return {
+        **({"max_model_len": min(lengths)} if lengths else {}),
         "source": services.topologies.catalog.entries[name].source,
         "description": topology.description,
         "agents": len(topology.agents),
@@ -147,7 +157,7 @@ def _describe_topology(services: Services, name: str, topology: Graph) -> dict[s
     }
 
 
-def _list_comparisons(holdouts: Holdouts, optimization: Optimization) -> list[dict[str, Any]]:
+def _list_comparisons(holdouts: Holdouts, optimization: Optimization) -> list[NewValues]:
     return [
         {
             "topology": comparison.compared.topology,
@@ -192,16 +202,25 @@ async def put_topology(request: Request) -> Response:
     """
     body = await read_body(request)
     name = request.match["name"]
-    if request.content_type == "application/yaml":
+    if request.content_type.endswith("yaml"):
         document = await asyncio.to_thread(_from_yaml, body, f"{name}.yaml")
     else:
         document = parse_object(body)
+        check_depth(document, "")
+        json.loads(body, object_pairs_hook=_require_distinct)
     is_new = await request.app[SERVICES].topologies.put(name, document)
     log.info("topology %s was put by %s", name, request[TENANT])
     return json_reply(request, {"name": name, "source": "put"}, status=201 if is_new else 200)
 
 
-def _from_yaml(body: bytes, source: str) -> Mapping[str, Any]:
+def _require_distinct(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Raise InvalidRequest if a JSON object, of these names and values, has a name twice."""
+    for name, times in Counter(name for name, _ in pairs).items():
+        if times > 1:
+            raise InvalidRequest(f"The key {name!r} is there twice.", remedy="Keep one of them.")
+
+
+def _from_yaml(body: bytes, source: str) -> Values:
     try:
         document = read_document(body.decode(), source=source).value
     except (UnicodeDecodeError, TopologyError) as error:
@@ -233,8 +252,8 @@ async def add_engines(request: Request) -> Response:
     body = ENGINES.read(sent)
     warnings = note_ignored(request, ENGINES.find_unknown(sent))
     model = body["model"]
-    pair = body["pair"]
-    await request.app[SERVICES].fleet.add(model, pair)
+    added = await request.app[SERVICES].fleet.add(model, body["pair"])
+    pair = {**body["pair"], **added}
     log.info("%s added to model %s the pair %s", request[TENANT], model, pair)
     return json_reply(request, {"model": model, **pair, **warnings}, status=201)
 
@@ -254,7 +273,7 @@ async def drain_engines(request: Request) -> Response:
         urls[role] = query[role]
     limit_s = request.app[SETTINGS].request_timeout_s
     wait_s = query_number(request.query, "wait_s", limit_s, limit_s)
-    log.info("%s drains of model %s the engines %s", request[TENANT], model, urls)
+    log.info("%s drains of model %s the engines %s", request[TENANT], model, hide_user(str(urls)))
     running = await fleet.drain(model, urls, wait_s)
     body = {"model": model, **urls, "running": running}
     return json_reply(request, body, status=202 if running else 200)
@@ -354,7 +373,14 @@ PAGE = Key[str]("PAGE")
 def add_page(app: App) -> None:
     """Serve the live page, `GET /ui`, which asks the API with its caller's own key."""
     app[PAGE] = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    app.routes.append(PAGE_ROUTE)
+    app.routes += PAGE_ROUTES
+
+
+async def show_root(request: Request) -> Response:
+    """Send a browser that opens the router's address to the page, if it is served."""
+    if PAGE not in request.app:
+        return await health(request)
+    return whole_reply(request, b"", 307, "text/plain", {"Location": "/ui"})
 
 
 async def show_page(request: Request) -> Response:
@@ -379,4 +405,4 @@ def policy(page: str) -> str:
     )
 
 
-PAGE_ROUTE = Route("GET", "/ui", show_page)
+PAGE_ROUTES = (Route("GET", "/ui", show_page),)

@@ -14,7 +14,7 @@ from shell_router.engines.server_client import ServerClient
 from shell_router.errors import ConfigError, require
 from shell_router.routing.dispatcher import TrackedEngine
 
-Urls = tuple[str, ...]
+Urls = dict[str, str]
 
 
 class FleetChanges:
@@ -31,21 +31,21 @@ class FleetChanges:
         self._engines = engines
         self._served = served
         self._change = asyncio.Lock()
-        self._drained: dict[tuple[str, Urls], list[TrackedEngine[ServerClient]]] = {}
+        self._drained: dict[tuple[str, tuple[str, ...]], list[TrackedEngine[ServerClient]]] = {}
 
     def roles(self, alias: str) -> Sequence[str]:
         """Return the roles of a model's servers, such as prefill and decode."""
         return tuple(self._fleet(alias).dispatchers)
 
-    def listed(self) -> Iterator[dict[str, str]]:
+    def listed(self) -> Iterator[Urls]:
         """Yield the servers' URLs by role, and their model, per address."""
         for alias, engine in self._engines.items():
             if engine.fleet is not None and engine.read_address is not None:
                 for address in engine.fleet.addresses:
                     yield {"model": alias, **_urls_by_role(address)}
 
-    async def add(self, alias: str, fields: Mapping[str, Any]) -> None:
-        """Send requests to servers, too, once they are found good.
+    async def add(self, alias: str, fields: Mapping[str, Any]) -> Urls:
+        """Send requests to servers, too, once they are found good; return their URLs by role.
 
         Raises:
             InvalidField: A field is wrong.
@@ -56,8 +56,10 @@ class FleetChanges:
         read_address = self._engines[alias].read_address
         assert read_address is not None
         async with self._change:
-            await fleet.add(read_address(fields))
+            address = read_address(fields)
+            await fleet.add(address)
             self._served[alias] = with_prefill_of(self._served[alias], fleet)
+        return _urls_by_role(address)
 
     async def drain(self, alias: str, urls: Mapping[str, str], limit_s: float) -> int:
         """Send no more requests to the servers with these URLs, and wait for the running ones.
@@ -104,5 +106,5 @@ class FleetChanges:
         )
 
 
-def _urls_by_role(address: Address) -> dict[str, str]:
-    return {server.role: str(server.url) for server in address.servers}
+def _urls_by_role(address: Address) -> Urls:
+    return {server.role: server.public_url for server in address.servers}

@@ -90,8 +90,6 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
             except OSError as error:
                 raise ConfigError(
                     f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
-                    remedy=(
-                        "Stop what listens there, or correct the pair's URLs; --machine says "
-                        "which host this is."
-                    ),
+                    remedy="Stop what listens there, or correct the pair's URLs; --machine says "
+                    "which host this is.",
                 ) from error

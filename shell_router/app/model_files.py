@@ -1,14 +1,15 @@
 """The files in models' folders, read before anything is started."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shell_router.config import ModelSettings
-from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.errors import ConfigError
+from shell_router.core.exact_json import Values
+from shell_router.core.marks import WRITTEN_CALL
+from shell_router.core.sampling import MODEL_SAMPLING, check_sampling
+from shell_router.engines.tokenizer import HfTokenizer, read_json
+from shell_router.errors import ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,23 @@ class ModelFiles:
     tokenizer: HfTokenizer
     context_length: int
     vocabulary: int
+    sampling: Values = field(default_factory=dict)
+
+    def infer_call_parser(self) -> str | None:
+        """Return the format in which the chat template writes calls of tools, if it is known."""
+        parameters = {"type": "object", "properties": {}}
+        function = {"name": "f", "description": "", "parameters": parameters}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+        chat: Sequence[Values] = [
+            {"role": "user", "content": "f"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "f"},
+        ]
+        try:
+            text = self.tokenizer.render_chat(chat, [{"type": "function", "function": function}])
+        except InvalidRequest:
+            return None
+        return "hermes" if WRITTEN_CALL.search(text) else None
 
 
 def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
@@ -37,38 +55,40 @@ def _read(alias: str, settings: ModelSettings) -> ModelFiles:
     config = _config(folder, alias)
     length = settings.context_length or _count(config, "max_position_embeddings", folder, alias)
     vocabulary = _count(config, "vocab_size", folder, alias)
-    tokenizer = HfTokenizer.from_folder(folder, settings.chat_template_kwargs)
-    return ModelFiles(folder, tokenizer, length, vocabulary)
+    tokenizer = HfTokenizer.from_folder(
+        folder, settings.chat_template_kwargs, quotes_chats=settings.quote_control_text
+    )
+    return ModelFiles(folder, tokenizer, length, vocabulary, _read_sampling(settings, alias))
 
 
-def _config(folder: Path, alias: str) -> Mapping[str, Any]:
+def _read_sampling(settings: ModelSettings, alias: str) -> Values:
+    """Return the model's sampling parameters as SGLang's chats read them, below the settings."""
+    file = settings.path / "generation_config.json"
+    own = read_json(file) if file.exists() else {}
+    known = {name: own[name] for name in MODEL_SAMPLING if own.get(name) is not None}
+    sampling = {**known, **settings.sampling}
+    check_sampling(sampling, path=f"{file} or models.{alias}.sampling")
+    return sampling
+
+
+def _config(folder: Path, alias: str) -> Values:
     """Read the model's configuration, or its text part in vision-language models."""
     if not folder.is_dir():
         raise ConfigError(
             f"models.{alias}.path: there is no folder {folder}.",
-            remedy=(
-                "Name the folder that holds the model; a relative path counts from the "
-                "configuration's folder."
-            ),
+            remedy="Name the folder that holds the model; a relative path counts from the "
+            "configuration's folder.",
         )
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return {**config, **config.get("text_config", {})}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"models.{alias}.path: {folder / 'config.json'} cannot be read: {error}.",
-            remedy="Name a Hugging Face model folder, with config.json and tokenizer.json.",
-        ) from error
+    config = read_json(folder / "config.json")
+    return {**config, **(config.get("text_config") or {})}
 
 
-def _count(config: Mapping[str, Any], name: str, folder: Path, alias: str) -> int:
+def _count(config: Values, name: str, folder: Path, alias: str) -> int:
     count = config.get(name)
     if not isinstance(count, int):
         raise ConfigError(
             f"models.{alias}.path: {folder / 'config.json'} names no {name}.",
-            remedy=(
-                f"Check the folder, or set models.{alias}.context_length where only the "
-                "length is missing."
-            ),
+            remedy=f"Check the folder, or set models.{alias}.context_length where only the "
+            "length is missing.",
         )
     return count

@@ -83,6 +83,10 @@ async def run_models(
 def _build_served(
     alias: str, settings: ModelSettings, engine: StartedEngine, files: ModelFiles
 ) -> ServedModel:
+    call_parser = settings.tool_call_parser
+    served_parser = engine.call_parser and engine.call_parser.tool_parser
+    if call_parser is None and served_parser is None:
+        call_parser = files.infer_call_parser()
     model = ServedModel(
         alias,
         engine.engine,
@@ -91,8 +95,9 @@ def _build_served(
         vocabulary=files.vocabulary,
         drafts=settings.drafts,
         reasoning=REASONING_PARSERS.get(settings.reasoning_parser or ""),
-        call_mark=CALL_MARKS.get(settings.tool_call_parser or ""),
+        call_mark=CALL_MARKS.get(call_parser or ""),
         call_parser=engine.call_parser,
+        sampling=files.sampling,
     )
     if engine.fleet is None:
         return model

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import orjson
 from yarl import URL
 
 from shell_router.app.model_files import ModelFiles
@@ -19,6 +20,7 @@ from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.native_body import ANY_MODEL, NativeRules
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.sglang import AdaptedModel, SglangPair
+from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import EngineError, EngineStalled, require
 from shell_router.files.read import read_sent
 from shell_router.routing.failures import BreakerSettings, RetrySettings
@@ -26,6 +28,8 @@ from shell_router.routing.failures import BreakerSettings, RetrySettings
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+SAMPLE = "The 12 quick foxes: größer, 東京, 🦊!\n"
+"""A text that tokenizers of different families split differently."""
 SGLANG_BATCH_SIZE = 32
 """Sequences that an SGLang engine is assumed to decode at once if `auto.max_batch` is not set."""
 
@@ -89,11 +93,6 @@ def _read_address(model: ModelSettings, fleet: PairFleet, fields: Mapping[str, A
         "Start its engines, and leave launch out.",
     )
     address = address_of(pair)
-    require(
-        address not in fleet.addresses,
-        "The model has this pair already.",
-        "GET /v1/engines lists its pairs.",
-    )
     pairs = [
         PairSettings(at.prefill_url, at.decode_url, at.bootstrap_port, at.bootstrap_host)
         for at in (*fleet.addresses, address)
@@ -143,11 +142,28 @@ async def run_pairs(
             pools[alias] = connect_pairs(alias, pairs, config, rules, client)
             stack.push_async_callback(pools[alias].aclose)
         await stack.enter_async_context(
-            _probe_servers(pools, config.limits.engine_start_s, on_progress, may_lack=may_lack)
+            _probe_servers(
+                pools, files, config.limits.engine_start_s, on_progress, may_lack=may_lack
+            )
         )
         for pool in pools.values():
             await stack.enter_async_context(pool.fleet.follow())
         yield pools
+
+
+async def _check_tokenizers(alias: str, fleet: PairFleet, tokenizer: HfTokenizer) -> None:
+    """Warn of servers that tokenize otherwise than the model's folder. Only SGLang's can say."""
+    body = orjson.dumps({"prompt": SAMPLE, "add_special_tokens": False})
+    for server in fleet.servers:
+        with suppress(EngineError, ValueError, KeyError, TypeError):
+            answer = await server.post("tokenize", body, limit_s=server.limits.connect_s)
+            if orjson.loads(answer)["tokens"] != tokenizer.encode(SAMPLE):
+                log.warning(
+                    "the %s tokenizes otherwise than the folder of model %s, so its answers are "
+                    "wrong; correct the pair's URLs or the path",
+                    server,
+                    alias,
+                )
 
 
 def connect_pairs(
@@ -174,6 +190,7 @@ def connect_pairs(
         isolates=limits.isolate_tenants,
         scheduling=config.scheduling,
         adapters=tuple(model.adapters),
+        folder=model.path,
         key=read_secret(model.engine_key, key, os.environ),
         tls=model.engine_tls.context(f"models.{alias}.engine_tls") if model.engine_tls else None,
     )
@@ -181,12 +198,20 @@ def connect_pairs(
 
 @asynccontextmanager
 async def _probe_servers(
-    pools: Mapping[str, SglangPair], limit_s: float, on_progress: Progress, *, may_lack: bool
+    pools: Mapping[str, SglangPair],
+    files: Mapping[str, ModelFiles],
+    limit_s: float,
+    on_progress: Progress,
+    *,
+    may_lack: bool,
 ) -> AsyncIterator[None]:
     """Enter when every server is healthy and probed; see `run_pairs`."""
     late = asyncio.Event()
+    reasons: dict[str, str] = {}
     probes = {
-        alias: asyncio.create_task(_probe(alias, pool.fleet, on_progress, late))
+        alias: asyncio.create_task(
+            _probe(alias, pool.fleet, files[alias].tokenizer, on_progress, late, reasons)
+        )
         for alias, pool in pools.items()
     }
     try:
@@ -197,8 +222,9 @@ async def _probe_servers(
             probe.result()
         missing = [alias for alias, probe in probes.items() if probe in waiting]
         if missing and not (may_lack and ended):
+            why = "; ".join(reasons.get(alias, "no answer") for alias in missing)
             raise EngineStalled(
-                f"The engines of {', '.join(missing)} were not ready within {limit_s:g} s.",
+                f"The engines of {', '.join(missing)} were not ready within {limit_s:g} s: {why}.",
                 remedy="Look at their logs, or raise limits.engine_start_s.",
             )
         for alias in missing:
@@ -215,12 +241,19 @@ async def _probe_servers(
         await asyncio.gather(*probes.values(), return_exceptions=True)
 
 
-async def _probe(alias: str, fleet: PairFleet, on_progress: Progress, late: asyncio.Event) -> None:
+async def _probe(
+    alias: str,
+    fleet: PairFleet,
+    tokenizer: HfTokenizer,
+    on_progress: Progress,
+    late: asyncio.Event,
+    reasons: dict[str, str],
+) -> None:
     """Wait for the servers, which may still be loading, and probe them.
 
-    The caller limits the wait. Once `late` is set, a failed probe is repeated, not raised.
+    The caller limits the wait. `reasons` gets the cause of it. Once `late` is set, a failed probe
+    is repeated, not raised.
     """
-    reported = ""
     healthy = False
     while True:
         try:
@@ -233,10 +266,12 @@ async def _probe(alias: str, fleet: PairFleet, on_progress: Progress, late: asyn
                 raise
             notes = getattr(error, "__notes__", ())  # they name the server's URL
             reason = "; ".join(notes) or str(error)
-            if reported != reason:
+            if reasons.get(alias) != reason:
                 on_progress(f"model {alias}: waiting for its engines ({reason})")
-            reported = reason
+            reasons[alias] = reason
             await asyncio.sleep(RETRY_S)
+    if fleet.transport.folder.name:  # else the model, and its tokenizer, change
+        await _check_tokenizers(alias, fleet, tokenizer)
     how = " and ".join(sorted(set(ways))) or "what its load finds"
     on_progress(f"model {alias} is ready; prefill-only by {how}")
     if "pair" in ways:

@@ -19,7 +19,7 @@ from shell_router.app.models import RunningModel, engine_kinds, run_models
 from shell_router.app.pairs import SglangPairs
 from shell_router.app.rereads import Contents
 from shell_router.app.topologies import live_topologies, watch_topologies
-from shell_router.app.wings import RunningPredictor, StartedEngine, wing
+from shell_router.app.wings import Progress, RunningPredictor, StartedEngine, wing
 from shell_router.config import CacheSettings, Config, EmbedderSettings, PredictionSettings
 from shell_router.config.models import read_secret
 from shell_router.config.settings import AccessLogSettings, RecordSettings
@@ -100,6 +100,8 @@ async def open_cache(
         lease_s=settings.lease_s,
         options=options,
     ) as shared:
+        if not await shared.healthy():
+            log.warning("Redis is away: agents are cached in this router's memory meanwhile")
         yield RunningCache(shared, shared.healthy, shared.stats, shared.journals)
 
 
@@ -145,7 +147,7 @@ async def _load(embedder: SentenceTransformerEmbedder) -> None:
 async def run_services(
     config: Config,
     *,
-    on_progress: Callable[[str], None] = log.info,
+    on_progress: Progress = log.info,
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Services]:
@@ -318,7 +320,9 @@ def _span_export(config: Config, metrics: Metrics, stack: AsyncExitStack) -> "Sp
     from shell_router.telemetry.otlp import SpanExport  # noqa: PLC0415 - rarely used
 
     export = SpanExport(
-        config.traces.otlp, lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count)
+        config.traces.otlp,
+        lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count),
+        texts=config.traces.texts,
     )
     stack.push_async_callback(asyncio.to_thread, export.close)
     return export

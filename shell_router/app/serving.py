@@ -15,7 +15,7 @@ from shell_router.api import ApiSettings, add_page, create_app, serve_app
 from shell_router.api.admission import ADMISSION
 from shell_router.app.rereads import Reread
 from shell_router.app.services import run_services
-from shell_router.app.wings import wing
+from shell_router.app.wings import Progress, wing
 from shell_router.config import Config, Listen, ListenTls, read_keys
 from shell_router.config.models import load_certificate
 from shell_router.errors import ConfigError
@@ -46,7 +46,7 @@ def with_address(config: Config, host: str | None, port: int | None) -> Config:
 async def serve_deployment(
     config: Config,
     *,
-    on_progress: Callable[[str], None] = log.info,
+    on_progress: Progress = log.info,
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
     force_shutdown: asyncio.Event | None = None,
 ) -> AsyncIterator[str]:
@@ -84,7 +84,7 @@ async def serve_deployment(
             rereads.append(
                 Reread("listen.tls", lambda: (files.certificate, files.key), take_certificate)
             )
-        settings = ApiSettings(**asdict(config.limits), keys=read_keys(config, os.environ))
+        settings = read_settings(config)
         async with run_services(
             config, on_progress=on_progress, engine_restarts=engine_restarts
         ) as services:
@@ -99,6 +99,12 @@ async def serve_deployment(
                 yield await watching.enter_async_context(
                     serve_app(app, sockets, force_shutdown=force_shutdown, tls=tls)
                 )
+
+
+def read_settings(config: Config) -> ApiSettings:
+    """Return the API's settings; raises ConfigError for a key that is not there."""
+    keys = read_keys(config, os.environ)
+    return ApiSettings(**asdict(config.limits), keys=keys, cors=config.cors, usage=config.usage)
 
 
 def load_tls(files: ListenTls) -> ssl.SSLContext:

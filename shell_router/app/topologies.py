@@ -101,9 +101,7 @@ def _lacks(config: Config, topology: Graph) -> Iterator[Problem]:
     ):
         yield Problem(
             (),
-            (
-                f"prediction.scores is not set, and a rule of the topology {topology.name!r} asks "
-                "for score_below."
-            ),
+            f"prediction.scores is not set, and a rule of the topology {topology.name!r} asks "
+            "for score_below.",
             "Name a folder that `shell-router train router` wrote, or remove the rule.",
         )

@@ -8,14 +8,15 @@ results.jsonl   one line per line of the questions' file, in its order
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import orjson
 
+from shell_router.core.exact_json import Values
 from shell_router.errors import ConfigError
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class Journal:
 
 
 @contextmanager
-def open_journal(folder: Path, inputs: Mapping[str, Any]) -> Iterator[Journal]:
+def open_journal(folder: Path, inputs: Values) -> Iterator[Journal]:
     """Open the journal of a new run in `folder`, or of a run that was begun there with `inputs`.
 
     Raises ConfigError if the folder holds another run, is in use, or cannot be written.
@@ -172,7 +173,7 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def _require_same(file: Path, inputs: Mapping[str, Any]) -> None:
+def _require_same(file: Path, inputs: Values) -> None:
     """Write the inputs of a new run, or raise ConfigError if the folder's run has others."""
     new = orjson.loads(orjson.dumps(inputs))
     if not file.exists():
@@ -188,10 +189,8 @@ def _require_same(file: Path, inputs: Mapping[str, Any]) -> None:
     if changed:
         raise ConfigError(
             f"{file.parent} holds a run with other {', '.join(changed)}.",
-            remedy=(
-                "Name another folder, or undo the change. If a router resumed a batch: send "
-                "the batch again."
-            ),
+            remedy="Name another folder, or undo the change. If a router resumed a batch: send "
+            "the batch again.",
         )
 
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from shell_router.batch.questions import read_answer
 from shell_router.config import EmbedderSettings, LaunchSettings, Limits, PairLaunch, PairSettings
+from shell_router.core.exact_json import NewValues
 from shell_router.core.sampling import RANGES
 from shell_router.early_exit.answers import find_answer, parse_number
 from shell_router.errors import ConfigError, require
@@ -42,7 +43,7 @@ class Sampling:
     top_p: Annotated[float, "Probability mass that is drawn from.", RANGES["top_p"]] = 0.95
     max_new_tokens: Annotated[Count, "Longest output, in tokens."] = 512
 
-    def params(self, seed: int) -> dict[str, Any]:
+    def params(self, seed: int) -> NewValues:
         """Return the engine's `sampling_params`.
 
         The output is read at its end, so the engine need not send single tokens.
@@ -119,9 +120,7 @@ class Aggregating:
         require(
             self.tau > 0,
             f"tau must be above 0, not {self.tau:g}.",
-            remedy=(
-                "1 means all proposers, 0.67 two of three; above 1 the aggregator is always asked."
-            ),
+            remedy="1 means all proposers, 0.67 two of three; above 1 the aggregator always runs.",
         )
 
 
@@ -218,10 +217,8 @@ class Pool:
                 pool_model.adapter is None or has_local_pairs,
                 f"model {name!r} has an adapter, which embedded workers and a Ray cluster's do not "
                 "load",
-                remedy=(
-                    "Give the pool SGLang pairs on this machine, or merge the adapter into the "
-                    "model's weights."
-                ),
+                remedy="Give the pool SGLang pairs on this machine, or merge the adapter into the "
+                "model's weights.",
             )
         for name in self.proposers:
             require(name in self.models, f"proposers names {name!r}, which is none of the models")
@@ -271,7 +268,7 @@ def _merge_launches(launches: Sequence[PairLaunch]) -> PairLaunch:
 
     Raises ConfigError.
     """
-    changed: dict[str, Any] = {}
+    changed: NewValues = {}
     for role in ("prefill", "decode"):
         gpus = [getattr(launch, f"{role}_gpus") for launch in launches]
         require(

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 
 from shell_router.batch.journal import Key, Output, Role
 from shell_router.batch.pool import Agreement, Pool, Sampling
 from shell_router.batch.questions import Question, Questions, find_plurality
+from shell_router.core.exact_json import Values, write_line
 from shell_router.errors import DataError
 from shell_router.topology.prompting import AGGREGATOR, fill_text, slot_parts
 
@@ -30,7 +31,7 @@ class BatchPrompt:
     role: Role
     model: str
     messages: Sequence[Mapping[str, str]]
-    sampling: Mapping[str, Any]
+    sampling: Values
 
     @property
     def key(self) -> Key:
@@ -207,7 +208,7 @@ def build_results(batch: Batch, outputs: Outputs) -> list[Result]:
 
 def as_lines(results: Sequence[Result]) -> bytes:
     """Return the results as JSONL."""
-    return b"".join(orjson.dumps(result) + b"\n" for result in results)
+    return b"".join(map(write_line, results))
 
 
 def read_results(folder: Path) -> list[Result]:

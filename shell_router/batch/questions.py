@@ -213,6 +213,8 @@ def _read_question(
     try:
         id = _read_id(row, number, earlier)
         names = _read_texts(row, "proposers")
+        if len({*names}) < len(names):
+            raise TypeError("proposers names a model twice.")
         for name in names:
             if name not in proposers:
                 raise TypeError(f"there is no proposer {name!r}; there are {', '.join(proposers)}.")
@@ -240,21 +242,26 @@ def _read_id(row: Row, number: int, earlier: Mapping[str, Question]) -> str:
 
 
 def read_text(row: Row, name: str) -> str:
-    """Return the row's text `name`. Raises TypeError if it is missing or empty."""
+    """Return the row's text `name`; an answer may be a number.
+
+    Raises TypeError if it is missing or empty.
+    """
     value = row.get(name)
     if isinstance(value, str) and value.strip():
         return value
+    if name == "answer" and type(value) in (int, float):
+        return str(value)
     raise TypeError(f"{name} must be text that is not empty, not {value!r}.")
 
 
 def _read_texts(row: Row, name: str) -> tuple[str, ...]:
-    """Return a list of texts, without repetitions."""
+    """Return a list of texts."""
     value = row.get(name)
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise TypeError(f"{name} must be a list of texts, not {value!r}.")
-    return tuple(dict.fromkeys(value))
+    return tuple(value)
 
 
 def _read_right_answer(row: Row) -> str | None:

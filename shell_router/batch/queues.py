@@ -204,21 +204,25 @@ class WorkerQueues:
         """
         any_off = False
         for queue in self._queues:
-            if queue.running is None or queue.since_s is None:
-                continue
-            name = queue.running.model
-            run_s = now_s - queue.since_s
-            is_steady = queue.answered >= max(STEADY_ANSWERS, queue.in_flight)
-            in_flight = queue.in_flight / 2 if is_steady else queue.in_flight
-            done = queue.answered + in_flight
-            planned_s = self._models[name].run_s(done)
-            is_late = run_s > (1 + bound) * planned_s
-            is_early = is_steady and run_s < (1 - bound) * planned_s
-            if is_late or is_early:
-                profiled_s = self._profiled[name].run_s(done)
-                self._scale_cost(name, run_s, profiled_s, self._models[name].load_s)
-                any_off = True
+            if queue.running is not None and queue.since_s is not None:
+                run_s = now_s - queue.since_s
+                if self._compare_session(queue.running.model, queue, run_s, bound):
+                    any_off = True
         return any_off
+
+    def _compare_session(self, model: str, queue: WorkerQueue, run_s: float, bound: float) -> bool:
+        """Compare the queue's session, of `model`; scale its cost and return True if it is off."""
+        is_steady = queue.answered >= max(STEADY_ANSWERS, queue.in_flight)
+        in_flight = queue.in_flight / 2 if is_steady else queue.in_flight
+        done = queue.answered + in_flight
+        planned_s = self._models[model].run_s(done)
+        is_late = run_s > (1 + bound) * planned_s
+        is_early = is_steady and run_s < (1 - bound) * planned_s
+        if not is_late and not is_early:
+            return False
+        profiled_s = self._profiled[model].run_s(done)
+        self._scale_cost(model, run_s, profiled_s, self._models[model].load_s)
+        return True
 
     def _scale_cost(self, model: str, run_s: float, profiled_s: float, load_s: float) -> None:
         """Scale the model's profiled cost: sessions profiled as `profiled_s` took `run_s`."""

@@ -78,8 +78,6 @@ def list_graded(results: Sequence[Result], names: Sequence[str]) -> list[Result]
         raise ConfigError(
             "recruit.skills: in that run no question with a known answer was answered by all "
             "proposers.",
-            remedy=(
-                "Run questions that have an answer, with recruit.proposers as many as there are."
-            ),
+            remedy="Run questions that have an answer, and set recruit.proposers to all of them.",
         )
     return graded

@@ -453,7 +453,11 @@ async def answer_prompt(model: ServedModel, prompt: BatchPrompt) -> Output:
     texts: list[str] = []
     confidence = Confidence()
     try:
-        ids = await encode_text(model.tokenizer, model.tokenizer.render_chat(prompt.messages))
+        messages = prompt.messages
+        if prompt.role == "aggregator":
+            quote = model.tokenizer.control.quote
+            messages = [{**turn, "content": quote(turn["content"])} for turn in messages]
+        ids = await encode_text(model.tokenizer, model.tokenizer.render_chat(messages))
         new_tokens = prompt.sampling["max_new_tokens"]
         if len(ids) + new_tokens > model.context_length:
             return prompt.fail(

@@ -89,10 +89,8 @@ def demo(
 @app.command(
     "eval",
     epilog=examples(
-        (
-            "shell-router eval --config configs/evaluation.yaml --data models/data/test.jsonl "
-            "--limit 50"
-        ),
+        "shell-router eval --config configs/evaluation.yaml --data models/data/test.jsonl "
+        "--limit 50",
         "shell-router eval --url http://127.0.0.1:8000 --data mine.jsonl small large tree",
     ),
 )
@@ -111,7 +109,7 @@ def evaluate(
         float | None, option("For plain models (default 0) and for the roots of topologies.")
     ] = None,
     max_tokens: Annotated[
-        int | None, option("Output limit of plain models. Default: 128.", least=1)
+        int | None, option("Output limit of plain models. By default what fits.", least=1)
     ] = None,
     baseline: Annotated[
         str | None, option("Compare with this one. Default: the first topology.", metavar="SETTING")

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,16 +50,15 @@ def serve(
     if config is None:
         config = SHIPPED / "configs" / "embedded.yaml"
         say(f"Without --config this serves the tiny models of {config}")
-    run(serve(_deployment(config, host, port, log_level), ready=_print_url))
+    chosen = _deployment(config, host, port, log_level)
+    run(serve(chosen, ready=partial(_print_url, chosen)))
 
 
 @app.command(
     epilog=examples(
         "shell-router launch --config configs/sglang-one-gpu.yaml",
-        (
-            "shell-router launch --config configs/sglang-two-machines.yaml --machine gpu-2 "
-            "--engines-only"
-        ),
+        "shell-router launch --config configs/sglang-two-machines.yaml --machine gpu-2 "
+        "--engines-only",
     )
 )
 def launch(
@@ -90,7 +90,7 @@ def launch(
             commands.append(f"shell-router serve --config {shlex.quote(str(config))}")
         print("\n".join(commands))
         return
-    run(launch(launched, engines_only=engines_only, ready=_print_url))
+    run(launch(launched, engines_only=engines_only, ready=partial(_print_url, chosen)))
 
 
 def _deployment(
@@ -107,8 +107,10 @@ def _deployment(
     return with_address(load_config(file, os.environ, with_keys=with_keys), host, port)
 
 
-def _print_url(url: str) -> None:
+def _print_url(config: "Config", url: str) -> None:
     say(f"Serving on {url}")
+    if config.listen.ui:
+        say(f"Watch runs in a browser: {url}/ui")
 
 
 @app.command(epilog=examples("shell-router init mine"))

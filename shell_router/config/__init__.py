@@ -19,6 +19,7 @@ from shell_router.config.settings import (
     Listen,
     ListenTls,
     PredictionSettings,
+    UsageCount,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "PairSettings",
     "PredictionSettings",
     "SwappingSettings",
+    "UsageCount",
     "deployment_schema",
     "read_config",
     "read_keys",

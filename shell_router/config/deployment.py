@@ -25,9 +25,10 @@ from shell_router.config.settings import (
     PredictionSettings,
     RecordSettings,
     Traces,
+    UsageCount,
 )
 from shell_router.errors import require
-from shell_router.files.types import SECRET, FilePath
+from shell_router.files.types import SECRET, FilePath, Origin
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.holdout import HoldoutSettings
 from shell_router.topology import AUTO, LiveSettings
@@ -50,16 +51,24 @@ class Config:
     listen: Listen = field(default_factory=Listen)
     api_keys: Annotated[
         Mapping[str, GivenKey],
-        (
-            "Key per tenant: `{alice: {env: ALICE_KEY}}` reads it from the environment, `{alice: "
-            "secret}` has it here."
-        ),
+        "Key per tenant: `{alice: {env: ALICE_KEY}}` reads it from the environment, `{alice: "
+        "secret}` has it here.",
         SECRET,
     ] = field(default_factory=dict, repr=False)
     api_keys_file: Annotated[
         FilePath | None,
         ("File with further `api_keys`; its changes count within seconds."),
     ] = None
+    cors: Annotated[
+        tuple[Origin, ...],
+        "Origins of web pages that may ask from a browser, as `https://chat.example.org`; `'*'` is "
+        "all.",
+    ] = ()
+    usage: Annotated[
+        UsageCount,
+        "Agents whose tokens an answer's `usage` counts, unless the request says it: `all`, or the "
+        "`root` alone, for clients that measure by it.",
+    ] = "all"
     limits: Limits = field(default_factory=Limits)
     cache: CacheSettings = field(default_factory=CacheSettings)
     embedder: EmbedderSettings = field(default_factory=EmbedderSettings)

@@ -26,14 +26,14 @@ def read_config(
 
     Args:
         path: The deployment's file.
-        environ: The environment that names of secrets are looked up in.
+        environ: The environment that `${NAME}` and names of secrets are looked up in.
         with_keys: Whether API keys are read.
         kinds: The engine kinds that models may name.
 
     Raises:
         ConfigError: Its message begins with the file and, where known, the line.
     """
-    document = load_document(path, SEE_PAGE)
+    document = load_document(path, SEE_PAGE, environ)
     config = _with_engines(document, path.parent, kinds)
     config = replace(config, embedder=config.embedder.resolve_from(path.parent))
     if not with_keys:

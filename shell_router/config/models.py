@@ -6,11 +6,14 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Interval
+from yarl import URL
 
+from shell_router.core.exact_json import Values
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
+from shell_router.core.sampling import MODEL_SAMPLING
 from shell_router.errors import ConfigError, SettingError, require
 from shell_router.files.types import (
     CODE_ONLY,
@@ -218,6 +221,13 @@ class PairSettings:
     ] = None
     launch: PairLaunch | None = None
 
+    def __post_init__(self) -> None:
+        require(
+            not any(mark in url for url in self.urls for mark in "?#"),
+            "the URL of an engine has a query or a fragment, which is never sent",
+            "Leave it out; the model's engine_key holds a key.",
+        )
+
     @property
     def urls(self) -> tuple[str, str]:
         """Of both servers, prefill's first."""
@@ -240,17 +250,13 @@ class SwappingSettings:
     ] = ()
     usage: Annotated[
         Mapping[str, Share],
-        (
-            "Share of the requests that ask for a model: the most used are loaded first and "
-            "leave last."
-        ),
+        "Share of the requests that ask for a model: the most used are loaded first and "
+        "leave last.",
     ] = field(default_factory=dict)
     window_s: Annotated[
         Amount,
-        (
-            "How long requests for loaded models go before one that waits; 0 is first come, "
-            "first served."
-        ),
+        "How long requests for loaded models go before one that waits; 0 is first come, "
+        "first served.",
     ] = 10.0
     wait_s: Annotated[Seconds, "Longest wait for a model before the request fails."] = 300.0
 
@@ -258,10 +264,8 @@ class SwappingSettings:
         require(
             (self.max_loaded_models is None) == bool(self.pairs),
             "swapping has both max_loaded_models and pairs, or neither",
-            (
-                "Give max_loaded_models for models with engines of their own, and pairs for those "
-                "that share some."
-            ),
+            "Give max_loaded_models for models with engines of their own, and pairs for those "
+            "that share some.",
         )
         require(
             not any(pair.launch for pair in self.pairs),
@@ -297,16 +301,25 @@ class ModelSettings:
         Count | None,
         "Prompt and output tokens together; by default the model's `max_position_embeddings`.",
     ] = None
-    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_VARIABLES] = field(
-        default_factory=dict
-    )
+    chat_template_kwargs: Annotated[Values, TEMPLATE_VARIABLES] = field(default_factory=dict)
+    quote_control_text: Annotated[
+        Switch,
+        "Control tokens that clients write in messages stay text, as always in outputs and in "
+        "results of tools; but for chats that SGLang's own route answers.",
+    ] = False
+    sampling: Annotated[
+        Mapping[Annotated[str, OneOf(MODEL_SAMPLING)], int | float],
+        "`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` where neither topology "
+        "nor request sets them; above the model's `generation_config.json`.",
+    ] = field(default_factory=dict)
     reasoning_parser: Annotated[
         Annotated[str, OneOf(REASONING_PARSERS)] | None,
         "Separates the model's thinking from its answers, as SGLang's parser of this name does.",
     ] = None
     tool_call_parser: Annotated[
         Annotated[str, OneOf(CALL_MARKS)] | None,
-        "How the model writes calls of tools, as SGLang's parser of this name reads them.",
+        "How the model writes calls of tools, as SGLang's parser of this name reads them; by "
+        "default as its servers' parser or its chat template.",
     ] = None
     engine_key: Annotated[
         str | FromEnvironment | None,
@@ -316,19 +329,15 @@ class ModelSettings:
     engine_tls: Annotated[TlsClient | None, "Certificates, for pairs with https:// URLs."] = None
     adapters: Annotated[
         Mapping[Name, FilePath],
-        (
-            "LoRA adapters by name, served as `<alias>:<name>`: folders in PEFT's form, at "
-            "the same path on the engines' machines."
-        ),
+        "LoRA adapters by name, served as `<alias>:<name>`: folders in PEFT's form, at "
+        "the same path on the engines' machines.",
     ] = field(default_factory=dict)
     drafts: Annotated[
         Switch | Literal["auto"],
-        (
-            "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; "
-            "`off`, none."
-        ),
+        "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; "
+        "`off`, none.",
     ] = "auto"
-    engine: Annotated[Mapping[str, Any], CODE_ONLY] = field(default_factory=dict)
+    engine: Annotated[Values, CODE_ONLY] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = [*(["pairs"] if self.pairs else []), *self.engine]
@@ -348,11 +357,24 @@ class ModelSettings:
             "engine_tls is set, and not all of the pairs have https:// URLs",
             remedy="Give them https:// URLs, or leave engine_tls out.",
         )
+        pairs = [tuple(map(_spell, pair.urls)) for pair in self.pairs]
+        require(
+            len(pairs) == len({*pairs}), "a pair is there twice", "Name it once, in one spelling."
+        )
         bootstraps = {
-            (pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs
+            (prefill, pair.bootstrap_host, pair.bootstrap_port)
+            for (prefill, _), pair in zip(pairs, self.pairs, strict=True)
         }
         require(
-            len(bootstraps) == len({pair.prefill for pair in self.pairs}),
+            len(bootstraps) == len({prefill for prefill, _ in pairs}),
             "several pairs name one prefill server with different bootstrap hosts or ports",
             remedy="It has one; correct the others.",
         )
+
+
+def _spell(url: str) -> str:
+    """Return the URL of a server in one spelling."""
+    address = URL(url).with_user(None)
+    if address.host == "localhost":
+        address = address.with_host("127.0.0.1")
+    return str(address).rstrip("/")

@@ -73,10 +73,8 @@ class ApiKey:
     )
     expires: Annotated[
         str | None,
-        (
-            "When it ends, in UTC by default: `'2027-01-31'`, `'2027-01-31T12:00:00+01:00'` (in "
-            "quotes)."
-        ),
+        "When it ends, in UTC by default: `'2027-01-31'`, `'2027-01-31T12:00:00+01:00'` (in "
+        "quotes).",
     ] = None
     models: Annotated[
         tuple[str, ...], "Models and topologies that it may ask; all by default."
@@ -116,6 +114,7 @@ class ApiKey:
         return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
+UsageCount = Literal["all", "root"]
 GivenKey = Annotated[str | ApiKey, SECRET]
 
 
@@ -285,11 +284,12 @@ class Traces:
     ] = 1000
     otlp: Annotated[
         Url | None,
-        (
-            "URL of an OTLP/HTTP receiver of spans, such as "
-            "`http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`."
-        ),
+        "URL of an OTLP/HTTP receiver of spans, such as "
+        "`http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`.",
     ] = None
+    texts: Annotated[
+        Switch, "Send the last question and the answer of each chat with its spans."
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import orjson
 
+from shell_router.core.control_text import ControlText
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.marks import ReasoningMarks
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ FinishReason = Literal["stop", "length", "abort"]
 MESSAGE_CHARACTERS = 2000
 
 DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's limit of an output without `max_new_tokens`."""
+"""SGLang's limit of a native request without `max_new_tokens`; the router's own always have it."""
 
 UNSTREAMED_INTERVAL = 32
 """The most tokens per event (`stream_interval`) of an output that no client watches.
@@ -107,7 +109,7 @@ class Generation:
 
     rid: str
     input_ids: Sequence[int]
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Values = field(default_factory=dict)
     logprobs: bool = False
     affinity: str | None = None
     adapter: str | None = None
@@ -116,9 +118,7 @@ class Generation:
     cache_key: str | None = None
 
 
-def ask_for_drafts(
-    sampling: Mapping[str, Any], sources: Sequence[Sequence[int]] = ()
-) -> dict[str, Any]:
+def ask_for_drafts(sampling: Values, sources: Sequence[Sequence[int]] = ()) -> NewValues:
     """Add the field for drafts to `sampling_params`: further texts to draft from.
 
     An SGLang without the plugin ignores it.
@@ -146,7 +146,7 @@ class Finish:
     """The end of a request's answer, with counts of tokens.
 
     `cached_tokens` is part of `prompt_tokens`. `accepted_tokens`, the correct ones of
-    `drafted_tokens`, is part of `completion_tokens`.
+    `drafted_tokens`, is part of `completion_tokens`. `matched` is the stop string that ended it.
     """
 
     reason: FinishReason
@@ -155,6 +155,7 @@ class Finish:
     cached_tokens: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    matched: str = ""
 
 
 @value
@@ -189,9 +190,7 @@ class CallParser(Protocol):
     def tool_parser(self) -> str | None:
         """The name of the format; None if it cannot."""
 
-    async def parse_calls(
-        self, text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[Any]]:
+    async def parse_calls(self, text: str, tools: Sequence[Values]) -> tuple[str, list[Any]]:
         """Return the text before the calls, and each call's `name` and `arguments`.
 
         Raises:
@@ -200,7 +199,7 @@ class CallParser(Protocol):
         ...
 
 
-NO_OPTIONS: Mapping[str, Any] = {}
+NO_OPTIONS: Values = {}
 
 NativeRoute = Literal["generate", "prefill_only", "v1/chat/completions", "v1/completions"]
 
@@ -259,6 +258,19 @@ class Relay(Protocol):
         ...
 
 
+class JoinedText(str):
+    """A text of several `parts`, for chat templates that read them one by one."""
+
+    parts: Sequence[str]
+
+    @classmethod
+    def of(cls, parts: Sequence[str]) -> "JoinedText":
+        """Join the parts as SGLang does for templates that read one text."""
+        text = cls(" ".join(parts))
+        text.parts = parts
+        return text
+
+
 class Tokenizer(Protocol):
     """Text to token ids, and chats to text, as the model's own tokenizer does it."""
 
@@ -267,8 +279,16 @@ class Tokenizer(Protocol):
         """Equal fingerprints mean the same vocabulary and merges: token ids may be exchanged."""
         ...
 
+    @property
+    def control(self) -> ControlText:
+        """The control tokens, which `quote` keeps texts from becoming."""
+        ...
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; its special tokens are recognised, and none is added."""
+        """Return the ids of `text`; its special tokens are recognised, and none is added.
+
+        A BREAK has no id: the texts around it are tokenized apart.
+        """
         ...
 
     def encode_stable(self, text: str) -> list[int]:
@@ -277,9 +297,9 @@ class Tokenizer(Protocol):
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Values],
         tools: Sequence[Any] = (),
-        options: Mapping[str, Any] = NO_OPTIONS,
+        options: Values = NO_OPTIONS,
     ) -> str:
         """Render the chat template's text, ending where the assistant speaks.
 
@@ -329,6 +349,7 @@ class ServedModel:
         reasoning: The marks around thinking that is separated from answers.
         call_mark: The beginning of a tool call in its outputs, if it is known.
         call_parser: Reads calls if the mark is not known.
+        sampling: Parameters of agents that do not set them.
     """
 
     alias: str
@@ -343,6 +364,7 @@ class ServedModel:
     reasoning: ReasoningMarks | None = None
     call_mark: str | None = None
     call_parser: CallParser | None = None
+    sampling: Values = field(default_factory=dict)
 
     @property
     def engines_parser(self) -> CallParser | None:

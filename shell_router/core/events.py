@@ -169,14 +169,15 @@ class AggregationSkipped:
 
 @value
 class AgentStopped:
-    """The agent was cut off and its output discarded.
+    """The agent was cut off and its output discarded, or it did not run.
 
-    Its cluster exited, or no agent needs it any more.
+    Its cluster exited, no agent needs it any more, or its output was kept in an earlier request.
     """
 
     at_s: float
     agent: str
-    why: Literal["early_exit", "unneeded"]
+    why: Literal["early_exit", "unneeded", "kept"]
+    model: str = "unknown"
 
 
 @value
@@ -199,7 +200,7 @@ class Degraded:
 
     at_s: float
     agent: str
-    what: Literal["increment", "early_exit", "scores", "lengths", "classifier"]
+    what: Literal["increment", "early_exit", "scores", "lengths", "classifier", "judge"]
     error: str
 
 

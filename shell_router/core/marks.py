@@ -1,5 +1,6 @@
 """Marks in models' outputs: around thinking, and before tool calls."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -47,6 +48,8 @@ CALL_MARKS: Mapping[str, str] = {
 """Marks that begin a call, by SGLang's names of `--tool-call-parser`, for parsers whose calls are
 JSON between two such marks.
 """
+WRITTEN_CALL = re.compile(r'<tool_call>\s*\{\s*"name"')
+"""A call in the format of CALL_MARKS, as chat templates write it."""
 PARSER_MARKS: Mapping[str, str] = {
     **CALL_MARKS,
     **dict.fromkeys(("deepseekv3", "deepseekv31"), "<｜tool▁calls▁begin｜>"),

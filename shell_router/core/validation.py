@@ -18,6 +18,7 @@ from pydantic import (
     ValidationError,
 )
 
+from shell_router.core.exact_json import NewValues, Values, parse_json
 from shell_router.errors import InvalidField, InvalidRequest
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class JsonObject(Generic[T]):
         self.names = frozenset(kind.__annotations__)
         self._remedies = remedies or {}
 
-    def read(self, sent: Mapping[str, Any], path: str = "") -> T:
+    def read(self, sent: Values, path: str = "") -> T:
         """Return the object's known fields that are not null.
 
         Raises:
@@ -95,7 +96,7 @@ class JsonObject(Generic[T]):
             raise self._error(failure, sent, path) from None
         return fields
 
-    def find_unknown(self, sent: Mapping[str, Any], others: Collection[str] = ()) -> list[str]:
+    def find_unknown(self, sent: Values, others: Collection[str] = ()) -> list[str]:
         """Return the names of the fields that are neither null nor known, nor one of `others`.
 
         Raises:
@@ -128,11 +129,11 @@ class JsonObject(Generic[T]):
         return field_error(path + deepest, _what_is_wrong(there), remedy)
 
 
-def parse_object(body: bytes, called: str = "body") -> dict[str, Any]:
+def parse_object(body: bytes, called: str = "body") -> NewValues:
     """Return the JSON object that `body` is; raises InvalidRequest."""
     remedy = "Send one JSON object."
     try:
-        value = orjson.loads(body)
+        value = parse_json(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The {called} is not JSON: {error}.", remedy=remedy) from None
     if not isinstance(value, dict):
@@ -151,6 +152,8 @@ def show(value: Any) -> str:
     match value:
         case dict():
             return "an object"
+        case []:
+            return "an empty array"
         case list():
             return "an array"
         case str() if len(value) > SHOWN_CHARACTERS:
@@ -164,7 +167,7 @@ def _depth_of(path: str) -> int:
     return path.count(".") + path.count("[")
 
 
-def _path_of(error: Mapping[str, Any], value: Any) -> str:
+def _path_of(error: Values, value: Any) -> str:
     """Return the path of the error's field in `value`, without the names of a union's arms."""
     path = ""
     steps: Sequence[str | int] = error["loc"]
@@ -181,7 +184,7 @@ def _path_of(error: Mapping[str, Any], value: Any) -> str:
     return path.removeprefix(".")
 
 
-def _what_is_wrong(errors: Sequence[Mapping[str, Any]]) -> str:
+def _what_is_wrong(errors: Sequence[Values]) -> str:
     """Return the reason of errors at one path, which are those of a union's arms."""
     kinds = [error["type"] for error in errors]
     if "missing" in kinds or "union_tag_not_found" in kinds:

@@ -11,7 +11,7 @@ may have its answer on the next line. A letter counts for one only if it is deli
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -302,22 +302,25 @@ def cast_ballot(agent: str, text: str, confidence: float, *, is_cut: bool) -> Ba
     return Ballot(agent, None if is_cut else answer or None, confidence)
 
 
-def elect(ballots: Sequence[Ballot], waiting: int) -> Ballot | None:
+def elect(ballots: Sequence[Ballot], waiting: int, *, by_confidence: bool = False) -> Ballot | None:
     """Return the winning ballot; None while the `waiting` outputs could still change the answer.
 
-    Most votes win; in a tie, the answer with the larger sum of confidences. Among the outputs that
-    vote for the winner the most confident is forwarded; without any vote, the most confident of
-    all.
+    Most votes win, of which each counts one or, `by_confidence`, its confidence; in a tie, the
+    answer with the larger sum of confidences. Among the outputs that vote for the winner the most
+    confident is forwarded; without any vote, the most confident of all.
     """
-    votes = Counter(ballot.answer for ballot in ballots if ballot.answer is not None)
+    votes: defaultdict[str, float] = defaultdict(float)
+    for ballot in ballots:
+        if ballot.answer is not None:
+            votes[ballot.answer] += ballot.confidence if by_confidence else 1
     most, second, *_ = (*sorted(votes.values(), reverse=True), 0, 0)
     if not ballots or (waiting and most - second <= waiting):
         return None
 
-    def rank(ballot: Ballot) -> tuple[int, float, float]:
+    def rank(ballot: Ballot) -> tuple[bool, float, float, float]:
         if ballot.answer is None:
-            return 0, 0.0, ballot.confidence
+            return False, 0, 0, ballot.confidence
         agreeing = sum(other.confidence for other in ballots if other.answer == ballot.answer)
-        return votes[ballot.answer], agreeing, ballot.confidence
+        return True, votes[ballot.answer], agreeing, ballot.confidence
 
     return max(ballots, key=rank)

@@ -35,8 +35,13 @@ class Server:
     role: str
     url: URL
 
+    @property
+    def public_url(self) -> str:
+        """The URL for logs, metrics and answers: without a user and a password."""
+        return str(self.url.with_user(None))
+
     def __str__(self) -> str:
-        return f"{self.role} engine {self.url}"
+        return f"{self.role} engine {self.public_url}"
 
 
 class Address(Protocol):

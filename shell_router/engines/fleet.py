@@ -27,6 +27,7 @@ class Fleet(Generic[A]):
         dispatchers: The dispatcher of each role.
         addresses: The addresses in use; a server that several of them name is one server.
         retried: Attempts that were not their request's first.
+        waited_for_prefix: Requests that waited while another computed their common prefix.
     """
 
     ready_route = "health"
@@ -39,6 +40,7 @@ class Fleet(Generic[A]):
         self.dispatchers = dispatchers
         self.addresses: tuple[A, ...] = ()
         self.retried = 0
+        self.waited_for_prefix = 0
         self._monitors: list[Monitor[ServerClient]] = []
 
     @property

@@ -89,8 +89,11 @@ class EngineMetrics(Collector):
         restarts = {name: times for each in self.restarts for name, times in each().items()}
         yield _counts("engine_restarts", "Restarts of a dead engine", "engine", restarts)
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
+        waits = {alias: fleet.waited_for_prefix for alias, fleet in self.fleets.items()}
+        meaning = "Requests that waited while another computed their common prefix"
+        yield _counts("prefix_waits", meaning, "model", waits)
         servers = [
-            ((alias, at.engine.server.role, str(at.engine.server.url)), at)
+            ((alias, at.engine.server.role, at.engine.server.public_url), at)
             for alias, fleet in self.fleets.items()
             for dispatcher in fleet.dispatchers.values()
             for at in dispatcher.tracked

@@ -1,18 +1,32 @@
 """Native request bodies: checked once, and extended as bytes, so nothing in them is rewritten."""
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import orjson
 
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NativeRoute, value
-from shell_router.core.sampling import MAX_INTEGER, check_depth, check_sampling, require_possible
-from shell_router.core.validation import parse_object
+from shell_router.core.exact_json import Values, parse_json, write_json
+from shell_router.core.sampling import (
+    GRAMMARS,
+    MAX_INTEGER,
+    MAX_TOKEN_IDS,
+    PLAIN,
+    Range,
+    are_ids,
+    check_depth,
+    check_sampling,
+    require_possible,
+)
+from shell_router.core.validation import field_error, parse_object
 from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 
 _RESERVED = ("bootstrap_", "rid")
 _PROMPTS = {"input_ids", "messages", "prompt", "tools"}
+RANKS = ("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank")
+"""SGLang's fields for routers: a wrong one makes servers answer 500."""
 ADAPTER = "lora_path"
 """SGLang's field for the name of a request's adapter."""
 CACHE_KEY = "extra_key"
@@ -52,6 +66,15 @@ FIELDS: Mapping[NativeRoute, frozenset[str]] = {
 """Fields that may be forwarded. Other fields load code or files, reach hosts, or choose a server, a
 rank or a priority.
 """
+MEANT_BY_FALSE = frozenset({"log_metrics", "priority", *RANKS})
+"""Other fields that ask for something even if they are false; SGLang takes it for the number 0."""
+_PLAIN = PLAIN.union(*FIELDS.values()) - {
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "response_format",
+    *GRAMMARS,
+}
 MEDIA = "image_url"
 """The kind of message part whose URL an engine fetches from a host, unless it is a data: URL."""
 MAX_BATCH = 1024
@@ -70,6 +93,7 @@ class NativeBody:
         opened: The client's object without its closing brace, ready for more fields.
         own: The router's fields, besides `rid`.
         max_output_tokens: The limit of each output.
+        odd_fields: Fields that ended servers before, or that the router does not know.
     """
 
     rid: str
@@ -79,6 +103,7 @@ class NativeBody:
     opened: bytes
     own: Mapping[str, str]
     max_output_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    odd_fields: Set[str] = frozenset()
 
     @property
     def rids(self) -> tuple[str, ...]:
@@ -90,23 +115,23 @@ class NativeBody:
             return (self.rid,)
         return tuple(f"{self.rid}_{index}" for index in range(self.batch))
 
-    def with_fields(self, fields: Mapping[str, Any]) -> bytes:
+    def with_fields(self, fields: Values) -> bytes:
         """Return the body with `fields` at its end, every other byte as the client wrote it."""
         return self.opened + orjson.dumps({"rid": self.rid, **self.own, **fields})[1:]
 
-    def replace_fields(self, fields: Mapping[str, Any]) -> bytes:
+    def replace_fields(self, fields: Values) -> bytes:
         """Return the body, parsed and written again, with `fields` in place of the client's.
 
         `sampling_params` are merged with the client's, of each request in a batch.
         """
-        body = orjson.loads(self.with_fields({}))
+        body = parse_json(self.with_fields({}))
         changes = fields.get("sampling_params", {})
         sampling = body.get("sampling_params") or {}
         if isinstance(sampling, list):
             changed: Any = [{**params, **changes} for params in sampling]
         else:
             changed = {**sampling, **changes}
-        return orjson.dumps({**body, **fields, "sampling_params": changed})
+        return write_json({**body, **fields, "sampling_params": changed})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,113 +170,136 @@ def read_native(
         PromptTooLong: The prompt cannot fit.
     """
     fields = parse_object(body)
+    batch = _count_batch(fields)
     for name, content in fields.items():
-        _check_field(name, content, FIELDS[route], rules, own)
+        _check_field(name, content, FIELDS[route], rules, own, batch)
     _check_sampling(fields, rules.vocabulary, openai=route.startswith("v1/"))
     opened = body.rstrip()[:-1].rstrip()
     if fields:
         opened += b","
     return NativeBody(
         rid,
-        _count_batch(fields),
+        batch,
         fields.get("stream") is True,
         wants_input_logprobs(fields),
         opened,
         own,
         _max_output_tokens(fields),
+        _list_odd(fields),
     )
 
 
+def _list_odd(fields: Values) -> Set[str]:
+    names = set(fields)
+    for params in as_list(fields.get("sampling_params") or {}):
+        names.update(params)
+    return names - _PLAIN
+
+
 def _check_field(
-    name: str, content: object, forwarded: Set[str], rules: NativeRules, own: Mapping[str, str]
+    name: str,
+    content: object,
+    forwarded: Set[str],
+    rules: NativeRules,
+    own: Mapping[str, str],
+    batch: int | None,
 ) -> None:
     if name.startswith(_RESERVED) or (name in own and content is not None):
         raise InvalidField(
             f"The body sets {name[:40]}, which the router chooses.",
             field=name,
-            remedy=(
-                "Leave it out; the answer's meta_info.id is the request's id, and models name "
-                "adapters."
-            ),
+            remedy="Leave it out; the answer's meta_info.id is the request's id, and models name "
+            "adapters.",
         )
     if content is None:
         return
-    if name not in forwarded and name not in rules.fields:
+    asks_something = content is not False or name in MEANT_BY_FALSE
+    if asks_something and name not in forwarded and name not in rules.fields:
         raise InvalidField(
             f"The field {name[:40]!r} is not forwarded to engines.",
             field=name,
-            remedy=(
-                "Leave it out; an operator may list it in native_fields, of limits or of the "
-                "API key."
-            ),
+            remedy="Leave it out; an operator may list it in native_fields, of limits or of the "
+            "API key.",
         )
-    if name in _TOKENS_OR_TEXT:
-        _check_prompt(name, content, rules)
+    if name in _SHAPES:
+        _check_shape(name, content, rules, batch)
     elif name == "messages" and MEDIA not in rules.fields:
         _refuse_media(content)
-    elif name == "logprob_start_len":
-        for start in as_list(content):
-            if isinstance(start, int) and start < -1:  # it would crash SGLang's prefill server
-                raise InvalidRequest(
-                    f"`{name}` is {start}.", remedy="Make it -1 (no prompt tokens) or more."
-                )
-    elif name == "top_logprobs_num" and any(
-        isinstance(top, int) and top > MAX_TOP_LOGPROBS for top in as_list(content)
-    ):
-        raise InvalidRequest(f"`{name}` is above {MAX_TOP_LOGPROBS}.", remedy="Ask for fewer.")
 
 
-_LIST_OR_TEXT = (list, str)
-_KINDS: Mapping[str, tuple[type, ...]] = {"text": (str,), "input_ids": _LIST_OR_TEXT}
-_TOKENS_OR_TEXT = frozenset({"text", "input_ids", "prompt", "token_ids_logprob"})
+def _is_text(value: Any, rules: NativeRules) -> bool:
+    if isinstance(value, str) and rules.context_length is not None:
+        require_possible(len(value), rules.context_length)
+    return isinstance(value, str) and value != ""
 
 
-def _check_prompt(name: str, content: object, rules: NativeRules) -> None:
-    """Check a text or token ids, or a list of either; the engine refuses other values itself."""
-    prompts = [content]
-    if isinstance(content, list) and content and isinstance(content[0], _LIST_OR_TEXT):
-        prompts = content
-    if len(prompts) > MAX_BATCH:
-        raise InvalidRequest(
-            f"`{name}` has {len(prompts)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time."
-        )
-    for prompt in prompts:
-        is_wrong = not (prompt and isinstance(prompt, _KINDS.get(name, object)))
-        if name in _KINDS and prompt is not None and is_wrong:
-            raise InvalidRequest(
-                f"`{name}` is empty, or of the wrong kind.", remedy="Send `text` or `input_ids`."
-            )
-        if isinstance(prompt, str):
-            if rules.context_length is not None:
-                require_possible(len(prompt), rules.context_length)
-            if prompt and rules.vocabulary is not None and name not in ("text", "prompt"):
-                raise _no_ids(name, rules.vocabulary)
-        elif isinstance(prompt, list):
-            _check_ids(name, prompt, rules)
-
-
-def _check_ids(name: str, ids: list[Any], rules: NativeRules) -> None:
+def _are_prompt_ids(value: Any, rules: NativeRules) -> bool:
     limit = rules.context_length
-    vocabulary = rules.vocabulary
-    if ids and isinstance(ids[0], list):
-        raise InvalidRequest(
-            f"`{name}` nests lists in lists.", remedy="Send a list of token ids per prompt."
-        )
-    if limit is not None and len(ids) > limit:
+    if limit is not None and isinstance(value, list) and len(value) > limit:
         raise PromptTooLong(
-            f"`{name}` has {len(ids)} token ids; the model takes {limit}.", remedy="Send fewer."
+            f"The prompt has {len(value)} token ids; the model takes {limit}.", remedy="Send fewer."
         )
-    if (
-        ids
-        and vocabulary is not None
-        and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary)
-    ):
-        raise _no_ids(name, vocabulary)
+    return bool(value) and are_ids(value, rules.vocabulary or MAX_INTEGER, inf)
 
 
-def _no_ids(name: str, vocabulary: int) -> InvalidRequest:
-    words = f"`{name}` may hold only token ids of at least 0 and below {vocabulary}."
-    return InvalidRequest(words, remedy="Tokenize for this model.")
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The values of a field: `allows` tells them, given the model's rules, and `words` name them.
+
+    If `listed`, a batch may have an array of them, with one for each of its prompts.
+    """
+
+    allows: Callable[[Any, NativeRules], bool]
+    words: str
+    listed: bool = True
+
+
+def _range_shape(limits: Range) -> _Shape:
+    return _Shape(lambda value, _: limits.allows(value), str(limits))
+
+
+_IDS = "token ids of at least 0 and below {vocabulary}"
+_FLAG = _Shape(lambda value, _: isinstance(value, bool), "true or false", listed=False)
+_SHAPES: Mapping[str, _Shape] = {
+    "text": _Shape(_is_text, "text that is not empty"),
+    "input_ids": _Shape(_are_prompt_ids, f"an array of {_IDS}"),
+    "prompt": _Shape(
+        lambda value, rules: _is_text(value, rules) or _are_prompt_ids(value, rules),
+        f"text or {_IDS}",
+        listed=False,
+    ),
+    "sampling_params": _Shape(lambda value, _: isinstance(value, dict), "an object"),
+    "return_logprob": replace(_FLAG, listed=True),
+    "logprob_start_len": _range_shape(Range(-1, MAX_INTEGER, whole=True)),
+    "top_logprobs_num": _range_shape(Range(0, MAX_TOP_LOGPROBS, whole=True)),
+    "token_ids_logprob": _Shape(
+        lambda value, rules: are_ids(value, rules.vocabulary or MAX_INTEGER),
+        f"at most {MAX_TOKEN_IDS} {_IDS}",
+    ),
+    **dict.fromkeys(("stream", "return_text_in_logprobs", "return_prompt_token_ids"), _FLAG),
+}
+"""SGLang 0.5.23 answers other values with status 500, or its servers end or hang."""
+_ARRAYS = frozenset({"input_ids", "token_ids_logprob"})
+"""Fields that are arrays even of a single prompt."""
+
+
+def _check_shape(name: str, content: Any, rules: NativeRules, batch: int | None) -> None:
+    """Check the field's value; in a batch it may be an array of values, one for each prompt."""
+    shape = _SHAPES[name]
+    values = [content]
+    is_listed = shape.listed and batch is not None and isinstance(content, list)
+    if is_listed and name in _ARRAYS:
+        is_listed = bool(content) and isinstance(content[0], list)
+    if is_listed:
+        values = content
+        if len(values) != batch:
+            raise field_error(
+                name, f"has {len(values)} values for {batch} prompts", "Send one for each."
+            )
+    if not all(shape.allows(value, rules) for value in values):
+        words = shape.words.replace("{vocabulary}", str(rules.vocabulary or MAX_INTEGER))
+        remedy = "Send such a value; only a batch may have an array of them, one for each prompt."
+        raise field_error(name, f"must be {words}", remedy)
 
 
 def _refuse_media(messages: object) -> None:
@@ -272,36 +320,51 @@ def _refuse_media(messages: object) -> None:
                     )
 
 
-def _check_sampling(fields: Mapping[str, Any], vocabulary: int | None, openai: bool) -> None:
+def _check_sampling(fields: Values, vocabulary: int | None, openai: bool) -> None:
     """Check `sampling_params`: an object, or for a batch one per request."""
     if openai:
         check_depth({name: fields[name] for name in fields.keys() - {"prompt"}}, "body")
         check_sampling({name: fields[name] for name in fields.keys() - _PROMPTS}, vocabulary)
+        for path, schema in _list_schemas(fields):
+            check_sampling({"json_schema": write_json(schema).decode()}, path=path)
         return
     for params in as_list(fields.get("sampling_params") or {}):
-        if not isinstance(params, dict):
-            raise InvalidRequest(
-                "`sampling_params` is not an object.", remedy="Make it one, or leave it out."
-            )
         check_sampling(params, vocabulary, "sampling_params")
 
 
-def _count_batch(fields: Mapping[str, Any]) -> int | None:
-    """Count the requests that a list of prompts makes; None for a single prompt."""
+def _list_schemas(fields: Values) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas of an OpenAI body, with the fields that hold them."""
+    match fields.get("response_format"):
+        case {"json_schema": {"schema": schema}}:
+            yield "response_format", schema
+    for tool in as_list(fields.get("tools")):
+        match tool:
+            case {"function": {"parameters": dict(schema)}}:
+                yield "tools", schema
+
+
+def _count_batch(fields: Values) -> int | None:
+    """Count the requests that a list of prompts makes; None for a single prompt.
+
+    Raises:
+        InvalidField: There are two kinds of prompts, or too many or no prompts.
+    """
     text = fields.get("text")
     ids = fields.get("input_ids")
-    if isinstance(text, list):
-        return len(text)
-    if isinstance(ids, list) and ids and isinstance(ids[0], list):
-        return len(ids)
-    return None
+    if text is not None and ids is not None:
+        raise field_error("input_ids", "is sent beside text", "Send one of both.")
+    prompts = text if ids is None else ids
+    if not isinstance(prompts, list) or (ids and not isinstance(ids[0], list)):
+        return None
+    if not 0 < len(prompts) <= MAX_BATCH:
+        name = "text" if ids is None else "input_ids"
+        raise field_error(name, f"has {len(prompts)} prompts", f"Send 1 to {MAX_BATCH} at a time.")
+    return len(prompts)
 
 
-def _max_output_tokens(fields: Mapping[str, Any]) -> int:
+def _max_output_tokens(fields: Values) -> int:
     """Return the highest output limit of the body, under whichever name a route has for it."""
     sampling = fields.get("sampling_params") or {}
-    if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
-        return limit  # the common case
     limits = [
         params.get(name)
         for params in (fields, *as_list(sampling))
@@ -311,17 +374,16 @@ def _max_output_tokens(fields: Mapping[str, Any]) -> int:
     return max([limit for limit in limits if isinstance(limit, int)], default=default)
 
 
-def wants_input_logprobs(fields: Mapping[str, Any]) -> bool:
+def wants_input_logprobs(fields: Values) -> bool:
     """Tell whether a body may get log probabilities of its prompts' tokens.
 
     In a batch both fields may be lists.
     """
-    if "return_logprob" not in fields:
+    if True not in as_list(fields.get("return_logprob")):
         return False
-    if not any(wish is True for wish in as_list(fields["return_logprob"])):
-        return False
-    starts = as_list(fields.get("logprob_start_len"))
-    return any(type(start) is int and start >= 0 for start in starts)
+    return any(
+        start is not None and start >= 0 for start in as_list(fields.get("logprob_start_len"))
+    )
 
 
 def as_list(value: object) -> list[Any]:

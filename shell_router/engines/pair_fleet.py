@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
-from shell_router.core.engine import ChatServing, PrefillCost
+from shell_router.core.engine import ChatServing, Generation, PrefillCost
 from shell_router.engines.address import PairAddress
 from shell_router.engines.fleet import Fleet
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.server_client import ServerClient, Transport
+from shell_router.engines.shared_prefixes import PrefixTurn
 from shell_router.engines.wire import wire_error
 from shell_router.errors import EngineError, EngineRejected
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
@@ -98,7 +100,17 @@ class PairFleet(Fleet[PairAddress]):
         contracts = await asyncio.gather(*(server.knows_contract() for server in servers))
         for server, route in zip(servers, contracts, strict=True):
             if server in self.prefill_only:
-                await self.prefill_only[server].probe(route=route)
+                only = self.prefill_only[server]
+                with suppress(EngineError):  # servers without this route are no SGLang
+                    info = await server.info()
+                    only.overlaps_passes = info.get("disable_overlap_schedule") is False
+                    if info.get("grammar_backend") == "xgrammar":
+                        log.warning(
+                            "%s: xgrammar lets one client's grammar block the server for minutes; "
+                            "start it with --grammar-backend llguidance",
+                            server,
+                        )
+                await only.probe(route=route)
 
     @property
     def prefill_ways(self) -> tuple[PrefillWay, ...]:
@@ -110,6 +122,18 @@ class PairFleet(Fleet[PairAddress]):
         """The measured cost of a prefill-only request to an idle server, of the dearest server."""
         costs = [only.cost for only in self.prefill_only.values() if only.cost is not None]
         return max(costs, key=lambda cost: cost.fixed_s / cost.token_s, default=None)
+
+    async def begin_prompt(self, request: Generation, server: ServerClient) -> PrefixTurn | None:
+        """Wait while another prompt on the prefill server computes this one's beginning.
+
+        Returns None for a prompt that is too short to share it.
+        """
+        only = self.prefill_only[server]
+        if len(request.input_ids) <= only.fewest_shared:
+            return None
+        turn = await only.prefixes.begin(request, only.fewest_shared)
+        self.waited_for_prefix += turn.waited
+        return turn
 
     def forget(self, servers: Iterable[ServerClient]) -> None:
         """See `Fleet.forget`."""

@@ -10,7 +10,9 @@ from shell_router.core.engine import Placement
 from shell_router.engines.legs import Legs
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.server_client import ServerClient, ServerFailure, take_slot
+from shell_router.engines.shared_prefixes import PrefixTurn
 from shell_router.errors import EngineError, EngineRejected, EngineUnavailable
+from shell_router.http.client import AnswerBroken
 from shell_router.routing.dispatcher import EngineSlot
 from shell_router.routing.placement import PlacementRequest
 
@@ -21,13 +23,15 @@ log = logging.getLogger(__name__)
 class Pair:
     """The slots of one attempt and its legs on both servers; `close` it in the end.
 
-    `bootstrap` has the body's fields by which decode finds prefill.
+    `bootstrap` has the body's fields by which decode finds prefill, `turn` the prompt's place among
+    those that share its beginning.
     """
 
     prefill: EngineSlot[ServerClient]
     decode: EngineSlot[ServerClient]
     bootstrap: Mapping[str, Any]
     legs: Legs | None = None
+    turn: PrefixTurn | None = None
 
     @property
     def placed(self) -> tuple[Placement, Placement]:
@@ -38,11 +42,15 @@ class Pair:
         """Free the prefill server's slot, because the prompt is prefilled."""
         self.prefill.close()
         self.decode.note_prefill()
+        if self.turn is not None:
+            self.turn.end(prefilled=True)
 
     def close(self) -> None:
         """Abort the legs, unless they have ended, and free the slots; idempotent."""
         if self.legs is not None:
             self.legs.close()
+        if self.turn is not None:
+            self.turn.end(prefilled=False)
         self.prefill.close()
         self.decode.close()
 
@@ -58,6 +66,10 @@ class Attempts:
 
     fleet: PairFleet
     request: PlacementRequest
+    odd_fields: Collection[str] = ()
+    """With any of these fields a request whose server broke its connection is not sent again: it
+    might end the next server, too.
+    """
     made: int = 0
     _avoid: set[ServerClient] = field(default_factory=set)
     _last: EngineError | None = None
@@ -111,6 +123,10 @@ class Attempts:
         if pair.legs is not None:
             blamed_servers = pair.legs.blamed_servers
         self.made += 1
+        if self.odd_fields and isinstance(error.__cause__, AnswerBroken):
+            names = ", ".join(sorted(self.odd_fields))
+            log.error("not sent again, as a server may die of its %s: %s", names, error)
+            raise error
         wait_s = self.fleet.retries.wait_s(error, self.made, self.fleet.draw())
         if wait_s is None:
             if (

@@ -5,9 +5,10 @@ finds the way that warms it.
 """
 
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -15,11 +16,13 @@ import orjson
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
 from shell_router.engines.legs import Legs
 from shell_router.engines.server_client import HTTP_OK, ServerClient, take_slot
+from shell_router.engines.shared_prefixes import SharedPrefixes
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import EngineError, EngineRejected, PromptTooLong
 from shell_router.http.client import Exchange
 from shell_router.routing.dispatcher import Dispatcher
 from shell_router.routing.failures import INTERNAL_ERROR
+from shell_router.routing.increments import UNMEASURED
 from shell_router.routing.placement import PlacementRequest
 
 logger = logging.getLogger(__name__)
@@ -28,6 +31,8 @@ PrefillWay = Literal["route", "pair"]
 PREFILL_WAYS: tuple[PrefillWay, ...] = ("route", "pair")
 PROBE_TOKENS = 256
 MEASURED_ROUNDS = 3
+
+_MOST_SHARED = 1024  # the probe's short prompts make a GPU's tokens look cheaper than a full pass's
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +48,8 @@ class PrefillOnly:
         clock: Gives monotonic seconds.
         way: The way in use.
         cost: The measured cost on an idle server.
+        prefixes: The prompts that the server has prefilled or is prefilling.
+        overlaps_passes: Whether it schedules a pass before the last one's prefixes are cached.
     """
 
     server: ServerClient
@@ -53,6 +60,16 @@ class PrefillOnly:
     clock: Callable[[], float]
     way: PrefillWay = "route"
     cost: PrefillCost | None = None
+    prefixes: SharedPrefixes = field(default_factory=SharedPrefixes)
+    overlaps_passes: bool = False
+
+    @property
+    def fewest_shared(self) -> float:
+        """The common tokens that take longer to compute again than a request costs by itself."""
+        if not self.overlaps_passes:
+            return math.inf
+        cost = self.cost or UNMEASURED
+        return min(_MOST_SHARED, cost.fixed_s / cost.token_s)
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`; the caller holds a slot on this server."""

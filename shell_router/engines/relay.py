@@ -179,7 +179,7 @@ class PairRelay:
             EngineError: The attempts failed.
             PromptTooLong: An engine says so.
         """
-        attempts = Attempts(self.fleet, request)
+        attempts = Attempts(self.fleet, request, native.odd_fields)
         while True:
             pair = await attempts.pick()
             try:

@@ -3,14 +3,17 @@
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import orjson
 
 from shell_router.core.engine import error_message
+from shell_router.core.exact_json import NewValues
 from shell_router.core.spans import CURRENT
 from shell_router.engines.address import PairLimits, Server
 from shell_router.engines.wire import refusal_error, wire_error
@@ -21,6 +24,7 @@ from shell_router.errors import (
     EngineUnavailable,
     EngineUnreachable,
     PromptTooLong,
+    hide_user,
 )
 from shell_router.http.client import (
     AnswerTooLong,
@@ -47,6 +51,8 @@ CONTRACT = 1
 
 ServerFailure = EngineError | PromptTooLong
 _SERVERS_FAULTS = (EngineUnreachable, EngineStalled)
+_MODEL_NAME = re.compile(r"(?m)(?:models--.*--)?([^/.\n][^/\n]*?)(?:/snapshots/[^/]+)?/?$")
+"""The name of a model at the end of a path, also of a folder in the hub's cache."""
 MAX_ABORTS = 16
 """Connections for the aborts of one batch on one server. A connection for each of 1,024 prompts
 would take all files of a process.
@@ -63,6 +69,7 @@ class Transport:
         http: Their connections.
         tasks: The owner of background work, such as aborts.
         clock: Gives monotonic seconds.
+        folder: The model's folder, which the servers were started with, too.
         key: Sent as a bearer.
     """
 
@@ -71,6 +78,7 @@ class Transport:
     limits: PairLimits
     breaker: BreakerSettings
     clock: Callable[[], float]
+    folder: Path = Path()
     key: str | None = field(default=None, repr=False)
 
 
@@ -94,6 +102,7 @@ class ServerClient:
         self._http = transport.http
         self._clock = transport.clock
         self._key = transport.key
+        self._folder = transport.folder
         # parsing a URL costs a tenth of a small request
         self._endpoints: dict[str, Endpoint] = {}
 
@@ -169,7 +178,7 @@ class ServerClient:
         finally:
             exchange.close()
 
-    async def info(self, route: str = "server_info") -> dict[str, Any]:
+    async def info(self, route: str = "server_info") -> NewValues:
         """Get the JSON object at `route`; raises EngineError."""
         return self._object(await self.get(route, limit_s=self.limits.connect_s))
 
@@ -196,7 +205,7 @@ class ServerClient:
                 status=501,
                 remedy="Correct the pair's URLs, or start it with --disaggregation-mode.",
             )
-        logger.info("%s: contract of the SGLang plugin: %s", self, contract)
+        self._check_model(str(capabilities.get("model_path", "")))
         if contract not in (None, CONTRACT):
             logger.warning(
                 "%s: this router knows contract %d, so the plugin's route is left alone",
@@ -205,6 +214,18 @@ class ServerClient:
             )
             return False
         return True
+
+    def _check_model(self, path: str) -> None:
+        """Warn if the server was started with a model of another name than the router's."""
+        paths = f"{path}\n{self._folder}".lower()
+        if len({*_MODEL_NAME.findall(paths)}) > 1:
+            logger.warning(
+                "the %s serves %s, and the model's path is %s: unless both are one model, its "
+                "answers are wrong; correct the pair's URLs or the path",
+                self,
+                path,
+                self._folder,
+            )
 
     async def report(self) -> EngineReport:
         """Get the server's load from `/v1/loads`; it is as full as its fullest data-parallel rank.
@@ -226,7 +247,7 @@ class ServerClient:
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise wire_error(self.name, f"{body[:200]!r}") from error
 
-    def _object(self, answer: bytes) -> dict[str, Any]:
+    def _object(self, answer: bytes) -> NewValues:
         with suppress(orjson.JSONDecodeError):
             content = orjson.loads(answer)
             if isinstance(content, dict):
@@ -239,7 +260,7 @@ class ServerClient:
         A note of the error, for logs, has the URL.
         """
         failure: EngineError = EngineUnreachable(
-            f"The {self.name} cannot be reached: {_without_address(error)}.",
+            f"The {self.name} cannot be reached: {describe_failure(error)}.",
             remedy="Check that it runs.",
         )
         if isinstance(error, TimeoutError):
@@ -300,11 +321,11 @@ class ServerClient:
                 exchange.close()
 
 
-def _without_address(error: Exception) -> str:
-    """Describe the error; asyncio's words for a failed connection would name the address."""
+def describe_failure(error: Exception) -> str:
+    """Describe a failed request; asyncio's words for a failed connection would name the address."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
-    return str(error).partition(": ")[0] or type(error).__name__
+    return hide_user(str(error)).partition(": ")[0] or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True, eq=False)

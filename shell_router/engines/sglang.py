@@ -3,14 +3,17 @@
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import orjson
 
 from shell_router.core.engine import ChatServing, Finish, Generation, Prefilled, Tokens
+from shell_router.core.exact_json import Values, write_json
+from shell_router.core.sampling import PLAIN
 from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
 from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import ADAPTER, ANY_MODEL, CACHE_KEY, NativeRules
@@ -65,6 +68,7 @@ class SglangPair:
         scheduling: The choice of servers, and the queue for them.
         adapters: The LoRA adapters with which the servers were started. No relayed body may name
             one: adapters are models of their own.
+        folder: The model's folder.
         key: Sent as a bearer.
         tls: For https.
     """
@@ -85,6 +89,7 @@ class SglangPair:
         isolates: bool = False,
         scheduling: SchedulingSettings = DEFAULT_SCHEDULING,
         adapters: Collection[str] = (),
+        folder: Path = Path(),
         key: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -94,7 +99,7 @@ class SglangPair:
         self._limits = limits
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s, tls=tls)
-        transport = Transport(self._http, self._tasks, limits, breaker, clock, key)
+        transport = Transport(self._http, self._tasks, limits, breaker, clock, folder, key)
         self.fleet = self.fleet_type(transport, scheduling, retries, room, rid, draw)
         for address in addresses:
             self.fleet.use(address)
@@ -107,13 +112,15 @@ class SglangPair:
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises PromptTooLong if the engine says so."""
         request = self._isolate(request)
-        attempts = Attempts(self.fleet, PlacementRequest.of(request))
+        odd_fields = request.sampling.keys() - PLAIN
+        attempts = Attempts(self.fleet, PlacementRequest.of(request), odd_fields)
         sent = request
         while True:
             pair = await attempts.pick()
             begun = False
             try:
                 request.on_placed(*pair.placed)
+                pair.turn = await self.fleet.begin_prompt(request, pair.prefill.engine)
                 legs = self._start_legs(sent, pair, attempts)
                 while True:
                     event = await legs.next(logprobs=request.logprobs)
@@ -160,10 +167,17 @@ class SglangPair:
         """
         request = self._isolate(request)
         slot = await take_slot(self.fleet.prefills, PlacementRequest.of(request, update=True))
+        turn = None
         try:
-            return await self.fleet.prefill_only[slot.engine].prefill(request)
+            turn = await self.fleet.begin_prompt(request, slot.engine)
+            done = await self.fleet.prefill_only[slot.engine].prefill(request)
+            if turn is not None:
+                turn.end(prefilled=True)
+            return done
         finally:
             slot.close()
+            if turn is not None:
+                turn.end(prefilled=False)
 
     @property
     def chat(self) -> ChatServing | None:
@@ -175,11 +189,9 @@ class SglangPair:
         """See `CallParser`."""
         return self.chat.tool_parser if self.chat else None
 
-    async def parse_calls(
-        self, text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[Any]]:
+    async def parse_calls(self, text: str, tools: Sequence[Values]) -> tuple[str, list[Any]]:
         """See `CallParser`; a decode server parses by `/parse_function_call`."""
-        body = orjson.dumps(
+        body = write_json(
             {"text": text, "tools": list(tools), "tool_call_parser": self.tool_parser}
         )
         servers = self.fleet.decodes.engines

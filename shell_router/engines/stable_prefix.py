@@ -18,9 +18,10 @@ two added tokens counts as one pre-token.
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tokenizers import Encoding
+
+from shell_router.core.exact_json import Values
 
 _WORD_MARK = "▁"
 _HELD_WORDS = 2
@@ -32,7 +33,7 @@ class StablePrefix:
     `splits` is False if the tokenizer has no boundary that is known to be safe.
     """
 
-    def __init__(self, definition: Mapping[str, Any]) -> None:
+    def __init__(self, definition: Values) -> None:
         self._added = tuple(token["content"] for token in definition.get("added_tokens") or ())
         self._by_pre_tokens = _splits_words(definition.get("pre_tokenizer"))
         vocabulary = (definition.get("model") or {}).get("vocab") or ()
@@ -91,7 +92,7 @@ class StablePrefix:
         return end
 
 
-def _splits_words(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+def _splits_words(pre_tokenizer: Values | None) -> bool:
     if pre_tokenizer is None:
         return False
     kind = pre_tokenizer["type"]

@@ -4,10 +4,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from threading import Lock
@@ -21,9 +23,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from shell_router.core.engine import NO_OPTIONS
+from shell_router.core.control_text import BREAK, ControlText
+from shell_router.core.engine import NO_OPTIONS, JoinedText
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.engines.stable_prefix import StablePrefix
-from shell_router.errors import ConfigError, InvalidRequest
+from shell_router.errors import ConfigError, InvalidRequest, PromptRefused
 
 logger = logging.getLogger(__name__)
 
@@ -101,19 +105,20 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
         self._template = environment.from_string(source)
+        self._reads_parts = _PART_READER.search(source) is not None
         self._special_tokens = special_tokens
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Values],
         tools: Sequence[Any],
-        options: Mapping[str, Any],
+        options: Values,
     ) -> str:
         """Render the prompt text of `messages`, up to where the assistant speaks.
 
         Raises:
-            InvalidRequest: The template refuses the messages, or `options` sets a reserved
-                variable.
+            PromptRefused: The template refuses the messages.
+            InvalidRequest: `options` sets a reserved variable.
         """
         if reserved := sorted(RESERVED & options.keys()):
             raise InvalidRequest(
@@ -121,23 +126,70 @@ class ChatTemplate:
                 remedy="Leave it out: the router sets it.",
             )
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **options,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError) as error:
-            raise InvalidRequest(
+            return self._render(messages, tools, options)
+        except _REFUSALS as error:
+            roles = {message["role"] for message in messages}
+            for keeps_first in (True, False) if "system" in roles else ():
+                with suppress(*_REFUSALS):
+                    folded = _fold_system(messages, keeps_first=keeps_first)
+                    return self._render(folded, tools, options)
+            raise PromptRefused(
                 f"The model's chat template refuses these messages: {error}.",
                 remedy="Check their roles and their order, and chat_template_kwargs.",
             ) from error
 
+    def _render(self, messages: Sequence[Values], tools: Sequence[Any], options: Values) -> str:
+        chat = [dict(message) for message in messages]
+        for message in chat if self._reads_parts else ():
+            content = message.get("content")
+            if isinstance(content, JoinedText) and message["role"] != "tool":
+                message["content"] = [{"type": "text", "text": part} for part in content.parts]
+        return self._template.render(
+            messages=chat,
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=True,
+            **self._special_tokens,
+            **options,
+        )
+
+
+_REFUSALS = (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError)
+_PART_READER = re.compile(
+    r"""image|audio|video|vision|\bin\s+(message|msg|m)(\.content|\[['"]content)"""
+)
+"""What SGLang looks for to tell a template that reads parts."""
+
+
+def _fold_system(messages: Sequence[Values], *, keeps_first: bool) -> list[Values]:
+    """Return the messages for a template that does not take all system messages.
+
+    The first ones become one if it `keeps_first`. Others begin the user's next turn, or end the
+    last one.
+    """
+    folded: list[Values] = []
+    held: list[str] = []
+    user: NewValues = {}
+    for message in messages:
+        if message["role"] == "system":
+            held.append(message["content"])
+            continue
+        if keeps_first and held and not folded:
+            folded.append({"role": "system", "content": "\n\n".join(held)})
+            held = []
+        if message["role"] == "user":
+            user = {**message, "content": "\n\n".join([*held, message["content"]])}
+            held = []
+            folded.append(user)
+        else:
+            folded.append(message)
+    if held:
+        user["content"] = "\n\n".join([user["content"], *held])
+    return folded
+
 
 def read_chat_template(
-    folder: Path, settings: Mapping[str, Any], now: Callable[[], datetime]
+    folder: Path, settings: Values, now: Callable[[], datetime]
 ) -> ChatTemplate | None:
     """Read the folder's template; None without one.
 
@@ -199,8 +251,13 @@ class HfTokenizer:
         stable: StablePrefix,
         template: ChatTemplate | None,
         name: str,
-        options: Mapping[str, Any] = NO_OPTIONS,
+        options: Values = NO_OPTIONS,
+        control: ControlText | None = None,
+        *,
+        quotes_chats: bool = False,
     ) -> None:
+        self.control = control or ControlText()
+        self._quotes_chats = quotes_chats
         self._tokenizer = tokenizer
         self._options = options
         self._fingerprint = fingerprint
@@ -214,8 +271,9 @@ class HfTokenizer:
     def from_folder(
         cls,
         path: str | Path,
-        options: Mapping[str, Any] = NO_OPTIONS,
+        options: Values = NO_OPTIONS,
         *,
+        quotes_chats: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> Self:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template.
@@ -223,6 +281,7 @@ class HfTokenizer:
         Args:
             path: The model's folder.
             options: Variables of the template that requests may override.
+            quotes_chats: Whether control tokens that chats spell stay text.
             now: The clock of templates that write the date.
 
         Raises:
@@ -231,9 +290,9 @@ class HfTokenizer:
         # threads of its own would not survive a fork
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(path)
-        definition = _read_json(folder / "tokenizer.json")
+        definition = read_json(folder / "tokenizer.json")
         settings_file = folder / "tokenizer_config.json"
-        settings = _read_json(settings_file) if settings_file.exists() else {}
+        settings = read_json(settings_file) if settings_file.exists() else {}
         tokenizer = _load(folder / "tokenizer.json")
         stable = StablePrefix(definition)
         if not stable.splits:
@@ -243,7 +302,27 @@ class HfTokenizer:
                 folder,
             )
         template = read_chat_template(folder, settings, now)
-        return cls(tokenizer, id_fingerprint(definition), stable, template, str(folder), options)
+        added = definition.get("added_tokens") or ()
+        control = ControlText([token["content"] for token in added])
+        fingerprint = id_fingerprint(definition)
+        made = cls(
+            tokenizer,
+            fingerprint,
+            stable,
+            template,
+            str(folder),
+            options,
+            control,
+            quotes_chats=quotes_chats,
+        )
+        control.plain_ids = {
+            token["id"]: []
+            if token.get("special")
+            else made.encode(control.quote(token["content"]))
+            for token in added
+            if token["content"].strip()
+        }
+        return made
 
     @property
     def fingerprint(self) -> str:
@@ -255,9 +334,14 @@ class HfTokenizer:
         return self._cached_encoded(text)
 
     def _stable_ids(self, text: str) -> "array[int]":
+        before, _, last = text.rpartition(BREAK)
+        ids = array("I")
+        if before:
+            ids = self._ids(before)
         # alone, a text would be tokenized under the interpreter's lock
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        return array("I", encoding.ids[: self._stable.tokens(text, encoding)])
+        (encoding,) = self._tokenizer.encode_batch([last], add_special_tokens=False)
+        ids.extend(encoding.ids[: self._stable.tokens(last, encoding)])
+        return ids
 
     def remember_with(self, other: Self) -> None:
         """Share the cache of `other`.
@@ -271,8 +355,12 @@ class HfTokenizer:
         self._cached_stable = other._cached_stable
 
     def _ids(self, text: str) -> "array[int]":
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return array("I", encoding.ids)
+        pieces = list(filter(None, text.split(BREAK)))
+        encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        ids = array("I")
+        for encoding in encodings:
+            ids.extend(encoding.ids)
+        return ids
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`."""
@@ -280,25 +368,40 @@ class HfTokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Values],
         tools: Sequence[Any] = (),
-        options: Mapping[str, Any] = NO_OPTIONS,
+        options: Values = NO_OPTIONS,
     ) -> str:
         """See `Tokenizer.render_chat`.
 
         Raises:
-            ConfigError: The model has no template.
-            InvalidRequest: The template refuses the messages.
+            PromptRefused: The model has no template, or it refuses the messages.
         """
         if self._template is None:
-            raise ConfigError(
+            raise PromptRefused(
                 f"{self._name} has no chat template.",
                 remedy="Add a chat_template.jinja to the model's folder, or send raw prompts.",
             )
+        if self._quotes_chats:
+            messages = _quote_texts(messages, self.control.quote)
         return self._template.render(messages, tools, {**self._options, **options})
 
 
-def id_fingerprint(definition: Mapping[str, Any]) -> str:
+def _quote_texts(value: Any, quote: Callable[[str], str]) -> Any:
+    """Return the value, of messages, with all of its texts quoted."""
+    match value:
+        case JoinedText(parts=parts):
+            return JoinedText.of([quote(part) for part in parts])
+        case str():
+            return quote(value)
+        case list() | tuple():
+            return [_quote_texts(inner, quote) for inner in value]
+        case Mapping():
+            return {quote(name): _quote_texts(inner, quote) for name, inner in value.items()}
+    return value
+
+
+def id_fingerprint(definition: Values) -> str:
     """Hash what decides the ids of a text: normalizer, pre-tokenizer, model and added tokens.
 
     Merges count the same in their two spellings, `"a b"` and `["a", "b"]`.
@@ -326,7 +429,8 @@ def _load(file: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> NewValues:
+    """Return the object in a model's file; raises ConfigError."""
     try:
         content = orjson.loads(file.read_bytes())
     except FileNotFoundError as error:

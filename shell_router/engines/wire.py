@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import orjson
 
@@ -16,6 +15,7 @@ from shell_router.core.engine import (
     Tokens,
     error_message,
 )
+from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.errors import (
     AdapterMissing,
     EngineAborted,
@@ -36,17 +36,22 @@ _TOO_LONG = re.compile(
     r"context length|maximum allowed length|longer than the model", re.IGNORECASE
 )
 
+_TOTAL = re.compile(
+    r"maximum context length of (\d+) tokens\. You requested a total of (\d+) tokens"
+)
+"""SGLang's words for an output limit that is too high after the prompt."""
+
 _NO_ADAPTER = re.compile(
     r"LoRA adapters? (that has never been|are not) loaded|LoRA is not enabled", re.IGNORECASE
 )
 """SGLang's words for a `lora_path` that it was not started with."""
 
 
-def body_fields(request: Generation) -> dict[str, Any]:
+def body_fields(request: Generation) -> NewValues:
     """Return the fields of a `/generate` body that the request decides."""
     ids = request.input_ids
     sampling = request.sampling
-    fields: dict[str, Any] = {
+    fields: NewValues = {
         "rid": request.rid,
         "input_ids": ids if isinstance(ids, list) else list(ids),
         "sampling_params": sampling if isinstance(sampling, dict) else dict(sampling),
@@ -60,7 +65,7 @@ def body_fields(request: Generation) -> dict[str, Any]:
     return fields
 
 
-def leg_bodies(request: Generation, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
+def leg_bodies(request: Generation, fields: Values) -> tuple[bytes, bytes]:
     """Encode the `/generate` bodies of the prefill and the decode leg.
 
     The prefill leg is not streamed, so its errors come as HTTP statuses.
@@ -69,7 +74,7 @@ def leg_bodies(request: Generation, fields: Mapping[str, Any]) -> tuple[bytes, b
         request: The request.
         fields: The bootstrap fields that both legs need.
     """
-    body = orjson.dumps({**body_fields(request), **fields})[:-1]
+    body = write_json({**body_fields(request), **fields})[:-1]
     return body + b',"stream":false}', body + b',"stream":true}'
 
 
@@ -201,7 +206,7 @@ class OutputReader:
         ) as error:
             raise wire_error(self._where, f"{payload[:200]!r}") from error
 
-    def _new_tokens(self, event: dict[str, Any], meta: dict[str, Any]) -> Tokens | None:
+    def _new_tokens(self, event: NewValues, meta: NewValues) -> Tokens | None:
         reason = meta["finish_reason"]
         if reason is not None and reason["type"] == "abort":
             raise abort_error(self._where, reason)
@@ -233,12 +238,14 @@ class OutputReader:
             if not isinstance(kind, str) or {*map(type, counts + drafts)} != {int}:
                 raise TypeError("not a finish")
             self.finish = Finish(kind, *counts, *drafts)
+            if isinstance(stop := reason.get("matched"), str):  # not a stop token's id
+                self.finish = replace(self.finish, matched=stop)
         kept = tuple(ids[: len(ids) - matched])
         if kept or text:
             return Tokens(kept, text, logprobs)
         return None
 
-    def _advance(self, event: dict[str, Any], completion_tokens: int) -> tuple[list[int], str]:
+    def _advance(self, event: NewValues, completion_tokens: int) -> tuple[list[int], str]:
         ids: list[int] = event["output_ids"]
         text: str = event.get("text") or ""
         if not isinstance(text, str) or not {*map(type, ids)} <= {int}:
@@ -302,11 +309,14 @@ def refusal_error(where: str, status: int, message: str) -> Refusal:
             remedy="Start it with --lora-paths NAME=FOLDER for each adapter of the model.",
         )
     if status == 400 and _TOO_LONG.search(message):
-        return PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")
+        too_long = PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")
+        if total := _TOTAL.search(message):
+            too_long.excess = int(total[2]) - int(total[1])
+        return too_long
     return EngineRejected(f"The {where} answered {status}: {message}", status=status)
 
 
-def abort_error(where: str, reason: dict[str, Any]) -> Refusal:
+def abort_error(where: str, reason: NewValues) -> Refusal:
     """Make the error for an output that was aborted, though not by this router.
 
     With a status the engine itself gave up; without, another client aborted it.

@@ -6,8 +6,9 @@ import aiohttp
 import orjson
 
 from shell_router.core.engine import error_message
+from shell_router.engines.server_client import describe_failure
 from shell_router.engines.wire import refusal_error
-from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
+from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable, hide_user
 
 OK = 200
 NOT_FOUND = 404
@@ -28,7 +29,8 @@ class ExpertRecorder:
     def __init__(
         self, session: aiohttp.ClientSession, url: str, *, api_key: str | None, limit_s: float
     ) -> None:
-        self.url = url.rstrip("/")
+        self._url = url.rstrip("/")
+        self.url = hide_user(self._url)
         self._session = session
         self._headers = {}
         if api_key:
@@ -63,12 +65,12 @@ class ExpertRecorder:
     async def _request(self, method: str, path: str) -> tuple[int, bytes]:
         try:
             async with self._session.request(
-                method, self.url + path, headers=self._headers, timeout=self._limit
+                method, self._url + path, headers=self._headers, timeout=self._limit
             ) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
             raise EngineUnreachable(
-                f"No answer from an engine at {self.url}: {error}.",
+                f"No answer from an engine at {self.url}: {describe_failure(error)}.",
                 remedy="Start it, or correct the URL.",
             ) from error
         except TimeoutError:

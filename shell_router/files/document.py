@@ -35,6 +35,9 @@ SEE_TOPOLOGY = "Describe a topology; docs/how-to/write-a-topology.md shows the s
 
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "null")}
 _TEXT_TAG = "tag:yaml.org,2002:str"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+_COLLECTION_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _BAD_SCALAR = (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError)
 
@@ -153,9 +156,14 @@ def read_json_lines(path: File, form: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 def read_document(
-    text: str, *, source: str, error: type[ConfigError] = TopologyError, see: str = SEE_TOPOLOGY
+    text: str,
+    *,
+    source: str,
+    error: type[ConfigError] = TopologyError,
+    see: str = SEE_TOPOLOGY,
+    environ: Mapping[str, str] | None = None,
 ) -> Document:
-    """Read the one YAML document in `text`.
+    """Read the one YAML document in `text`; if there is an `environ`, `${NAME}` is its variable.
 
     Raises `error`, which begins with `source:line:`; `see` is its remedy for an empty text.
     """
@@ -166,7 +174,7 @@ def read_document(
         document.require_none([Problem(1, wrong, "Make it smaller.")])
     problems: list[Problem] = []
     try:
-        reader = _Reader(text, lines, problems)
+        reader = _Reader(text, lines, problems, environ)
         root = reader.get_single_node()
         value = None if root is None else reader.read(root, ())
     except RecursionError as limit:
@@ -209,8 +217,15 @@ class _Reader(yaml.SafeLoader):
     read, because every use of an alias is read anew.
     """
 
-    def __init__(self, text: str, lines: dict[Path, int], problems: list[Problem]) -> None:
+    def __init__(
+        self,
+        text: str,
+        lines: dict[Path, int],
+        problems: list[Problem],
+        environ: Mapping[str, str] | None,
+    ) -> None:
         super().__init__(text)
+        self._environ = environ
         self._lines = lines
         self._problems = problems
         self._composed = 0
@@ -237,10 +252,11 @@ class _Reader(yaml.SafeLoader):
         self._read += 1
         if self._read > MAX_VALUES or len(path) > MAX_DEPTH:
             raise RecursionError(line)
-        if isinstance(node, yaml.MappingNode):
+        tagged = node.tag not in _COLLECTION_TAGS
+        if isinstance(node, yaml.MappingNode) and not tagged:
             entries = self._entries(node)
             return {key: self.read(item, (*path, key), line) for key, item, line in entries}
-        if isinstance(node, yaml.SequenceNode):
+        if isinstance(node, yaml.SequenceNode) and not tagged:
             return [self.read(item, (*path, place)) for place, item in enumerate(node.value)]
         return self._read_scalar(node, path, line)
 
@@ -249,7 +265,10 @@ class _Reader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key = key_node.value
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TEXT_TAG:
+            if key_node.tag == _MERGE_TAG:
+                remedy = "Write the keys out; aliases (*name) are read."
+                self._problems.append(Problem(line, "Merge keys (<<) are not read.", remedy))
+            elif not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TEXT_TAG:
                 name = key if isinstance(key, str) else "a list or mapping"
                 wrong = f"The key {name} is not text."
                 remedy = "Put it in quotes if it is meant as a name."
@@ -262,8 +281,25 @@ class _Reader(yaml.SafeLoader):
                 self._require_unicode(key, line)
                 yield key, value_node, line
 
+    def _fill(self, node: yaml.ScalarNode, line: int) -> yaml.ScalarNode:
+        """Return the scalar with its variables, which may make a plain one a number."""
+        environ = self._environ
+        names = _VARIABLE.findall(node.value)
+        if environ is None or not names:
+            return node
+        for name in names:
+            if name not in environ:
+                wrong = f"The environment variable {name} is not set."
+                self._problems.append(Problem(line, wrong, "Set it."))
+        value = _VARIABLE.sub(lambda found: environ.get(found[1], ""), node.value)
+        implicit = not node.style, bool(node.style)
+        tag = self.resolve(yaml.ScalarNode, value, implicit)  # type: ignore[no-untyped-call]
+        return yaml.ScalarNode(str(tag), value)
+
     def _read_scalar(self, node: yaml.Node, path: Path, line: int) -> Any:
-        if node.tag == _TEXT_TAG:
+        if isinstance(node, yaml.ScalarNode):
+            node = self._fill(node, line)
+        if node.tag == _TEXT_TAG and isinstance(node.value, str):
             self._require_unicode(node.value, line)
             return node.value
         if node.tag in _PLAIN_TAGS and len(node.value) <= MAX_NUMBER_CHARACTERS:

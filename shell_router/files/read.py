@@ -17,7 +17,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from shell_router.errors import ConfigError
+from shell_router.errors import ConfigError, hide_user
 from shell_router.files.document import (
     Document,
     Path,
@@ -61,10 +61,10 @@ def read_file(path: File, kind: type[T], *, see: str = SEE_PAGE) -> tuple[T, Cal
     return value, lambda at: f"{path}:{document.line_of(at)}"
 
 
-def load_document(path: File, see: str) -> Document:
+def load_document(path: File, see: str, environ: Mapping[str, str] | None = None) -> Document:
     """Read a YAML file, not of a topology. Raises ConfigError; `see` helps if it is empty."""
     text = read_text(path, ConfigError)
-    return read_document(text, source=str(path), error=ConfigError, see=see)
+    return read_document(text, source=str(path), error=ConfigError, see=see, environ=environ)
 
 
 def read_sent(kind: type[T], value: Values, field: str) -> T:
@@ -221,7 +221,7 @@ def show(value: object) -> str:
             return f"a list of {len(value)}" if value else "an empty list"
         case int() | float():
             return f"{value:.6g}"
-    text = str(value)
+    text = hide_user(str(value))
     return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
@@ -235,7 +235,7 @@ def _kind_of(secret: object) -> str:
 
 def suggest(name: str, names: Sequence[str]) -> str:
     """Write a remedy for an unknown name: the closest known name, or all of them."""
-    close = get_close_matches(name, names, n=1)
+    close = get_close_matches(name, names, n=1, cutoff=0.65)
     if close:
         return f"Did you mean '{close[0]}'?"
     return f"Known: {', '.join(names) or 'none'}."

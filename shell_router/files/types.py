@@ -3,6 +3,7 @@
 The first text of an annotation is the setting's description: `Annotated[Count, "Lines that run."]`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Interval
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticOmit, core_schema
+from yarl import URL
 
 from shell_router.errors import SettingError
 
@@ -23,19 +25,46 @@ Seconds = Positive
 Amount = Annotated[float, Ge(0)]
 """A number that may be 0: a cost, a weight, a wait."""
 Share = Annotated[float, Interval(ge=0, le=1)]
-Url = Annotated[str, Field(pattern=r"^https?://.+$", title="an http(s) URL")]
+
+
+def _check_url(url: str) -> str:
+    """Refuse a URL that no request can be sent to, without showing its password."""
+    try:
+        address = URL(url)
+        usable = address.port != 0 and _HOST.fullmatch(address.host or "")
+    except ValueError:
+        usable = None
+    if not usable:
+        raise SettingError(
+            f"{url.rpartition('@')[2]!r} names no host and port that can be reached",
+            remedy="Write http://HOST:PORT, a port of at most 65535, and an IPv6 address in [ ].",
+        )
+    return url
+
+
+_HOST = re.compile(r"[\w.:%-]+")
+Url = Annotated[
+    str,
+    Field(pattern=r"^https?://.+$", title="an http(s) URL"),
+    AfterValidator(_check_url),
+]
+Origin = Annotated[
+    str,
+    Field(pattern=r"^([a-z][a-z0-9+.-]*://[^/]+|\*)$", title="an origin without a path, or '*'"),
+]
+"""A web page's scheme, host and port."""
 
 NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 Name = Annotated[
     str,
-    Field(pattern=f"^{NAME_PATTERN}$", title="a name of letters, digits, '.', '_' and '-'"),
+    Field(pattern=f"^{NAME_PATTERN}$", title="a name of letters a to z, digits, '.', '_' and '-'"),
 ]
 """The name of an agent, a cluster, a step."""
 ModelName = Annotated[
     str,
     Field(
         pattern=f"^{NAME_PATTERN.replace('_-', '_/-')}$",
-        title="a name of letters, digits, '.', '_', '-' and '/'",
+        title="a name of letters a to z, digits, '.', '_', '-' and '/'",
     ),
 ]
 """A name that requests ask for, as those of models on hubs: `Qwen/Qwen3-8B`."""

@@ -17,6 +17,9 @@ ClientGone = ClientConnectionResetError
 UNMATCHED = "unmatched"
 """The route of a request that no route matches."""
 
+CODINGS = ("identity", "gzip", "deflate", "zstd")
+"""The Content-Encodings of bodies that `Request.read` unpacks."""
+
 NO_QUERY: MultiMapping[str] = MultiDictProxy(MultiDict[str]())
 NO_MATCH: Mapping[str, str] = {}
 
@@ -86,13 +89,18 @@ class Request(Carrier):
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
+    def coding(self) -> str:
+        """The body's Content-Encoding in lower case."""
+        return self.headers.get("content-encoding", "identity").lower()
+
+    @property
     def content_length(self) -> int | None:
         """The body's length in bytes; None where the head does not say it."""
         length = self.headers.get("content-length")
         return None if length is None else int(length)
 
     async def read(self, limit_s: float) -> bytes:
-        """Return the whole body.
+        """Return the whole body, unpacked.
 
         Raises UnreadableBody, BodyTooLarge, and TimeoutError if it does not arrive in `limit_s`.
         """

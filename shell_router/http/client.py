@@ -62,6 +62,10 @@ class AnswerTooLong(ConnectionError):
         super().__init__(f"{part} of more than {max_bytes} bytes")
 
 
+class AnswerBroken(ConnectionError):
+    """The connection broke after the request was sent, before the answer's end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One method at one URL, with the part of the request's head that never changes."""
@@ -350,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
             exchange.finish()
         else:
             exchange.fail(
-                ConnectionError(f"the connection broke before the answer's end ({exc or 'closed'})")
+                AnswerBroken(f"the connection broke before the answer's end ({exc or 'closed'})")
             )
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
-from math import inf
+from math import inf, nan
 from typing import cast
 
 from shell_router.http.app import App, ClientGone, Handler, Request, Response
@@ -108,6 +108,7 @@ class FastStream:
         self._write_timeout_s = write_timeout_s
         self._head = connection.format_head(status, headers, b"Transfer-Encoding: chunked")
         connection.streaming = True
+        connection.lane.watch.set_busy(connection.transport, REPLYING)
         connection.loop.call_soon(self._write, b"")
 
     async def send(self, piece: bytes) -> None:
@@ -134,6 +135,12 @@ class FastStream:
 
 SWEEP_S = 1.0
 """Seconds between two sweeps, which close the connections that are idle for too long."""
+_HALF_OPEN_S = 0.1
+"""Seconds between two looks at a connection whose client sends no more."""
+_UNANSWERED = inf
+"""The state of a connection with a request whose reply has not begun; idle ones have a time."""
+REPLYING = nan
+"""The state while a reply is streamed."""
 RESWEEP_S = 0.05
 """The least seconds between two sweeps when there are too many connections."""
 
@@ -166,10 +173,35 @@ class Connections:
             idle = (each for each, until_s in self._idle_until_s.items() if until_s < inf)
             self._close(next(idle, transport))
 
-    def set_busy(self, transport: asyncio.WriteTransport | None) -> None:
-        """Note that a request's head has arrived."""
+    def set_busy(
+        self, transport: asyncio.WriteTransport | None, state: float = _UNANSWERED
+    ) -> None:
+        """Note that a request's head has arrived, or that its reply has begun."""
         if transport in self._idle_until_s:
-            self._idle_until_s[transport] = inf
+            self._idle_until_s[transport] = state
+
+    def keep_half_open(self, transport: asyncio.WriteTransport) -> bool:
+        """Keep a connection, if it has no TLS, whose client sends no more and awaits a reply.
+
+        A client that has begun to receive a stream has left.
+        """
+        if transport.get_extra_info("ssl_object") or self._idle_until_s.get(transport) is REPLYING:
+            return False
+        self._check_later(transport)
+        return True
+
+    def _check_later(self, transport: asyncio.WriteTransport) -> None:
+        asyncio.get_running_loop().call_later(_HALF_OPEN_S, self._check_half_open, transport)
+
+    def _check_half_open(self, transport: asyncio.WriteTransport) -> None:
+        """Close the connection once it awaits no reply, or find out that its client has left."""
+        state = self._idle_until_s.get(transport, 0)
+        if state < inf:
+            transport.close()
+        elif not transport.is_closing():
+            if state == _UNANSWERED and not transport.get_write_buffer_size():
+                transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # fails if the client has left
+            self._check_later(transport)
 
     def set_idle(
         self, transport: asyncio.WriteTransport | None, limit_s: float | None = None
@@ -289,6 +321,10 @@ class FastConnection(asyncio.Protocol):
             self._begin_next()
         elif len(self._received) > MAX_BODY_BYTES:
             self.transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        """Keep the connection for the reply to a client that sends no more."""
+        return self.lane.watch.keep_half_open(self.transport)
 
     def pause_writing(self) -> None:
         """Note that the client takes too little."""
@@ -419,9 +455,12 @@ class FastConnection(asyncio.Protocol):
         self._leave()
         self.lane.watch.set_idle(self.transport, self.lane.limits.body_timeout_s)
         general = self.lane.general()
-        self.transport.set_protocol(general)
+        for name in ("data_received", "connection_lost", "pause_writing", "resume_writing"):
+            setattr(self, name, getattr(general, name))
+        self.transport.set_protocol(self)  # uvloop has looked the methods up
         general.connection_made(self.transport)
         general.data_received(self._received)
+        self._received = b""
 
     def _leave(self) -> None:
         self.lane.connections.discard(self)

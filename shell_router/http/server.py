@@ -4,21 +4,25 @@ import asyncio
 import errno
 import socket
 import ssl
+import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import MultipartReader, web
+from zstandard import ZstdDecompressor, ZstdError
 
 from shell_router.http.app import (
     UNMATCHED,
     App,
+    BodyTooLarge,
     ClientGone,
     Reply,
     Request,
     Response,
+    UnreadableBody,
 )
-from shell_router.http.fast_lane import Connections, FastLane, ServerLimits, peer_of
+from shell_router.http.fast_lane import REPLYING, Connections, FastLane, ServerLimits, peer_of
 
 CLOSE_LIMIT_S = 1.0
 """How long connections may take to close at the end, before they are broken."""
@@ -107,6 +111,10 @@ async def run_server(
         connections.stop()
 
 
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # as zlib's inflateInit2 has it
+_MAX_WINDOW_BYTES = 2**23  # RFC 8878 asks decoders to support it
+
+
 def _authority(address: tuple[str, int]) -> str:
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"{host}:{address[1]}"
@@ -119,20 +127,24 @@ async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int
     @web.middleware
     async def serve(request: web.Request, handler: Any) -> web.StreamResponse:
         connections.set_busy(request.transport)
-        adapted = AiohttpRequest(app, request)
+        adapted = AiohttpRequest(app, request, connections)
         try:
             return adapted.finish(await app.gate(adapted, handler))
         finally:
             connections.set_idle(request.transport)
 
     general = web.Application(middlewares=[serve], client_max_size=max_body_bytes)
+    paths = [route.path for route in app.routes]
     for route in app.routes:
+        path = route.path
+        if path.endswith("}") and not any(other.startswith(f"{path}/") for other in paths):
+            path = rf"{path[:-1]}:[\s\S]+}}"  # nothing lies below, so a name may hold slashes
         handler: Any = route.handler  # `serve` calls it, or aiohttp's own, which raises
-        general.router.add_route(route.method, route.path, handler)
+        general.router.add_route(route.method, path, handler)
         if route.method == "GET":
-            general.router.add_route("HEAD", route.path, handler)
+            general.router.add_route("HEAD", path, handler)
     options: dict[str, Any] = {
-        # decompressing a body blocks the event loop, and may take a thousand times its memory
+        # it would block the event loop; `unpack` does not
         "auto_decompress": False,
         "handler_cancellation": True,
         "shutdown_timeout": CLOSE_LIMIT_S,
@@ -142,10 +154,29 @@ async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int
     return runner
 
 
+def unpack(body: bytes, coding: str, max_bytes: int) -> bytes:
+    """Return the content of a packed body; blocks. Raises UnreadableBody and BodyTooLarge."""
+    try:
+        if coding == "zstd":
+            frame = ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(body)
+            content = frame.read(max_bytes + 1)
+        else:
+            unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
+            content = unpacker.decompress(body, max_bytes + 1)
+            is_whole = unpacker.eof and not unpacker.unused_data
+            if len(content) <= max_bytes and not is_whole:
+                raise UnreadableBody
+    except (zlib.error, ZstdError) as error:
+        raise UnreadableBody from error
+    if len(content) > max_bytes:
+        raise BodyTooLarge(max_bytes, len(content))
+    return content
+
+
 class AiohttpRequest(Request):
     """A request that aiohttp has read."""
 
-    def __init__(self, app: App, incoming: web.Request) -> None:
+    def __init__(self, app: App, incoming: web.Request, connections: Connections) -> None:
         resource = incoming.match_info.route.resource
         self.app = app
         self.method = incoming.method
@@ -156,12 +187,16 @@ class AiohttpRequest(Request):
         self.headers = incoming.headers
         self.peer = peer_of(incoming.transport)
         self._incoming = incoming
+        self._connections = connections
         self._stream: AiohttpStream | None = None
 
     async def read(self, limit_s: float) -> bytes:
         """See `Request`."""
         async with asyncio.timeout(limit_s):
-            return await self._incoming.read()
+            body = await self._incoming.read()
+        if self.coding == "identity":
+            return body
+        return await asyncio.to_thread(unpack, body, self.coding, self._incoming.client_max_size)
 
     def pieces(self) -> AsyncIterator[bytes]:
         """See `Request`."""
@@ -175,6 +210,7 @@ class AiohttpRequest(Request):
         self, status: int, headers: Mapping[str, str], write_timeout_s: float
     ) -> "AiohttpStream":
         """See `Request`."""
+        self._connections.set_busy(self._incoming.transport, REPLYING)
         response = web.StreamResponse(status=status, headers=headers)
         self._stream = AiohttpStream(self._incoming, response, write_timeout_s)
         await response.prepare(self._incoming)

@@ -211,13 +211,14 @@ def _measure_shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: 
     for (_, before_s, before), (name, after_s, after) in pairwise(
         zip(COMPARED, latencies_s, replies, strict=True)
     ):
-        table.add_row(
-            name, f"{after_s:.2f}", f"{after_s / before_s:.2f}", _measure_costs(name, before, after)
-        )
+        costs = measure_costs(name, before, after)
+        share = f"{after_s / before_s:.2f}" if costs else ""
+        table.add_row(name, f"{after_s:.2f}", share, costs or "no effect in this run")
     return table
 
 
-def _measure_costs(name: str, before: Reply, after: Reply) -> str:
+def measure_costs(name: str, before: Reply, after: Reply) -> str:
+    """Return what a mechanism did and cost, by the replies' traces; "" if it did nothing."""
     agents = list(after.trace["agents"].values())
     if name == "tree":
         prompts = f"{after.prompt_tokens} prompt tokens instead of {before.prompt_tokens}"
@@ -226,14 +227,20 @@ def _measure_costs(name: str, before: Reply, after: Reply) -> str:
         updates = sum(
             span["name"] == "prefill_increment" for agent in agents for span in agent["spans"]
         )
+        if not updates:
+            return ""
         hidden = after.trace["overlap"].get("overlap_share") or 0.0
         return f"{hidden:.0%} of the prefill is hidden; {updates} more requests to engines"
     if name == "full":
         skipped, cut = (
             sum(agent["state"] in states for agent in agents) for states in (("skipped",), CUT_OFF)
         )
+        if not skipped + cut:
+            return ""
         return f"{skipped} aggregators skipped, {cut} agents cut off; fewer opinions are read"
     drafted, accepted = (
         sum(agent.get(of) or 0 for agent in agents) for of in ("drafted_tokens", "accepted_tokens")
     )
+    if not drafted:
+        return ""
     return f"{accepted} tokens drafted right, {drafted - accepted} computed for nothing"

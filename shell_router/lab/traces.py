@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count
-from typing import Any
 
 import aiohttp
 from rich.text import Text
 
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.lab.evaluation.client import RouterClient
 from shell_router.lab.evaluation.report import CUT_OFF
 
-Trace = Mapping[str, Any]
-Entry = dict[str, Any]
+Trace = Values
+Entry = NewValues
 LIMIT_S = 30.0
 PROCESS = 1
 RUN_TRACK = 0
@@ -57,7 +57,7 @@ class _Tracks:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
+        self._agents: Mapping[str, Values] = trace["agents"]
         self._numbers = {agent: number for number, agent in enumerate(self._agents, RUN_TRACK + 1)}
         ends = [
             span["end_s"] or span["start_s"]
@@ -115,7 +115,7 @@ class _Tracks:
                     yield {"ph": "f", "bp": "e", **facts, **self._at(self._numbers[agent], read_s)}
 
     def _slice(
-        self, track: int, name: str, start_s: float, end_s: float | None, facts: Mapping[str, Any]
+        self, track: int, name: str, start_s: float, end_s: float | None, facts: Values
     ) -> Entry:
         """Build a slice; one that has not ended is drawn to the trace's end."""
         begins = self._at(track, start_s)
@@ -136,7 +136,7 @@ class _Tracks:
         return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}
 
 
-def _list_inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _list_inputs(record: Values) -> Iterator[tuple[str, float]]:
     """Yield the agents whose outputs the agent read or forwarded, and when."""
     if record["state"] == "skipped":
         yield record["source"], max(record["started_s"], record["ended_s"] - INSIDE_S)
@@ -161,7 +161,7 @@ LEGEND = (
 
 def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterator[Text]:
     """Draw a line per agent, precursors first, then the axis and a legend."""
-    agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
+    agents: Mapping[str, Values] = trace["agents"]
     ends = [span["end_s"] or 0.0 for record in agents.values() for span in record["spans"]]
     duration_s = max([until_s, trace["duration_s"] or 0.0, *ends])
     margin = max(map(len, agents), default=0) + 2
@@ -179,7 +179,7 @@ def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterat
         yield Text(" " * margin + words, "dim")
 
 
-def draw_bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Text:
+def draw_bar(spans: Sequence[Values], duration_s: float, width: int) -> Text:
     """Paint the spans on `width` cells for `duration_s`, each on at least one."""
     cells = [(" ", "")] * width
     for kind, paint in PAINT.items():

@@ -143,10 +143,8 @@ def _require_agreement(where: str, role: Role, first: PairLaunch, launch: PairLa
     for setting in ("flags", f"{role}_flags", f"{role}_gpus", "expert_placement"):
         if getattr(first, setting) != getattr(launch, setting):
             raise ConfigError(
-                (
-                    f"{where} launches a {role} engine that an earlier pair launches with other "
-                    f"{setting}."
-                ),
+                f"{where} launches a {role} engine that an earlier pair launches with other "
+                f"{setting}.",
                 remedy="Give both the same, or the engine another URL.",
             )
 
@@ -171,6 +169,8 @@ def _engine(
         *("--disaggregation-bootstrap-port", str(pair.bootstrap_port)),
         # by default every streamed event repeats all earlier tokens
         *("--incremental-streaming-output", "--enable-metrics"),
+        # xgrammar, the default, reads some patterns for minutes, and no other request meanwhile
+        *("--grammar-backend", "llguidance"),
     ]
     variables: dict[str, str] = {}
     if gpus:

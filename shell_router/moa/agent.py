@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
-from typing import Any
+from math import inf
 
-from agent_cache import AgentPromptCache, Chunk, LogKey, LogWriter
+from agent_cache import AgentPromptCache, Chunk, LogKey, LogRead, LogWriter
 from shell_router.core.drafts import MOST_SOURCE_TOKENS
 from shell_router.core.engine import (
     NO_HINTS,
@@ -27,6 +27,7 @@ from shell_router.core.events import (
     Emit,
     PromptReady,
 )
+from shell_router.core.exact_json import Values
 from shell_router.core.marks import ReasoningMarks
 from shell_router.core.sampling import OUTPUT_FORMS, check_sampling, require_possible
 from shell_router.core.spans import CURRENT, enter_span
@@ -35,7 +36,7 @@ from shell_router.early_exit.answers import find_forms
 from shell_router.errors import EngineError, EngineStalled, PromptTooLong
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.deadline import Deadline
-from shell_router.moa.expectations import LatencyEstimates
+from shell_router.moa.expectations import LatencyEstimates, guess_output_tokens
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encode_text
 from shell_router.moa.requests import AgentUsage
 from shell_router.moa.thinking import Thinking
@@ -48,10 +49,12 @@ class Source:
     """The log of a precursor, which fills a slot.
 
     `shares_ids` tells whether its token ids are the reader's, too, and spell exactly its text.
+    With `kept` that is read in place of a log.
     """
 
     key: LogKey
     shares_ids: Callable[[], bool]
+    kept: LogRead | None = None
 
 
 @value
@@ -59,7 +62,7 @@ class AgentTask:
     """The work of one agent: a prompt, whose slots are filled from `sources`, and how to decode it.
 
     Attributes:
-        sampling: SGLang's parameters, `max_new_tokens` among them.
+        sampling: SGLang's parameters. Without `max_new_tokens` the output may fill the context.
         timeout_s: The limit from the complete prompt to the end of the output.
         hints: Sent to the schedulers with every request.
         all_needed: Fail if a precursor failed or was aborted; otherwise its slot is left out.
@@ -71,13 +74,16 @@ class AgentTask:
         max_thinking_tokens: The limit of the thinking.
         is_read: Whether the agent fails if it ends inside its thinking.
         offer: The tools that the agent may call.
+        may_shrink: Whether the output's limit is lowered to what the outputs in its slots leave.
+        affinity: The turn whose requests go to one engine, if it is not a request of its own.
+        fits_context: Whether the output's limit is lowered to what any prompt leaves.
     """
 
     agent: str
     rid: str
     model: ServedModel
     parts: Sequence[Part]
-    sampling: Mapping[str, Any]
+    sampling: Values
     logprobs: bool = False
     timeout_s: float = 600.0
     hints: Hints = NO_HINTS
@@ -92,6 +98,9 @@ class AgentTask:
     max_thinking_tokens: int | None = None
     is_read: bool = True
     offer: ToolOffer | None = None
+    may_shrink: bool = False
+    affinity: str = ""
+    fits_context: bool = False
 
 
 @value
@@ -104,6 +113,7 @@ class AgentOutput:
         token_s: Seconds per token after the first ones, None if no more came.
         reasoning: The thinking before the text, of `reasoning_tokens`.
         calls: The tool calls at its end.
+        warning: See `Answer`.
     """
 
     text: str
@@ -113,6 +123,7 @@ class AgentOutput:
     reasoning: str = ""
     reasoning_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
+    warning: str = ""
 
     def drop_reasoning(self) -> "AgentOutput":
         """Return the output for an agent that forwards it; the thinking is not that agent's."""
@@ -161,13 +172,12 @@ class Progress:
     def remaining(self) -> tuple[float, float | None]:
         """The tokens still expected, and the measured seconds per token.
 
-        An agent past its mean length is expected to write an eighth of the mean more. One without a
-        mean is expected to write half of its limit, at most 512 tokens.
+        An agent past its mean length is expected to write an eighth of the mean more.
         """
-        limit = int(self._task.sampling["max_new_tokens"])
+        limit = self._task.sampling.get("max_new_tokens", self._task.model.context_length)
         mean = self._task.hints.output_tokens
         if mean is None:
-            mean = min(limit / 2, 512.0)
+            mean = guess_output_tokens(self._task.sampling)
         tokens = max(1.0, min(limit - self.decoded, max(mean - self.decoded, mean / 8)))
         return tokens, self._estimates.get_token_s(self._task.model.alias)
 
@@ -231,7 +241,8 @@ class AgentRun:
         self._confidence = Confidence() if task.logprobs else None
         self._call_reader = None
         if task.offer is not None:
-            self._call_reader = CallReader(task.offer, task.model)
+            is_constrained = task.sampling.get("json_schema") is not None
+            self._call_reader = CallReader(task.offer, task.model, is_constrained=is_constrained)
         self._thinking = None
         if task.marks is not None:
             last = task.parts[-1] if task.parts else ""
@@ -260,8 +271,8 @@ class AgentRun:
             EngineError: The engine failed.
         """
         task = self.task
-        check_length(task, len(ids))
-        sampling = await self._complete_sampling()
+        limit = limit_output(task, len(ids), may_shrink=task.may_shrink)
+        sampling = {**await self._complete_sampling(), "max_new_tokens": limit}
         ready_s = self.progress.begin(len(ids), sent)
         if CURRENT.get() is not None:
             enter_span(task.agent, ready_s)
@@ -271,7 +282,7 @@ class AgentRun:
             ids,
             sampling,
             task.logprobs,
-            affinity=task.rid,
+            affinity=task.affinity or task.rid,
             hints=task.hints,
             on_placed=self._report_placement,
         )
@@ -293,10 +304,10 @@ class AgentRun:
             self.progress.end_prefill()
         return await self._finish(finish)
 
-    async def _complete_sampling(self) -> Mapping[str, Any]:
-        """Return the task's sampling with what its tool calls and its drafts need."""
+    async def _complete_sampling(self) -> Values:
+        """Return the task's sampling with what its model, its tool calls and its drafts need."""
         task = self.task
-        sampling = task.sampling
+        sampling = {**task.model.sampling, **task.sampling}
         if self._call_reader is not None and self._call_reader.parser is not None:
             # the marks around calls may be special tokens
             sampling = {**sampling, "skip_special_tokens": False}
@@ -310,7 +321,25 @@ class AgentRun:
         return ask_for_drafts(sampling, [ids[:MOST_SOURCE_TOKENS]])
 
     async def _consume(self, request: Generation) -> Finish:
-        """Send the request and consume its stream up to its Finish."""
+        """Send the request and consume its stream up to its Finish.
+
+        If the engine has less room than the model's context, an output that may fill the context is
+        limited to that room.
+        """
+        model = self.task.model
+        limit = request.sampling["max_new_tokens"]
+        try:
+            return await self._consume_stream(request)
+        except PromptTooLong as refusal:  # in the engine's words
+            fills = len(request.input_ids) + limit == model.context_length
+            if not (fills and 0 < refusal.excess < limit):
+                raise refusal.name_agent(self.task.agent, model.alias) from refusal
+            sampling = {**request.sampling, "max_new_tokens": limit - refusal.excess}
+        # engines abort every request whose id begins with an aborted one's
+        rid = f"less.{request.rid}"
+        return await self._consume_stream(replace(request, rid=rid, sampling=sampling))
+
+    async def _consume_stream(self, request: Generation) -> Finish:
         confidence = self._confidence
         stream = self.task.model.engine.generate(request)
         try:
@@ -355,7 +384,9 @@ class AgentRun:
             reasoning = self._thinking.text
             reasoning_tokens = self._thinking.tokens
         calls: tuple[ToolCall, ...] = ()
+        warning = ""
         if self._call_reader is not None:
+            warning = self._call_reader.warning
             text, calls = await self._call_reader.finish()
             self._call_reader = None
             if text:
@@ -383,6 +414,7 @@ class AgentRun:
             reasoning,
             reasoning_tokens,
             calls,
+            warning,
         )
 
     def _report_placement(self, *placements: Placement) -> None:
@@ -402,10 +434,11 @@ def count_usage(task: AgentTask, output: AgentOutput) -> AgentUsage:
         finish.accepted_tokens,
         output.token_s,
         output.reasoning_tokens,
+        finish.reason,
     )
 
 
-def could_have_written(output: AgentOutput, sampling: Mapping[str, Any], prompt: Prompt) -> bool:
+def could_have_written(output: AgentOutput, sampling: Values, prompt: Prompt) -> bool:
     """Tell whether an agent with this sampling and prompt may forward `output`.
 
     The output must not have been cut at its limit, nor be longer than the agent's limit. It must
@@ -415,7 +448,8 @@ def could_have_written(output: AgentOutput, sampling: Mapping[str, Any], prompt:
     if any(sampling.get(name) for name in OUTPUT_FORMS):
         return False
     finish = output.finish
-    if finish.reason == "length" or finish.completion_tokens > int(sampling["max_new_tokens"]):
+    limit = sampling.get("max_new_tokens", inf)
+    if finish.reason == "length" or finish.completion_tokens > limit:
         return False
     return find_forms(prompt.system + prompt.prefix + prompt.suffix) <= find_forms(output.text)
 
@@ -431,27 +465,32 @@ async def check_task(task: AgentTask) -> None:
         PromptTooLong: The parts known already do not fit the context together with the output.
     """
     check_sampling(task.sampling, task.model.vocabulary)
-    size = task.sampling["max_new_tokens"]
+    size = task.sampling.get("max_new_tokens", 1)
     texts = [part for part in task.parts if isinstance(part, str)]
     for text in texts:
         size += len(text) if text.isascii() else len(text.encode())
     if size > task.model.context_length:
         require_possible(sum(map(len, texts)), task.model.context_length)
         lengths = [len(await encode_text(task.model.tokenizer, text)) for text in texts]
-        check_length(task, sum(lengths))
+        limit_output(task, sum(lengths))
 
 
-def check_length(task: AgentTask, prompt_tokens: int) -> None:
-    """Raise PromptTooLong if prompt and output do not fit the model's context."""
-    limit = task.sampling["max_new_tokens"]
+def limit_output(task: AgentTask, prompt_tokens: int, *, may_shrink: bool = False) -> int:
+    """Return the most tokens of the output: the task's limit, or what the context leaves.
+
+    Raises:
+        PromptTooLong: Prompt and output do not fit the model's context. If the output `may_shrink`,
+            the context leaves nothing for it.
+    """
+    limit = task.sampling.get("max_new_tokens")
     model = task.model
-    if prompt_tokens + limit > model.context_length:
-        raise PromptTooLong(
-            f"Agent {task.agent!r} asks for {limit} tokens after a prompt of {prompt_tokens}; "
-            f"{model.alias!r} takes"
-            f" {model.context_length} in all.",
-            remedy=(
-                "Shorten the question, lower max_new_tokens, or choose a model with a longer "
-                "context."
-            ),
-        )
+    left = model.context_length - prompt_tokens
+    if left >= (1 if limit is None or may_shrink or task.fits_context else limit):
+        return left if limit is None else min(limit, left)
+    wish = "has" if limit is None else f"asks for {limit} tokens after"
+    lower = "" if limit is None else "ask for fewer tokens, "
+    raise PromptTooLong(
+        f"Agent {task.agent!r} {wish} a prompt of {prompt_tokens} tokens; {model.alias!r} takes "
+        f"{model.context_length} in all.",
+        remedy=f"Shorten the question, {lower}or choose a model with a longer context.",
+    )

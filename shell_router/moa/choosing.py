@@ -6,7 +6,6 @@ Agents of one program with the same candidates share one model (Chimera, Algorit
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import Degraded, Emit, ModelChosen
@@ -18,7 +17,6 @@ from shell_router.moa.expectations import (
     PLAIN_REQUEST,
     Activity,
     ForecastQuery,
-    KnownPrompt,
     LatencyEstimates,
     name_workflow,
     number_stages,
@@ -97,31 +95,24 @@ class ModelChooser:
         require_possible(characters, longest)
 
     async def choose_for_topology(
-        self, topology: Topology, request: MoaRequest, limits: Mapping[str, int], emit: Emit
+        self, topology: Topology, request: MoaRequest, emit: Emit
     ) -> tuple[Topology, Mapping[str, Forecast]]:
         """Choose a model for every agent that names several; equal candidates share one.
 
         Args:
             topology: The graph whose agents may name several models.
             request: The request whose prompts they get.
-            limits: Each agent's `max_new_tokens`.
             emit: Gets every choice.
 
         Returns:
             The topology with one model for every agent, and the forecast of each agent.
         """
         started_s = self.clock()
-        prompts = {}
-        for agent in topology.agents.values():
-            prompts[agent.id] = read_agent_prompt(agent, request.messages)
         undecided: dict[str, Candidates] = {}
         for agent in topology.agents.values():
             if agent.model == AUTO:
-                candidates = self._list_candidates(agent.candidates)
-                undecided[agent.id] = await self._drop_too_small(
-                    candidates, prompts[agent.id], limits[agent.id]
-                )
-        forecasts = await self._forecast_agents(topology, prompts, undecided, emit)
+                undecided[agent.id] = self.list_candidates(agent.candidates)
+        forecasts = await self._forecast_agents(topology, request, undecided, emit)
         chosen: dict[str, str] = {}
         for candidates in dict.fromkeys(undecided.values()):
             agents = tuple(name for name in undecided if undecided[name] == candidates)
@@ -148,7 +139,7 @@ class ModelChooser:
         is_undecided = request.model == AUTO
         candidates: Candidates = (request.model,)
         if is_undecided:
-            candidates = self._list_candidates(request.candidates)
+            candidates = self.list_candidates(request.candidates)
         self.require_models(f"Agent {request.agent!r}", set(candidates))
         started_s = self.clock()
         forecast = NO_FORECAST
@@ -206,7 +197,7 @@ class ModelChooser:
     async def _forecast_agents(
         self,
         topology: Topology,
-        prompts: Mapping[str, KnownPrompt],
+        request: MoaRequest,
         undecided: Mapping[str, Candidates],
         emit: Emit,
     ) -> Mapping[str, Forecast]:
@@ -226,36 +217,16 @@ class ModelChooser:
             models = undecided.get(agent.id, (agent.model,))
             is_scored = agent.id in undecided and models in to_score
             to_score.discard(models)
-            queries[agent.id] = ForecastQuery(
-                workflow, stages[agent.id], prompts[agent.id], models, is_scored
-            )
+            prompt = read_agent_prompt(agent, request.messages)
+            queries[agent.id] = ForecastQuery(workflow, stages[agent.id], prompt, models, is_scored)
         forecasts = await self.forecast(list(queries.values()), emit)
         return dict(zip(queries, forecasts, strict=True))
 
-    def _list_candidates(self, names: Candidates) -> Candidates:
+    def list_candidates(self, names: Candidates, without: str = "") -> Candidates:
         """Return the models to choose from: `names`, or those of `auto` if there are none."""
         candidates = names or self._auto.models or tuple(self._models)
         self.require_models("The choice", set(candidates))
-        return candidates
-
-    async def _drop_too_small(
-        self, candidates: Candidates, prompt: KnownPrompt, limit: int
-    ) -> Candidates:
-        """Return the candidates whose context takes the prompt and `limit` tokens of output.
-
-        If none does, return all; the request is then refused by name. A text has hardly more tokens
-        than bytes, so short ones need no tokenizing.
-        """
-        contexts = {name: self._models[name].context_length for name in candidates}
-        if 4 * prompt.characters + limit <= min(contexts.values()):
-            return candidates
-        fitting = []
-        for name, context in contexts.items():
-            count = partial(prompt.count_tokens, self._models[name].tokenizer)
-            _, _, tokens = await run_off_loop(prompt.characters, count)
-            if tokens + limit <= context:
-                fitting.append(name)
-        return tuple(fitting) or candidates
+        return tuple([name for name in candidates if name != without])
 
     def _scores_decide(self, candidates: Candidates) -> bool:
         """Tell whether scores could change the choice, by what is in flight now."""

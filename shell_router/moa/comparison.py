@@ -69,7 +69,8 @@ class RunComparison:
             if key.optimization == "incremental_prefill":
                 self._holdouts.observe(key, held_out=is_held_out, seconds=seconds, now_s=now_s)
                 continue
-            agents = [agent for agent in self._drafting[key] if not tasks[agent].prediction]
+            agents = [agent for agent in self._drafting[key] if agent in tasks]
+            agents = [agent for agent in agents if not tasks[agent].prediction]
             usages = [answer.agents[agent] for agent in agents]
             # a fallback may have answered in place of the agent's model
             usages = [usage for usage in usages if usage.model == key.models]

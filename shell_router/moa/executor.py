@@ -6,10 +6,12 @@ Each step is a graph or a model.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
 from shell_router.core.engine import ServedModel
@@ -18,6 +20,7 @@ from shell_router.core.events import (
     AgentStarted,
     AgentStopped,
     AggregationSkipped,
+    Degraded,
     Emit,
     ModelChosen,
 )
@@ -28,8 +31,9 @@ from shell_router.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
-    PromptTooLong,
+    PromptRefused,
     ShellRouterError,
+    UnknownModel,
 )
 from shell_router.moa.agent import (
     AgentOutput,
@@ -48,13 +52,16 @@ from shell_router.moa.incremental import CompletePrompt, complete_prompt
 from shell_router.moa.journal import RunJournal
 from shell_router.moa.planning import Plan, Resources, plan_fallback, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encode_text
-from shell_router.moa.requests import AgentUsage, Answer, CutOff, MoaRequest
+from shell_router.moa.requests import AgentUsage, Answer, CutOff, FanOut, MoaRequest
 from shell_router.moa.steps import Classes, Walk
+from shell_router.moa.turns import Turns
 from shell_router.routing.holdout import Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import VOTE, Agent, Cluster, Graph, Topology
 
 log = logging.getLogger(__name__)
+
+_NUMBER = r"(?:(?<!\w)-)?[0-9]+"
 
 
 class Executor:
@@ -83,23 +90,40 @@ class Executor:
         self._embedder = embedder
         self._classes = Classes(embedder)
         self._resources = Resources(models, self.chooser, self.holdouts)
+        self._turns = Turns(cache)
 
-    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
+    async def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Answer:
         """Run `request` to the end of the root, or of the last step, and emit what happens.
 
         However it ends, cancellation included, all of its engine requests have been aborted, all of
-        its tasks have ended, and its logs are gone.
+        its tasks have ended, and its logs are gone. What its root has read stays for its turn.
 
         Raises:
             UnknownModel: A model is not configured; nothing has run.
-            PromptTooLong: A prompt does not fit; if that can be known, nothing has run.
+            PromptRefused: A model cannot take its prompt; if that can be known, nothing has run.
             AgentFailed: An agent failed. If there is only one agent, its error is raised instead.
             DeadlineExceeded: The run took longer than the request allows.
         """
-        if isinstance(topology, Topology):
-            return self._run(topology, request, emit)
-        walk = Walk(self.run, self.chooser, self._classes, topology, request, emit)
-        return walk.answer()
+        late = partial(
+            DeadlineExceeded,
+            f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
+            remedy="Allow more time, or ask a topology with fewer agents or steps.",
+        )
+        with Deadline(request.timeout_s, late=late):
+            async with self._turns.open(topology, request) as turn:
+                request = replace(request, turn=turn)
+                if isinstance(topology, Topology):
+                    answer = await self._run(topology, request, emit)
+                else:
+                    walk = Walk(self.run, self.chooser, self._classes, topology, request, emit)
+                    answer = await walk.answer()
+                if not answer.calls and not turn.continues:
+                    turn.read = None  # no request goes on with it
+                if turn.read is not None:
+                    for name, used in answer.agents.items():
+                        if name not in topology.answering:
+                            turn.read.agents[name] = used.keep()
+        return replace(answer, agents={**turn.kept.agents, **answer.agents})
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()
@@ -108,29 +132,24 @@ class Executor:
         if journal is not None:
             topology = journal.pin_models(topology)
             resources = self._take_resources(journal)
-        plan = await plan_run(resources, topology, request)
+        plan = await _plan_turn(resources, topology, request)
         if journal is not None:
             journal.record_choices(plan.choices)
-        late = partial(
-            DeadlineExceeded,
-            f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
-            remedy="Allow more time, or ask a smaller topology.",
-        )
         topology = plan.outline.topology
         is_single = len(plan.tasks) == 1 and not topology.clusters and not topology.root.fallbacks
+        is_single = is_single and not plan.refusals and not request.turn.kept.outputs
         context = RunContext(resources.chooser.estimates, self.cache, emit, self.clock)
         with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
             if not is_single:
                 run = GraphRun(plan, context, self._embedder, leave)
-            for choice in plan.choices:
-                emit(choice)
+            for event in (*request.turn.list_stops(self.clock()), *plan.choices):
+                emit(event)
             try:
-                with Deadline(request.timeout_s, late=late):
-                    if run is None:
-                        answer = await self._run_single(plan, context)
-                    else:
-                        answer = await run.answer()
+                if run is None:
+                    answer = await self._run_single(plan, context)
+                else:
+                    answer = await run.answer()
                 if plan.comparison is not None:
                     now_s = self.clock()
                     plan.comparison.observe(plan.tasks, answer, now_s - started_s, now_s)
@@ -158,23 +177,36 @@ class Executor:
         except ShellRouterError as error:
             context.emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
             raise
-        return Answer(
-            output.text,
-            output.finish.reason,
-            {task.agent: count_usage(task, output)},
-            output.confidence,
-            output.reasoning,
-            output.calls,
-        )
+        return _make_answer(output, {task.agent: count_usage(task, output)})
+
+
+async def _plan_turn(resources: Resources, topology: Topology, request: MoaRequest) -> Plan:
+    """Plan the run; if its turn goes on, of the root alone, on the model that has its prompt."""
+    kept = request.turn.kept
+    if kept.outputs:
+        root = replace(topology.root, precursors=())
+        topology = replace(topology, agents={root.id: root}, clusters=())
+        with suppress(PromptRefused, UnknownModel):  # another model may be chosen
+            reading = topology.with_models({root.id: kept.reader})
+            return await plan_run(resources, reading, request)
+    return await plan_run(resources, topology, request)
 
 
 class _AggregationSkipped(Exception):
     """The outputs that an agent would read agree, so it forwards one of them."""
 
 
+class _WroteNothing(ShellRouterError):
+    """The agent's output is blank, which is nothing to read."""
+
+    def __init__(self, agent: str, output: AgentOutput) -> None:
+        super().__init__(f"Agent {agent!r} wrote nothing.")
+        self.output = output
+
+
 @dataclass(slots=True, eq=False)
 class _Member:
-    """The state of one agent of a run; a vote has no `run`.
+    """The state of one agent of a run; without a task for an engine it has no `run`.
 
     Attributes:
         work: The asyncio task that runs the agent.
@@ -182,6 +214,8 @@ class _Member:
         forwards: The agent whose output is forwarded instead of asking an engine.
         output: The output of a finished agent.
         gone: Why the agent gave no output.
+        error: The error of a failed agent.
+        blank: The output of an agent that failed because it wrote nothing.
     """
 
     agent: Agent
@@ -192,10 +226,16 @@ class _Member:
     forwards: str | None = None
     output: AgentOutput | None = None
     gone: CutOff | Literal["failed"] | None = None
+    error: str = ""
+    blank: AgentOutput | None = None
 
     @property
     def is_running(self) -> bool:
         return self.output is None and self.gone is None
+
+    @property
+    def model(self) -> str:
+        return self.agent.model if self.run is None else self.run.task.model.alias
 
     def cancel(self) -> None:
         assert self.work is not None
@@ -223,6 +263,7 @@ class GraphRun:
         """
         self._plan = plan
         self._topology = plan.outline.topology
+        self._root = self._topology.root.id
         self._context = context
         self._estimates = context.estimates
         self._clock = context.clock
@@ -240,10 +281,8 @@ class GraphRun:
                 continue
             if cluster.early_exit.needs.embeds and embedder is None:
                 raise ConfigError(
-                    (
-                        f"Topology {self._topology.name!r} asks for early exit, but no embedder is "
-                        "configured."
-                    ),
+                    f"Topology {self._topology.name!r} asks for early exit, but no embedder is "
+                    "configured.",
                     remedy="Set `embedder` in the configuration, or turn early_exit off.",
                 )
             draws = random.Random(f"{self._plan.outline.request.seed}/{cluster.id}")
@@ -261,7 +300,11 @@ class GraphRun:
             async with asyncio.TaskGroup() as group:
                 for member in self._members.values():
                     member.work = group.create_task(self._run_agent(member))
-            return self._conclude()
+            answer = self._conclude()
+            turn = self._plan.outline.request.turn
+            if turn.name and not turn.kept.outputs:
+                turn.read = await self._collect_reads()
+            return answer
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
             raise first from first.__cause__
@@ -295,21 +338,31 @@ class GraphRun:
             self._estimates.observe_fate(
                 self._topology.name, name, decoded=is_decoded, read=is_read
             )
-        root = self._members[self._topology.root.id].output
+        root = self._members[self._root].output
         assert root is not None
-        return Answer(
-            root.text, root.finish.reason, usage, root.confidence, root.reasoning, root.calls
-        )
+        return _make_answer(root, usage)
+
+    async def _collect_reads(self) -> FanOut:
+        """Return the outputs that the root has read."""
+        root = self._members[self._root].run
+        assert root is not None, "roots that vote call no tools"
+        read = FanOut(root.task.model.alias, {})
+        for name, source in root.task.sources.items():
+            log = await self._context.cache.read(source.key, wait_s=0)
+            read.outputs[name] = ("", ())
+            if log.end is End.FINISHED:
+                read.outputs[name] = (log.text, log.ids if source.shares_ids() else ())
+        return read
 
     # --- one agent
 
     async def _run_agent(self, member: _Member) -> None:
         agent = member.agent
         try:
-            if agent.votes:
-                output = await self._vote(member)
-            else:
-                output = await self._produce(member)
+            write = self._vote if agent.votes else self._produce
+            output = await write(member)
+            if agent.id != self._root and not output.text.strip():
+                raise _WroteNothing(agent.id, output)
         except ShellRouterError as error:
             self._fail(member, error)
             return
@@ -319,7 +372,7 @@ class GraphRun:
         member.writer.end(End.FINISHED)
         if agent.votes:
             self._cut_unneeded()
-        if agent.id != self._topology.root.id:
+        if agent.id != self._root:
             await self._judge(agent.id, output)
             return
         for other in self._members.values():
@@ -329,22 +382,30 @@ class GraphRun:
     async def _produce(self, member: _Member) -> AgentOutput:
         """Return the output of the agent's model.
 
-        If the model fails before it has written anything, its fallbacks take its place.
+        If the model refuses the prompt, or fails before it has written anything, its fallbacks take
+        its place.
         """
-        for attempt in range(len(member.agent.fallbacks)):
+        failure: EngineError | PromptRefused | None
+        failure = self._plan.refusals.get(member.agent.id)
+        if failure is not None:
+            self._emit(AgentStarted(self._clock(), member.agent.id, member.model))
+        for attempt in range(-1, len(member.agent.fallbacks)):
             try:
-                return await self._attempt(member)
-            except EngineError as error:
-                if member.run is None or member.run.progress.decoded:
-                    raise
-                await self._fall_back(member, attempt, error)
-        return await self._attempt(member)
+                if attempt >= 0 and failure is not None:
+                    await self._fall_back(member, attempt, failure)
+                if member.run is not None:
+                    return await self._attempt(member)
+            except (EngineError, PromptRefused) as error:
+                failure = error
+                if member.run is not None and member.run.progress.decoded:
+                    break
+        assert failure is not None, "the agent has no run because of it"
+        raise failure
 
-    async def _fall_back(self, member: _Member, attempt: int, error: EngineError) -> None:
+    async def _fall_back(self, member: _Member, attempt: int, error: ShellRouterError) -> None:
         """Give the agent the task of its next fallback."""
         agent = member.agent.id
-        assert member.run is not None
-        failed = member.run.task.model.alias
+        failed = member.model
         task = await plan_fallback(self._plan.outline, agent, attempt)
         model = task.model.alias
         log.warning("agent %s: %s takes the place of %s: %s", agent, model, failed, error)
@@ -415,35 +476,69 @@ class GraphRun:
     def _fail(self, member: _Member, error: ShellRouterError) -> None:
         """Note that the agent failed, and raise the run's error unless it can be dropped."""
         agent = member.agent
-        is_dropped = agent.on_failure == "drop" and agent.id != self._topology.root.id
+        is_root = agent.id == self._root
+        is_dropped = not is_root and agent.on_failure == "drop"
+        if isinstance(error, _WroteNothing):
+            is_dropped = True
+            member.blank = error.output
         self._leave(agent.id)
         member.gone = "failed"
+        member.error = str(error)
         self._news.set()
-        member.writer.end(End.FAILED, str(error))
         self._emit(AgentErred(self._clock(), agent.id, str(error), is_dropped))
         if is_dropped:
+            # a log that ends lets readers go on, whose requests would be aborted if the run failed
+            member.writer.end(End.FAILED, str(error))
             if cluster_exit := self._exits.get(agent.id):
                 self._apply(cluster_exit.judge_failure(), cluster_exit.cluster)
             self._cut_unneeded()
-        elif isinstance(error, PromptTooLong | AgentFailed) or len(self._topology.agents) == 1:
+        elif isinstance(error, PromptRefused | AgentFailed) or len(self._topology.agents) == 1:
             raise error
         else:
+            remedy = "Ask again, or set on_failure: drop to go on without this agent."
             raise AgentFailed(
                 f"Agent {agent.id!r} of {self._topology.name!r} failed: {error}",
-                remedy="Ask again, or set on_failure: drop to go on without this agent.",
+                remedy="Ask again." if is_root else remedy,
             ) from error
 
     # --- votes
 
     async def _vote(self, member: _Member) -> AgentOutput:
         """Forward the elected precursor's output as soon as no other answer can win."""
-        self._emit(AgentStarted(self._clock(), member.agent.id, VOTE))
-        return await self._forward(member, await self._elect(member.agent))
+        agent = member.agent
+        self._emit(AgentStarted(self._clock(), agent.id, VOTE))
+        chosen = ""
+        if agent.votes == "judge":
+            chosen = await self._follow_judge(self._members[agent.precursors[-1]])
+        return await self._forward(member, chosen or await self._elect(agent))
+
+    async def _follow_judge(self, judge: _Member) -> str:
+        """Return the agent whose output the judge names, "" if it names none that there is."""
+        while judge.is_running:
+            self._news.clear()
+            await self._news.wait()
+        if judge.output is None or judge.run is None:
+            return ""
+        if judge.forwards is not None:
+            return judge.forwards
+        ballot = await _read_ballot(judge.agent.id, judge.output)
+        slots = {
+            str(number): name
+            for number, name in enumerate(judge.run.task.sources, 1)
+            if self._members[name].output is not None
+        }
+        named = {slots.get(number, "") for number in re.findall(_NUMBER, ballot.answer or "")}
+        if len(named) == 1 and "" not in named:
+            return named.pop()
+        judge.error = "It named no output, so that the majority chose."
+        log.warning("judge %s: %s", judge.agent.id, judge.error)
+        self._emit(Degraded(self._clock(), judge.agent.id, "judge", judge.error))
+        return ""
 
     async def _elect(self, agent: Agent) -> str:
         """Return the precursor whose output wins the vote."""
         ballots: dict[str, Ballot] = {}
-        voters = {voter: self._members[voter] for voter in agent.precursors}
+        voters = {voter: self._members[voter] for voter in agent.voters}
         while True:
             for name, voter in voters.items():
                 if voter.output is not None and name not in ballots:
@@ -451,14 +546,12 @@ class GraphRun:
             # a voter that ended while another's ballot was read still counts as waiting
             waiting = [name for name in voters if name not in ballots and voters[name].gone is None]
             cast = [ballots[name] for name in voters if name in ballots]
-            if winner := elect(cast, len(waiting)):
+            if winner := elect(cast, len(waiting), by_confidence=agent.votes == "confidence"):
                 return winner.agent
             if not waiting:
                 raise AgentFailed(
-                    (
-                        f"Agent {agent.id!r} has no output to count: each precursor failed or was "
-                        "cut off."
-                    ),
+                    f"Agent {agent.id!r} has no output to count: each precursor failed, wrote "
+                    "nothing or was cut off.",
                     remedy="Ask again, or add precursors.",
                 )
             if all(voters[name].output is None for name in waiting):
@@ -507,6 +600,9 @@ class GraphRun:
         """Let `reader` forward the first output of `sources` that it could have written."""
         if reader.run is None or reader.run.task.offer is not None:
             return
+        is_root = reader.agent.id == self._root
+        if is_root and self._plan.outline.request.turn.continues:
+            return  # it alone reads the results of calls
         if not reader.is_running or reader.forwards is not None:
             return
         sampling = reader.run.task.sampling
@@ -527,7 +623,7 @@ class GraphRun:
         for name, member in self._members.items():
             read = [self._members[precursor].gone for precursor in member.agent.precursors]
             is_starved = "early_exit" in read and None not in read
-            if is_starved and name != self._topology.root.id and member.is_running:
+            if is_starved and name != self._root and member.is_running:
                 self._cut(name, "early_exit")
 
     def _cut_unneeded(self) -> None:
@@ -549,18 +645,38 @@ class GraphRun:
         member.cancel()
 
 
+def _make_answer(root: AgentOutput, usage: Mapping[str, AgentUsage]) -> Answer:
+    return Answer(
+        root.text,
+        root.finish.reason,
+        usage,
+        root.confidence,
+        root.reasoning,
+        root.calls,
+        root.warning,
+        matched=root.finish.matched,
+    )
+
+
 def _count_usage(member: _Member) -> AgentUsage:
     """Return the tokens that an agent cost, however it ended."""
+    model = member.model
     if member.run is None:
-        return AgentUsage(VOTE, 0, 0, 0, member.gone or "skipped")
-    model = member.run.task.model.alias
+        return AgentUsage(model, 0, 0, 0, member.gone or "skipped", error=member.error)
+    if member.blank is not None:
+        cost = count_usage(member.run.task, member.blank)
+        return replace(cost, state="failed", error=member.error)
     if member.output is None:
         assert member.gone is not None
-        progress = member.run.progress
-        return AgentUsage(model, progress.prompt_tokens, progress.decoded, 0, member.gone)
+        prompt_tokens = member.run.progress.prompt_tokens
+        decoded = member.run.progress.decoded
+        return AgentUsage(model, prompt_tokens, decoded, 0, member.gone, error=member.error)
     if member.forwards is not None:
         return AgentUsage(model, 0, 0, 0, "skipped")
-    return count_usage(member.run.task, member.output)
+    used = count_usage(member.run.task, member.output)
+    if member.error:
+        used = replace(used, error=member.error)
+    return used
 
 
 async def _read_ballot(voter: str, output: AgentOutput) -> Ballot:

@@ -4,7 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
 from shell_router.core.engine import Hints, ServedModel, Tokenizer, value
 from shell_router.core.predictors import NO_FORECAST, Forecast
@@ -104,6 +105,15 @@ class LatencyEstimates:
             if run_s is not None and all(precursor in finish for precursor in agent.precursors):
                 finish[agent.id] = run_s + max((finish[p] for p in agent.precursors), default=0.0)
         return finish
+
+
+def guess_output_tokens(sampling: Mapping[str, Any]) -> float:
+    """Return what is expected of an agent whose model is not measured: half of its limit.
+
+    Without a limit, and beyond 1,024 tokens of it, 512 tokens are expected.
+    """
+    limit: float = sampling.get("max_new_tokens", inf)
+    return min(limit / 2, 512.0)
 
 
 Leave = Callable[[str], None]

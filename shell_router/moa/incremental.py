@@ -25,6 +25,7 @@ from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, Prom
 from shell_router.moa.agent import AgentTask, RunContext, Source
 from shell_router.moa.prompt import (
     CHARACTERS_PER_TOKEN,
+    CUT_MARK,
     GrowingPrompt,
     Slot,
     encode_text,
@@ -98,6 +99,7 @@ class _SlotFiller:
         self._prompt = GrowingPrompt(task.model.tokenizer)
         self._slot: str | None = None
         self._slot_tokens = 0
+        self._slot_room = sys.maxsize
         self._read_agents: set[str] = set()
         self._filled = 0
         self._unsent = 0
@@ -138,26 +140,26 @@ class _SlotFiller:
                 await self._read_slot(part)
         if slots and not self._filled:
             raise AgentFailed(
-                f"Agent {self._task.agent!r} has no precursor left: each failed or was cut off.",
+                f"Agent {self._task.agent!r} has no precursor left: each failed, wrote nothing "
+                "or was cut off.",
                 remedy="Ask again, or let fewer agents of the cluster be dropped.",
             )
 
     async def _read_slot(self, slot: Slot) -> None:
         before = self._prompt.mark()
         self._slot_tokens = 0
+        self._slot_room = slot.most_tokens or sys.maxsize
         self._prompt.add_text(slot.before)
         end, detail = await self._follow(self._task.sources[slot.agent])
         self._read_agents.add(slot.agent)
         if end is End.FINISHED:
-            self._prompt.add_text(slot.after)
+            self._prompt.add_text(slot.after if self._slot_room >= 0 else CUT_MARK + slot.after)
             self._filled += 1
         elif self._task.all_needed:
             raise AgentFailed(
-                (
-                    f"Agent {self._task.agent!r} needs the output of {slot.agent!r}, which "
-                    f"{end.value}: {detail}"
-                ),
-                remedy="Send the precursor again in a new program.",
+                f"Agent {self._task.agent!r} needs the output of {slot.agent!r}, which "
+                f"{end.value}: {detail}",
+                remedy="Send the precursor again.",
             )
         else:
             self._prompt.rewind(before)
@@ -168,7 +170,7 @@ class _SlotFiller:
         wait_s = self._task.begin_s
         while True:
             try:
-                read = await self._next(source.key, position, wait_s)
+                read = source.kept or await self._next(source.key, position, wait_s)
             except LogTimeout as error:
                 if error.begun and wait_s < self._task.silence_s:
                     wait_s = self._task.silence_s
@@ -202,11 +204,14 @@ class _SlotFiller:
         return await self._cache.read(key, position, at_least=max(1, tokens), wait_s=wait_s)
 
     async def _append(self, read: LogRead, *, shares_ids: bool) -> None:
-        if shares_ids:  # a piece may have text alone, whose ids came with earlier pieces
-            await self._encode(partial(self._prompt.add_ids, read.ids))
-        else:
-            self._prompt.add_text(read.text)
         added = len(read.ids) or max(1, len(read.text) // CHARACTERS_PER_TOKEN)
+        room = max(0, self._slot_room)
+        self._slot_room -= len(read.ids) if shares_ids else added
+        if shares_ids:  # a piece may have text alone, whose ids came with earlier pieces
+            await self._encode(partial(self._prompt.add_ids, read.ids[:room]))
+        else:
+            self._prompt.add_output(read.text[: room * CHARACTERS_PER_TOKEN])
+        added = min(added, room)
         self._slot_tokens += added
         self._unsent += added
 
@@ -237,7 +242,10 @@ class _SlotFiller:
         if CURRENT.get() is not None:
             enter_span(task.agent, started_s)
         request = Generation(
-            f"{task.rid}.p{self._updates}", ids, affinity=task.rid, hints=task.hints
+            f"{task.rid}.p{self._updates}",
+            ids,
+            affinity=task.affinity or task.rid,
+            hints=task.hints,
         )
         self._updates += 1
         work = self._load.begin(started_s, len(ids) - resident, update=True)

@@ -22,7 +22,7 @@ import orjson
 from agent_cache import CacheUnavailable, Journals
 from shell_router.core.engine import Finish, Generation, Prefilled, ServedModel, Tokens
 from shell_router.core.events import Event, ModelChosen
-from shell_router.errors import EngineError
+from shell_router.errors import EngineError, PromptTooLong
 from shell_router.topology import AUTO, Topology
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class RunJournal:
     Attributes:
         run_id: The attempt.
         chosen: The model that an earlier attempt chose for each agent.
+        kept: The outputs of its turn that an earlier attempt found, by the name of the request.
         recorded: What engines gave to earlier attempts, by the names of requests.
         repeats: Whether there was an earlier attempt.
     """
@@ -115,6 +116,7 @@ class RunJournal:
         self._away = False
         self._renew_s = store.lease_s / 3
         self.chosen: dict[str, str] = {}
+        self.kept: dict[str, str] = {}
         self.recorded: dict[str, RecordedGeneration] = {}
         self._ends_left = self._replay(records)
         self._end_passed = asyncio.Event()
@@ -133,6 +135,8 @@ class RunJournal:
                 self.recorded[name] = RecordedGeneration(fields[0])
             elif kind == "models":
                 self.chosen |= fields[0]
+            elif kind == "kept":
+                self.kept[name] = fields[0]
             elif kind == "void":
                 for generation in self.recorded.values():
                     if not isinstance(generation.end, Finish):
@@ -344,6 +348,9 @@ class JournaledEngine:
                     yield finish
         except EngineError as error:
             left = str(error)
+            raise
+        except PromptTooLong:
+            left = None  # it is soon refused again
             raise
         finally:
             if left is not None:

@@ -2,22 +2,33 @@
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from typing import Any, Literal
 
-from agent_cache import LogKey
+from agent_cache import End, LogKey, LogRead
 from shell_router.core.engine import NO_OPTIONS, Hints, ServedModel, value
 from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast
-from shell_router.core.sampling import OUTPUT_FORMS, limit_sampling
+from shell_router.core.sampling import GRAMMARS, OUTPUT_FORMS
 from shell_router.early_exit.settings import ExitPolicy
-from shell_router.errors import InvalidField, InvalidRequest
+from shell_router.errors import (
+    AgentFailed,
+    InvalidField,
+    InvalidRequest,
+    PromptRefused,
+    ShellRouterError,
+)
 from shell_router.moa.agent import AgentTask, Source, check_task
-from shell_router.moa.calls import ToolOffer
+from shell_router.moa.calls import constrain_calls
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import RunComparison
-from shell_router.moa.expectations import LatencyEstimates, expect_outputs
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, Part, render_agent_prompt
+from shell_router.moa.expectations import (
+    LatencyEstimates,
+    expect_outputs,
+    guess_output_tokens,
+)
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, Part, Slot, render_agent_prompt
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
@@ -75,6 +86,7 @@ class Plan:
             because a stream's head goes out with the first event.
         expected: Each agent's model and expected output tokens.
         comparison: None if no optimization could pay.
+        refusals: Why agents without a task have none: their models cannot take their prompts.
     """
 
     outline: Outline
@@ -82,19 +94,32 @@ class Plan:
     expected: Mapping[str, tuple[str, float]]
     comparison: RunComparison | None
     tasks: Mapping[str, AgentTask]
+    refusals: Mapping[str, PromptRefused]
 
 
 async def plan_run(resources: Resources, topology: Topology, request: MoaRequest) -> Plan:
     """Choose models, set expectations, and build the task of every agent.
 
-    Models are chosen by their load. Unless a prompt is so long that it has to be tokenized, no
-    other task runs between the choice and the return, so no other request sees the same load.
+    Models are chosen by their load, among those that can take the prompt. Unless a prompt is so
+    long that it has to be tokenized, no other task runs between the choice and the return, so no
+    other request sees the same load.
 
     Raises:
         UnknownModel: A model is not configured.
         InvalidRequest: A parameter cannot be served.
-        PromptTooLong: A prompt does not fit its model's context.
+        PromptRefused: Models cannot take their prompts, and there is no answer without them.
     """
+    plan = await _plan_once(resources, topology, request)
+    while agents := _drop_candidates(resources.chooser, topology, plan):
+        topology = replace(topology, agents={**topology.agents, **agents})
+        plan = await _plan_once(resources, topology, request)
+    if plan.refusals:
+        await _check_refusals(plan)
+    return plan
+
+
+async def _plan_once(resources: Resources, topology: Topology, request: MoaRequest) -> Plan:
+    """Return a plan in which models may refuse their prompts."""
     models = resources.models
     characters = sum([len(message["content"]) for message in request.messages])
     if characters > LONG_TEXT:
@@ -117,10 +142,51 @@ async def plan_run(resources: Resources, topology: Topology, request: MoaRequest
         if comparison.drops_updates:
             growing = {}
         outline = replace(outline, growing=growing, dropped_drafts=comparison.dropped_drafts)
-    tasks = build_tasks(outline)
-    for task in tasks.values():
-        await check_task(task)
-    return Plan(outline, choices, expect_load(outline), comparison, tasks)
+    tasks, refusals = await build_tasks(outline)
+    return Plan(outline, choices, expect_load(outline), comparison, tasks, refusals)
+
+
+def _drop_candidates(chooser: ModelChooser, topology: Topology, plan: Plan) -> Mapping[str, Agent]:
+    """Return the agents whose chosen models refused, with the other models that may be chosen."""
+    agents = {}
+    for name in plan.refusals:
+        agent = topology.agents[name]
+        if agent.model == AUTO:
+            refusing = plan.outline.topology.agents[name].model
+            others = chooser.list_candidates(agent.candidates, without=refusing)
+            if others:
+                agents[name] = replace(agent, candidates=others)
+    return agents
+
+
+async def _check_refusals(plan: Plan) -> None:
+    """Raise the first refusal that leaves the run without an answer.
+
+    Agents that may be dropped are left out, and so are the readers that have no precursor then.
+    """
+    lost: dict[str, ShellRouterError] = {}
+    for agent in plan.outline.topology.agents.values():
+        error: ShellRouterError | None = plan.refusals.get(agent.id)
+        if error is not None and await _has_fallback(plan.outline, agent):
+            error = None
+        missing = [lost[precursor] for precursor in agent.precursors if precursor in lost]
+        if error is None and missing and len(missing) == len(agent.precursors):
+            error = AgentFailed(f"Agent {agent.id!r} has no precursor left: {missing[0]}")
+            error.__cause__ = missing[0]
+        if error is None:
+            continue
+        if agent.on_failure == "fail" or agent.id == plan.outline.topology.root.id:
+            raise error
+        lost[agent.id] = error
+
+
+async def _has_fallback(outline: Outline, agent: Agent) -> bool:
+    """Return whether a fallback of the agent can take its prompt."""
+    for attempt in range(len(agent.fallbacks)):
+        with suppress(PromptRefused):
+            await plan_fallback(outline, agent.id, attempt)
+            return True
+    return False
 
 
 async def _outline_run(
@@ -139,10 +205,7 @@ async def _outline_run(
         chooser.require_models(f"Topology {topology.name!r}", topology.models - {AUTO})
     forecasts: Mapping[str, Forecast] = {}
     if chooser.predicts or AUTO in topology.models:
-        limits = {agent: params["max_new_tokens"] for agent, params in sampling.items()}
-        topology, forecasts = await chooser.choose_for_topology(
-            topology, request, limits, choices.append
-        )
+        topology, forecasts = await chooser.choose_for_topology(topology, request, choices.append)
     if characters >= DRAFTED_FROM and (topology.name == AUTO or topology.name in models):
         topology = replace(topology, agents={topology.name: replace(topology.root, drafts=True)})
     estimates = chooser.estimates
@@ -154,7 +217,7 @@ async def plan_fallback(outline: Outline, agent: str, attempt: int) -> AgentTask
     """Return the agent's task with its fallback number `attempt`, from 0.
 
     Raises:
-        PromptTooLong: The prompt does not fit the fallback's context.
+        PromptRefused: The fallback cannot take the prompt.
     """
     model = outline.topology.agents[agent].fallbacks[attempt]
     topology = outline.topology.with_models({agent: model})
@@ -165,6 +228,7 @@ async def plan_fallback(outline: Outline, agent: str, attempt: int) -> AgentTask
         request = replace(request, max_thinking_tokens=None)
     outline = replace(outline, topology=topology, request=request, growing={}, dropped_drafts=())
     fallback = topology.agents[agent]
+    fallback = replace(fallback, fallbacks=fallback.fallbacks[attempt + 1 :])
     order = order_slots(fallback.precursors, topology.prefill.slot_order, expect_finish(outline))
     # engines abort every request whose id begins with that of the attempt before
     number = len(topology.agents) + attempt
@@ -181,7 +245,11 @@ def merge_sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sam
     answer keep their own sampling, within the length and in the form that the client asks for.
     """
     if agent.id == topology.root.id:
-        return limit_sampling({**agent.sampling, **request.sampling})
+        own = agent.sampling
+        if not request.sampling.keys().isdisjoint(GRAMMARS):
+            own = {name: value for name, value in own.items() if name not in GRAMMARS}
+        sampling = {**own, **request.sampling}
+        return sampling if request.offer is None else constrain_calls(sampling, request.offer)
     merged: dict[str, Any] = {}
     seed = request.sampling.get("sampling_seed")
     if seed is not None:
@@ -191,7 +259,7 @@ def merge_sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sam
         for name in ("max_new_tokens", *OUTPUT_FORMS):
             if name in request.sampling:
                 merged[name] = request.sampling[name]
-    return limit_sampling(merged)
+    return merged
 
 
 def expect_load(outline: Outline) -> Mapping[str, tuple[str, float]]:
@@ -200,7 +268,7 @@ def expect_load(outline: Outline) -> Mapping[str, tuple[str, float]]:
     for agent in outline.topology.agents.values():
         tokens = outline.hints[agent.id].output_tokens
         if tokens is None:
-            tokens = float(outline.sampling[agent.id]["max_new_tokens"])
+            tokens = guess_output_tokens(outline.sampling[agent.id])
         expected[agent.id] = agent.model, tokens
     return expected
 
@@ -245,7 +313,7 @@ def expect_prompt_tokens(outline: Outline, agent: Agent, characters: int) -> flo
     for precursor in agent.precursors:
         expected = outline.hints[precursor].output_tokens
         if expected is None:
-            expected = outline.sampling[precursor]["max_new_tokens"] / 2
+            expected = guess_output_tokens(outline.sampling[precursor])
         tokens += expected
     return tokens
 
@@ -276,26 +344,38 @@ def may_draft(agent: Agent, models: Mapping[str, ServedModel]) -> bool | Literal
 # --- tasks
 
 
-def build_tasks(outline: Outline) -> Mapping[str, AgentTask]:
-    """Return the task of every agent that asks a model, in topological order."""
-    if outline.request.offer is not None:
-        check_offer(outline, outline.request.offer)
+async def build_tasks(
+    outline: Outline,
+) -> tuple[Mapping[str, AgentTask], Mapping[str, PromptRefused]]:
+    """Return the task of every agent that asks a model, in topological order, or its refusal."""
+    if outline.request.offer is not None and outline.topology.root.votes:
+        raise InvalidField(
+            f"The root of {outline.topology.name!r} votes and calls no tools.",
+            field="tools",
+            remedy="Ask a topology whose root is a model.",
+        )
     root = outline.topology.root.id
     slot_order = outline.topology.prefill.slot_order
     finish_s = expect_finish(outline)
     # agents that differ in their names alone share a prompt
     prompts: dict[tuple[object, ...], tuple[Part, ...]] = {}
-    tasks = {}
+    tasks: dict[str, AgentTask] = {}
+    refusals: dict[str, PromptRefused] = {}
     for number, agent in enumerate(outline.topology.agents.values()):
         if agent.votes:
             continue
         order = order_slots(agent.precursors, slot_order, finish_s)
         options = repr(agent.chat_template_kwargs)
         key = (agent.model, agent.prompt, agent.given, order, agent.id == root, options)
-        if key not in prompts:
-            prompts[key] = render_prompt(outline, agent, order)
-        tasks[agent.id] = build_task(outline, agent, number, prompts[key])
-    return tasks
+        try:
+            if key not in prompts:
+                prompts[key] = render_prompt(outline, agent, order)
+            task = build_task(outline, agent, number, prompts[key])
+            await check_task(task)
+            tasks[agent.id] = task
+        except PromptRefused as refusal:
+            refusals[agent.id] = refusal
+    return tasks, refusals
 
 
 def expect_finish(outline: Outline) -> Mapping[str, float]:
@@ -306,15 +386,26 @@ def expect_finish(outline: Outline) -> Mapping[str, float]:
 
 
 def render_prompt(outline: Outline, agent: Agent, order: Sequence[str]) -> tuple[Part, ...]:
-    """Return the agent's prompt; the client's tools and template options are for the root."""
+    """Return the agent's prompt; the client's tools and template options are for the root.
+
+    Raises:
+        PromptRefused: The model's template refuses the messages.
+    """
     request = outline.request
+    order = tuple(request.turn.kept.outputs) or order
     model = outline.models[agent.model]
     options = agent.chat_template_kwargs or NO_OPTIONS
     tools = None
+    chat = request.messages
     if agent.id == outline.topology.root.id:
         options = {**options, **request.chat_template_kwargs}
         tools = () if request.offer is None else request.offer.list_tools(model)
-    return render_agent_prompt(agent, order, model, request.messages, options, tools)
+    elif outline.topology.keeps_proposals:
+        chat = request.turn_messages  # their outputs hold for all requests of the turn
+    try:
+        return render_agent_prompt(agent, order, model, chat, options, tools)
+    except PromptRefused as refusal:
+        raise refusal.name_agent(agent.id, model.alias) from refusal
 
 
 def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, ...]) -> AgentTask:
@@ -335,6 +426,8 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
     elif request.max_thinking_tokens is not None:
         max_thinking_tokens = request.max_thinking_tokens
     check_thinking_limit(agent.id, max_thinking_tokens, model)
+    slots = [part.agent for part in parts if isinstance(part, Slot)]
+    sources = {name: find_source(outline, name, model) for name in slots}
     return AgentTask(
         agent.id,
         f"{request.id}.{number}.{agent.id}",
@@ -344,7 +437,7 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         logprobs=needs_confidence(outline, agent),
         timeout_s=agent.timeout_s,
         hints=outline.hints[agent.id],
-        sources={name: find_source(outline, name, model) for name in agent.precursors},
+        sources=sources,
         prefill=topology.prefill if agent.id in outline.growing else NO_UPDATES,
         begin_s=request.timeout_s,
         silence_s=request.timeout_s,
@@ -354,7 +447,17 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         max_thinking_tokens=max_thinking_tokens,
         is_read=not is_root,
         offer=request.offer if is_root else None,
+        may_shrink=bool(sources) and _has_most_room(outline, agent),
+        affinity=request.turn.name if is_root else "",
+        fits_context=request.fits_context,
     )
+
+
+def _has_most_room(outline: Outline, agent: Agent) -> bool:
+    """Return whether no fallback of the agent has more room for its output."""
+    models = outline.models
+    longest = max([models[name].context_length for name in (agent.model, *agent.fallbacks)])
+    return models[agent.model].context_length == longest
 
 
 def needs_confidence(outline: Outline, agent: Agent) -> bool:
@@ -368,13 +471,19 @@ def needs_confidence(outline: Outline, agent: Agent) -> bool:
 
 def find_source(outline: Outline, precursor: str, reader: ServedModel) -> Source:
     """Return the log of `precursor`, and whether `reader` may take its token ids."""
+    key = LogKey(outline.request.tenant, outline.request.id, precursor)
+    kept = outline.request.turn.kept
+    if kept.outputs:
+        text, ids = kept.outputs[precursor]
+        end = End.FINISHED if text else End.ABORTED
+        has_ids = bool(ids) and kept.reader == reader.alias
+        return Source(key, lambda: has_ids, LogRead(text, ids, len(text), end))
     writer = outline.topology.agents[precursor]
     sampling = outline.sampling[precursor]
     shares_ids = not writer.votes
     if shares_ids:
         for name in (writer.model, *writer.fallbacks):
             shares_ids &= can_share_ids(outline.models[name], sampling, reader)
-    key = LogKey(outline.request.tenant, outline.request.id, precursor)
     return Source(key, lambda: shares_ids)
 
 
@@ -393,36 +502,8 @@ def check_thinking_limit(agent: str, limit: int | None, model: ServedModel) -> N
     if limit is None or model.reasoning is not None:
         return
     raise InvalidRequest(
-        (
-            f"Agent {agent!r} has max_thinking_tokens, and the model {model.alias!r} has no "
-            "reasoning_parser."
-        ),
-        remedy=(
-            f"Set models.{model.alias}.reasoning_parser in the configuration, or leave "
-            "max_thinking_tokens out."
-        ),
+        f"Agent {agent!r} has max_thinking_tokens, and the model {model.alias!r} has no "
+        "reasoning_parser.",
+        remedy=f"Set models.{model.alias}.reasoning_parser in the configuration, or leave "
+        "max_thinking_tokens out.",
     )
-
-
-def check_offer(outline: Outline, offer: ToolOffer) -> None:
-    """Raise InvalidField for tools if the root cannot call them."""
-    topology = outline.topology
-    root = topology.root
-    if root.votes:
-        raise InvalidField(
-            f"The root of {topology.name!r} votes and calls no tools.",
-            field="tools",
-            remedy="Ask a topology whose root is a model.",
-        )
-    for name in (root.model, *root.fallbacks):
-        model = outline.models[name]
-        if offer.must_call or model.call_mark is not None or model.engines_parser is not None:
-            continue
-        raise InvalidField(
-            f"The format in which {name!r} writes tool calls is not known.",
-            field="tools",
-            remedy=(
-                f"Set models.{name}.tool_call_parser in the configuration, start its servers with"
-                " --tool-call-parser, or set tool_choice to required or a function."
-            ),
-        )

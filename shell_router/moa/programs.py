@@ -5,7 +5,15 @@ import random
 import sys
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,12 +22,16 @@ from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTime
 from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Emit, Event, answer_in
-from shell_router.core.sampling import limit_sampling
+from shell_router.core.sampling import check_sampling
 from shell_router.moa.agent import AgentRun, AgentTask, RunContext, Source, check_task, count_usage
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import observe_drafts
 from shell_router.moa.deadline import Deadline
-from shell_router.moa.expectations import AGENT_REQUEST, read_request_prompt
+from shell_router.moa.expectations import (
+    AGENT_REQUEST,
+    guess_output_tokens,
+    read_request_prompt,
+)
 from shell_router.moa.incremental import (
     CompletePrompt,
     complete_prompt,
@@ -91,29 +103,21 @@ class Programs:
             InvalidRequest: The agent would wait for itself.
             PrecursorTimeout: Nothing came from a precursor in time.
             AgentFailed: A precursor failed or was cancelled, or the engine failed.
-            PromptTooLong: The prompt does not fit the model's context.
+            PromptRefused: No model of the request can take the prompt.
             DeadlineExceeded: The agent took longer than the request allows.
             Overloaded: All remembered programs still run, or this one has too many agents.
         """
         if record := self._registry.find_sent(request, request):
             return await self._await_answer(request, record)
-        planned = replace(request, sampling=limit_sampling(request.sampling))
+        check_sampling(request.sampling)
+        planned = request
         chosen = request.journal.chosen.get(request.agent) if request.journal else None
         if chosen is not None:
             planned = replace(planned, model=chosen, candidates=())
         self._chooser.require_possible(read_request_prompt(request).characters)
-        choices: list[Event] = []  # emitted once nothing can be refused any more
-        model, hints = await self._choose_model(planned, choices.append)
-        tokens = hints.output_tokens
-        if tokens is None:
-            tokens = float(planned.sampling["max_new_tokens"])
-        with ExitStack() as load:  # from the choice on, so that no other is made by the same load
-            load.enter_context(
-                self._chooser.activity.enter_program({request.agent: (model, tokens)})
-            )
-            planned = replace(planned, model=model, candidates=())
-            task = self._build_task(planned, hints)
-            await check_task(task)
+        with ExitStack() as load:
+            task, choices = await self._plan(planned, load)
+            planned = replace(planned, model=task.model.alias, candidates=())
             record = AgentRecord(request, task.model, frozenset(task.sources), load)
             work = partial(self._answer, planned, task, record, choices, emit)
             return await self._run_once(planned, record, work, emit)
@@ -163,7 +167,7 @@ class Programs:
         if read.end in (End.ABORTED, End.FAILED):
             raise errors.AgentFailed(
                 f"Agent {agent!r} gave no output, it {read.end.value}: {read.detail}",
-                remedy="Send it again in a new program.",
+                remedy="Send it again.",
             )
         return read.text if read.end else None
 
@@ -189,6 +193,32 @@ class Programs:
 
     # --- planning
 
+    async def _plan(
+        self, request: AgentRequest, load: ExitStack
+    ) -> tuple[AgentTask, Sequence[Event]]:
+        """Return the agent's task, with a model that can take its prompt, and the choice's events.
+
+        Its expected tokens are in `load` from the choice on, so that no other agent sees the same.
+        """
+        choices: list[Event] = []  # emitted once nothing can be refused any more
+        model, hints = await self._choose_model(request, choices.append)
+        tokens = hints.output_tokens
+        if tokens is None:
+            tokens = guess_output_tokens(request.sampling)
+        load.enter_context(self._chooser.activity.enter_program({request.agent: (model, tokens)}))
+        try:
+            task = self._build_task(replace(request, model=model, candidates=()), hints)
+            await check_task(task)
+            return task, choices
+        except errors.PromptRefused:
+            others: Collection[str] = ()
+            if request.model == AUTO:
+                others = self._chooser.list_candidates(request.candidates, without=model)
+            if not others:
+                raise
+        load.close()
+        return await self._plan(replace(request, candidates=tuple(others)), load)
+
     async def _choose_model(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
         """Return the request's model and hints; a program keeps the model it was given before."""
         program = self._registry.find(request.tenant, request.program)
@@ -202,7 +232,10 @@ class Programs:
     def _build_task(self, request: AgentRequest, hints: Hints) -> AgentTask:
         model = self._models[request.model]
         journal = request.journal
-        parts = _render_prompt(request, model)
+        try:
+            parts = _render_prompt(request, model)
+        except errors.PromptRefused as refusal:
+            raise refusal.name_agent(request.agent, model.alias) from refusal
         run_id = uuid.uuid4().hex
         if journal is not None:
             model = journal.wrap_engines({model.alias: model})[model.alias]
@@ -234,6 +267,7 @@ class Programs:
             marks=model.reasoning,
             max_thinking_tokens=request.max_thinking_tokens,
             is_read=request.is_read,
+            may_shrink=bool(sources),
         )
 
     def _find_source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
@@ -278,7 +312,7 @@ class Programs:
         if task.cancelled():
             raise errors.AgentFailed(
                 f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
-                remedy="Send it again in a new program.",
+                remedy="Send it again.",
             )
         return task.result()
 
@@ -366,7 +400,7 @@ class Programs:
         for agent in request.reads:
             key = task.sources[agent].key
             read = await self._cache.read(key, at_least=sys.maxsize, wait_s=0)
-            outputs[agent] = read.text
+            outputs[agent] = task.model.tokenizer.control.quote(read.text)
         messages = []
         for role, segments in request.messages:
             messages.append(Message(role, tuple(_fill_segments(segments, outputs))))
@@ -428,11 +462,9 @@ class Programs:
         read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
         if read.end is not End.FINISHED:
             raise errors.AgentFailed(
-                (
-                    f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: "
-                    f"{read.detail}"
-                ),
-                remedy="Send the precursor again in a new program.",
+                f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: "
+                f"{read.detail}",
+                remedy="Send the precursor again.",
             )
         return read.text
 

@@ -4,13 +4,15 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from shell_router.core.control_text import ControlText
 from shell_router.core.engine import NO_OPTIONS, ServedModel, Tokenizer, value
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.moa.requests import find_question
 from shell_router.topology import Agent
 from shell_router.topology.prompting import fill_text, slot_parts
@@ -20,6 +22,8 @@ LONG_TEXT = 4096
 
 CHARACTERS_PER_TOKEN = 4
 """An estimate for texts whose ids are not known."""
+CUT_MARK = " …"
+"""Stands for the rest of an output that a slot does not take."""
 
 T = TypeVar("T")
 
@@ -43,20 +47,26 @@ async def run_off_loop(characters: int, work: Callable[[], T]) -> T:
 
 @value
 class Slot:
-    """A place in a prompt for one agent's output, with the text written around it."""
+    """A place in a prompt for one agent's output, with the text written around it.
+
+    It takes `most_tokens` of the output, then CUT_MARK.
+    """
 
     agent: str
     before: str = ""
     after: str = ""
+    most_tokens: int | None = None
 
 
 Part = str | Slot
 
-Turn = Mapping[str, Any]
+Turn = Values
 """A chat message as the client sends it."""
 
-PromptMark = tuple[int, str]
-"""A position in a growing prompt: the number of decided ids, and the text after them."""
+PromptMark = tuple[int, str, str]
+"""A position in a growing prompt: the number of decided ids, the text after them, and the output
+behind it.
+"""
 
 
 @value
@@ -70,7 +80,7 @@ class Message:
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message | Turn],
-    options: Mapping[str, Any] = NO_OPTIONS,
+    options: Values = NO_OPTIONS,
     tools: Sequence[Turn] = (),
 ) -> tuple[Part, ...]:
     """Put messages through the chat template and find their slots again.
@@ -92,7 +102,7 @@ def render(
 
 
 def _list_texts(
-    messages: Sequence[Message | Turn], options: Mapping[str, Any], tools: Sequence[Turn]
+    messages: Sequence[Message | Turn], options: Values, tools: Sequence[Turn]
 ) -> list[str]:
     """List all texts that reach the chat template."""
     texts = []
@@ -133,30 +143,44 @@ class GrowingPrompt:
     """Token ids of a prompt that is still being written.
 
     Text is tokenized together with all text it touches, so a run of text between two outputs in
-    token mode has the ids it would have on its own. Output ids are taken as they are. The final ids
-    therefore depend on what was added, never on how it was cut or when it came.
+    token mode has the ids it would have on its own. Output ids are taken as they are, but for
+    control tokens. The final ids therefore depend on what was added, never on how it was cut or
+    when it came.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._texts: list[str] = []
+        self._output: list[str] = []
 
     def add_text(self, text: str) -> None:
-        """Append text."""
-        self._texts.append(text)
+        """Append text of the topology or the client."""
+        if text:
+            self._texts = [self._join(), text]
+            self._output.clear()
+
+    def add_output(self, text: str) -> None:
+        """Append text that an agent wrote, none of which becomes a control token."""
+        self._output.append(text)
+
+    def _join(self) -> str:
+        """Return the text whose ids are not decided."""
+        output = self._tokenizer.control.quote("".join(self._output))
+        return "".join([*self._texts, output])
 
     def add_ids(self, ids: Sequence[int]) -> None:
         """Append ids that another model with this tokenizer wrote; no ids change nothing."""
         if ids:
-            self._ids.extend(self._tokenizer.encode("".join(self._texts)))
+            self._ids.extend(self._tokenizer.encode(self._join()))
             self._texts.clear()
-            self._ids.extend(ids)
+            self._output.clear()
+            self._ids.extend(self._tokenizer.control.replace_ids(ids))
 
     @property
     def undecided(self) -> int:
         """The number of characters at the end whose ids are not decided."""
-        return sum(map(len, self._texts))
+        return sum(map(len, self._texts)) + sum(map(len, self._output))
 
     def encode_stable_part(self) -> list[int]:
         """Return the ids that nothing added later is expected to change."""
@@ -167,19 +191,19 @@ class GrowingPrompt:
         return self._append_ids(self._tokenizer.encode)
 
     def _append_ids(self, encode: Callable[[str], list[int]]) -> list[int]:
-        if self._texts:
-            return [*self._ids, *encode("".join(self._texts))]
-        return self._ids.copy()
+        text = self._join()
+        return [*self._ids, *encode(text)] if text else self._ids.copy()
 
     def mark(self) -> PromptMark:
         """Return the current position."""
-        return len(self._ids), "".join(self._texts)
+        return len(self._ids), "".join(self._texts), "".join(self._output)
 
     def rewind(self, mark: PromptMark) -> None:
         """Forget all that was added since `mark`."""
-        decided, text = mark
+        decided, text, output = mark
         del self._ids[decided:]
         self._texts = [text]
+        self._output = [output]
 
 
 def render_agent_prompt(
@@ -187,13 +211,13 @@ def render_agent_prompt(
     order: Sequence[str],
     model: ServedModel,
     chat: Sequence[Turn],
-    options: Mapping[str, Any] = NO_OPTIONS,
+    options: Values = NO_OPTIONS,
     tools: Sequence[Turn] | None = None,
 ) -> tuple[Part, ...]:
     """Render S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) in place of the client's question.
 
-    System messages of the agent and of the client become one, the agent's first; earlier turns stay
-    as they are.
+    The agent's system message and a first one of the client become one, the agent's first; other
+    turns stay as they are.
 
     Args:
         agent: The agent whose templates are filled.
@@ -203,37 +227,38 @@ def render_agent_prompt(
         options: Further variables of the chat template.
         tools: The tools offered to the model. With None, calls and results become text.
     """
-    at = len(chat) - 1
-    if chat[at]["role"] != "user":
-        at = find_question(chat)
+    control = model.tokenizer.control
+    chat = [
+        {**turn, "content": control.quote(turn["content"])} if turn["role"] == "tool" else turn
+        for turn in chat
+    ]
+    at = find_question(chat)
     question = chat[at]["content"]
-    earlier = chat[:at]
-    later = chat[at + 1 :]
+    earlier: Sequence[Turn] = chat[:at]
+    later: Sequence[Turn] = chat[at + 1 :]
     if tools is None:
-        earlier = write_out_tools(earlier)
-        later = write_out_tools(later)
-    turns = _merge_system_turns(agent.prompt.system, question, earlier)
+        earlier = write_out_tools(earlier, control)
+        later = write_out_tools(later, control)
+    turns = _add_system(agent.prompt.system, question, earlier)
     before, after = _fill_around_slots(agent, question)
     if not order and not agent.given:
-        turns = [*turns, {"role": "user", "content": before + after}, *later]
+        content = f"{before}{after}" if after else before
+        turns = [*turns, {"role": "user", "content": content}, *later]
         text = model.tokenizer.render_chat(turns, tools or (), options)
         return (text,) if text else ()
-    user = Message("user", (before, *_fill_slots(agent, order), after))
+    user = Message("user", (before, *_fill_slots(agent, order, control), after))
     return render(model.tokenizer, [*turns, user, *later], options, tools or ())
 
 
-def _merge_system_turns(template: str, question: str, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns behind one system message, which begins with the filled `template`."""
-    system = [fill_text(template, question)] if template else []
-    others = []
-    for turn in turns:
-        if turn["role"] == "system":
-            system.append(turn["content"])
-        else:
-            others.append(turn)
-    if system:
-        return [{"role": "system", "content": "\n\n".join(system)}, *others]
-    return others
+def _add_system(template: str, question: str, turns: Sequence[Turn]) -> Sequence[Turn]:
+    """Return the turns behind the filled `template`, which their first system message follows."""
+    if not template:
+        return turns
+    system = fill_text(template, question)
+    if turns and turns[0]["role"] == "system":
+        system += "\n\n" + turns[0]["content"]
+        turns = turns[1:]
+    return [{"role": "system", "content": system}, *turns]
 
 
 def _fill_around_slots(agent: Agent, question: str) -> tuple[str, str]:
@@ -244,22 +269,27 @@ def _fill_around_slots(agent: Agent, question: str) -> tuple[str, str]:
     return fill_text(prompt.prefix, question), fill_text(prompt.suffix, question)
 
 
-def _fill_slots(agent: Agent, order: Sequence[str]) -> list[Part]:
+def _fill_slots(agent: Agent, order: Sequence[str], control: ControlText) -> list[Part]:
     """Return the filled slots of outputs that the agent already has, then the open slots."""
     parts: list[Part] = []
     writers = [writer for writer, _ in agent.given]
     for index, writer in enumerate([*writers, *order]):
         # the id as its own file has it, without the step it runs in
         name = writer.rpartition("/")[2]
-        before, after = slot_parts(agent.prompt.slot, name, index + 1)
+        template = agent.prompt.slots.get(name, agent.prompt.slot)
+        before, after = slot_parts(template, name, index + 1)
+        most = agent.prompt.slot_tokens
         if index < len(agent.given):
-            parts.append(f"{before}{agent.given[index][1]}{after}")
+            output = agent.given[index][1]
+            if most is not None and len(output) > most * CHARACTERS_PER_TOKEN:
+                output = output[: most * CHARACTERS_PER_TOKEN] + CUT_MARK
+            parts.append(f"{before}{control.quote(output)}{after}")
         else:
-            parts.append(Slot(writer, before, after))
+            parts.append(Slot(writer, before, after, most))
     return parts
 
 
-def write_out_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
+def write_out_tools(chat: Sequence[Turn], control: ControlText) -> Sequence[Turn]:
     """Return the chat with tool calls and results as text, for agents that have no tools.
 
     Results that follow each other become one user message, so that user and assistant still take
@@ -267,7 +297,7 @@ def write_out_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
     """
     if not any(turn["role"] == "tool" or turn.get("tool_calls") for turn in chat):
         return chat
-    turns: list[dict[str, Any]] = []
+    turns: list[NewValues] = []
     names: dict[str, str] = {}
     follows_result = False
     for turn in chat:
@@ -283,12 +313,13 @@ def write_out_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
             calls = turn.get("tool_calls") or ()
             names |= {call["id"]: call["function"]["name"] for call in calls}
             if calls:
-                content = "\n".join(filter(None, [content, *map(_write_out_call, calls)]))
+                written = [control.quote(_write_out_call(call)) for call in calls]
+                content = "\n".join(filter(None, [content, *written]))
             turns.append({"role": turn["role"], "content": content})
         follows_result = is_result
     return turns
 
 
-def _write_out_call(call: Mapping[str, Any]) -> str:
+def _write_out_call(call: Values) -> str:
     function = call["function"]
     return f"I call {function['name']} with {json.dumps(function['arguments'])}"

@@ -2,12 +2,86 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from shell_router.core.engine import FinishReason, value
+from shell_router.core.events import AgentStopped
+from shell_router.core.exact_json import Values
 from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.journal import RunJournal
 from shell_router.topology import Prefill
+
+CutOff = Literal["early_exit", "unneeded"]
+AgentState = Literal["finished", "skipped", "kept", "early_exit", "unneeded", "failed"]
+
+
+@value
+class AgentUsage:
+    """The cost of one agent in tokens; none if it was skipped, or its output was kept.
+
+    Attributes:
+        completion_tokens: If the agent was cut off, those decoded by then.
+        token_s: Seconds per token after its first ones, None if there were no more.
+        finish_reason: Why its own output ended, None if it was forwarded or cut off.
+        error: Why it gave no output, if it failed.
+    """
+
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    state: AgentState
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    token_s: float | None = None
+    reasoning_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+    def keep(self) -> "AgentUsage":
+        """Return the cost in later requests of its turn, which read the same output."""
+        return AgentUsage(self.model, 0, 0, 0, "kept", error=self.error)
+
+
+@value
+class FanOut:
+    """The outputs that stand before the calls of a turn.
+
+    Attributes:
+        reader: The model that read them; in a topology with steps, the step.
+        outputs: The text of each agent or step, and its ids if the reader took them, in the order
+            of slots. It is empty if there was no output.
+        agents: The cost of each agent in later requests.
+    """
+
+    reader: str
+    outputs: dict[str, tuple[str, tuple[int, ...]]]
+    agents: dict[str, AgentUsage] = field(default_factory=dict)
+
+
+NOTHING_KEPT = FanOut("", {})
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """All requests up to the next user message; a root reads the same outputs in each.
+
+    Attributes:
+        continues: Whether the request brings results of calls to a topology that keeps outputs.
+        name: Names its topology and its messages; empty if the request calls no tools.
+        kept: The outputs that an earlier request has read.
+        read: Those that this request has read, to be kept.
+    """
+
+    continues: bool = False
+    name: str = ""
+    kept: FanOut = NOTHING_KEPT
+    read: FanOut | None = None
+
+    def list_stops(self, now_s: float) -> list[AgentStopped]:
+        """Return an event for each agent whose output was kept."""
+        agents = self.kept.agents.items()
+        return [AgentStopped(now_s, name, "kept", used.model) for name, used in agents]
 
 
 @value
@@ -27,24 +101,36 @@ class MoaRequest:
         chat_template_kwargs: The root's alone.
         max_thinking_tokens: The limit of the root's thinking.
         offer: The tools that the root may call.
+        fits_context: Lower limits of outputs to what prompts leave of the contexts.
         journal: The run goes on where an earlier one broke off.
         end_user: As in `Hints`.
+        turn: Set by the executor.
     """
 
     id: str
     tenant: str
-    messages: tuple[Mapping[str, Any], ...]
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Values, ...]
+    sampling: Values = field(default_factory=dict)
     seed: int = 0
     timeout_s: float = 600.0
     labels: Mapping[str, str] = field(default_factory=dict)
     confidence: bool = False
     prediction: str = ""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Values = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     offer: ToolOffer | None = None
+    fits_context: bool = False
     journal: RunJournal | None = None
     end_user: str | None = None
+    turn: Turn = Turn()
+
+    @property
+    def turn_messages(self) -> tuple[Values, ...]:
+        """The messages up to the last user message, with the system messages that follow it."""
+        end = find_question(self.messages) + 1
+        while end < len(self.messages) and self.messages[end]["role"] == "system":
+            end += 1
+        return self.messages[:end]
 
     @property
     def question(self) -> str:
@@ -53,9 +139,9 @@ class MoaRequest:
         return text
 
 
-def find_question(chat: Sequence[Mapping[str, Any]]) -> int:
+def find_question(chat: Sequence[Values]) -> int:
     """Return the index of the last user message."""
-    return max(at for at, message in enumerate(chat) if message["role"] == "user")
+    return next(at for at in reversed(range(len(chat))) if chat[at]["role"] == "user")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +176,13 @@ class AgentRequest:
     model: str
     prompt: tuple[Segment, ...] = ()
     messages: tuple[tuple[str, tuple[Segment, ...]], ...] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Values = field(default_factory=dict)
     prefill: Prefill = Prefill()
     wait_s: float = 60.0
     timeout_s: float = 600.0
     candidates: tuple[str, ...] = ()
     chat: bool = False
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Values = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     is_read: bool = True
     journal: RunJournal | None = field(default=None, compare=False)
@@ -112,30 +198,6 @@ class AgentRequest:
         return tuple(dict.fromkeys(agents))
 
 
-CutOff = Literal["early_exit", "unneeded"]
-AgentState = Literal["finished", "skipped", "early_exit", "unneeded", "failed"]
-
-
-@value
-class AgentUsage:
-    """The cost of one agent in tokens; none if it was skipped.
-
-    Attributes:
-        completion_tokens: If the agent was cut off, those decoded by then.
-        token_s: Seconds per token after its first ones, None if there were no more.
-    """
-
-    model: str
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    state: AgentState
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    token_s: float | None = None
-    reasoning_tokens: int = 0
-
-
 @value
 class Answer:
     """The root's output, and the cost of every agent, in topological order.
@@ -144,6 +206,8 @@ class Answer:
         confidence: The geometric mean of the output's token probabilities, None if not measured.
         reasoning: The thinking before the output, if the model's is separated.
         calls: The tool calls at its end.
+        warning: Why it holds no calls, if tools were offered in vain.
+        matched: The stop string that ended it.
     """
 
     text: str
@@ -152,6 +216,8 @@ class Answer:
     confidence: float | None = None
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    warning: str = ""
+    matched: str = ""
 
 
 ProgramAgentState = Literal["waiting", "running", "finished", "failed", "cancelled"]

@@ -5,20 +5,26 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from itertools import count
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL
 from shell_router.core.events import Degraded, Emit, Event, StepChosen
+from shell_router.core.exact_json import Values
 from shell_router.core.predictors import Embedder, TokenStates
-from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, InvalidField
+from shell_router.errors import (
+    AgentFailed,
+    ConfigError,
+    EngineError,
+    InvalidField,
+    PromptRefused,
+)
 from shell_router.moa.choosing import ModelChooser
-from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import ForecastQuery, KnownPrompt
-from shell_router.moa.requests import AgentUsage, Answer, MoaRequest
+from shell_router.moa.requests import AgentUsage, Answer, FanOut, MoaRequest
 from shell_router.moa.thinking import make_no_answer_error
 from shell_router.topology import Conditional, Step, Topology
 from shell_router.topology.rules import (
@@ -68,7 +74,7 @@ class Walk:
         """Prepare the walk; `run` runs one step. Raises InvalidField for tools no step may call."""
         if request.offer is not None:
             for step in topology.steps.values():
-                if step.may_be_last and not step.is_last:
+                if step.id in topology.may_answer and not step.is_last:
                     raise InvalidField(
                         f"{topology.name!r} may answer with a step that another step can follow; "
                         "such a step calls no tools.",
@@ -85,38 +91,65 @@ class Walk:
         self._held: list[Event] | None = []  # None once the first step has begun
         self._facts = Facts(request.labels, request.question)
         self._answers: dict[str, Answer] = {}
+        self._numbers = count()
 
     async def answer(self) -> Answer:
         """Return the output of the last step, with the usage of all steps that ran."""
-        limit_s = self._request.timeout_s
-        late = partial(
-            DeadlineExceeded,
-            f"{self._topology.name!r} gave no answer within {limit_s:g} s.",
-            remedy="Allow more time, or ask a topology with fewer steps.",
-        )
-        with Deadline(limit_s, late=late):
-            step = await self._choose_next(START, self._topology.start)
-            assert step is not None, "the start leads to a step"
-            while True:
-                answer = await self._run_step(step)
-                following = await self._choose_next(step.id, step.then)
-                if following is None:
-                    break
-                if answer.reasoning and not answer.text:
-                    tokens = answer.agents[step.root].reasoning_tokens
-                    raise make_no_answer_error(step.root, tokens)
-                step = following
+        step = await self._begin()
+        while True:
+            answer = await self._attempt(step)
+            following = await self._choose_next(step.id, step.then)
+            if following is None:
+                break
+            if answer is not None and answer.reasoning and not answer.text:
+                tokens = answer.agents[step.root].reasoning_tokens
+                raise make_no_answer_error(step.root, tokens)
+            step = following
         usage: dict[str, AgentUsage] = {}
-        for earlier in self._answers.values():
+        read = FanOut(step.id, {})
+        for name, earlier in self._answers.items():
             usage |= earlier.agents
-        return replace(answer, agents=usage)
+            read.outputs[name] = (earlier.text, ())
+        if step.is_last:
+            self._request.turn.read = read
+        return replace(self._answers[step.answer or step.id], agents=usage)
+
+    async def _begin(self) -> Step:
+        """Return the first step; in a turn whose earlier steps are kept, the last."""
+        turn = self._request.turn
+        now_s = self._clock()
+        for event in turn.list_stops(now_s):
+            self._hold(event)
+        if not turn.kept.reader:
+            first = await self._choose_next(START, self._topology.start)
+            assert first is not None, "the start leads to a step"
+            return first
+        step = self._topology.steps[turn.kept.reader]
+        self._hold(StepChosen(now_s, now_s, START, step.id, step.root, 0, "kept"))
+        for name, (text, _) in turn.kept.outputs.items():
+            self._answers[name] = Answer(text, "stop", {})
+        return step
+
+    async def _attempt(self, step: Step) -> Answer | None:
+        """Run the step; return None if it fails, and a rule says what follows then."""
+        try:
+            return await self._run_step(step)
+        except (AgentFailed, EngineError, PromptRefused) as error:
+            if not any(rule.is_for_failure for rule in step.then):
+                raise
+            log.warning("%s: step %s failed: %s", self._topology.name, step.id, error)
+            self._facts = replace(self._facts, error=str(error))
+            return None
 
     async def _run_step(self, step: Step) -> Answer:
         """Run the step and learn the facts that its answer gives."""
-        outputs = [(name, self._answers[name].text) for name in step.reads if name in self._answers]
+        texts = {name: answer.text for name, answer in self._answers.items()}
+        outputs = [(name, texts[name]) for name in step.reads if texts.get(name, "").strip()]
         topology = step.topology
-        if outputs:
+        if step.reads:
             root = replace(topology.root, given=tuple(outputs))
+            if not outputs:
+                root = replace(root, prompt=step.unread_prompt)
             topology = replace(topology, agents={root.id: root})
         answer = await self._run(topology, self._make_request(step), self._emit_held)
         self._answers[step.id] = answer
@@ -125,7 +158,7 @@ class Walk:
             key: classed for key, classed in self._facts.classes.items() if key[1] == "request"
         }
         self._facts = replace(
-            self._facts, output=answer.text, confidence=answer.confidence, classes=classes
+            self._facts, output=answer.text, confidence=answer.confidence, classes=classes, error=""
         )
         return answer
 
@@ -133,15 +166,18 @@ class Walk:
         """Return the request for one step.
 
         The client's sampling is for answers; a step that cannot give the answer takes only its
-        seed. The id is numbered, as engines abort every request whose id begins with an aborted
-        one.
+        seed. Ids are numbered, as engines abort all requests whose id begins with an aborted one.
         """
         request = self._request
-        may_answer = step.may_be_last
+        may_answer = step.id in self._topology.may_answer
+        messages = request.messages
+        if self._topology.keeps_proposals and not may_answer:
+            messages = request.turn_messages
         return replace(
             request,
-            id=f"{request.id}.{len(self._answers)}",
-            sampling=_merge_sampling(step, request.sampling),
+            id=f"{request.id}.{next(self._numbers)}",
+            messages=messages,
+            sampling=_merge_sampling(step, request.sampling, may_answer=may_answer),
             confidence=step.reads_confidence,
             prediction=request.prediction if may_answer else "",
             chat_template_kwargs=request.chat_template_kwargs if may_answer else NO_OPTIONS,
@@ -161,11 +197,12 @@ class Walk:
             root = step.root
         else:
             last = self._topology.steps[after]
-            root = last.root
+            answering = last.answer or after
+            root = self._topology.steps[answering].root
             # the answer was held back if another step could have followed
             if not last.is_last:
-                text = self._answers[after].text
-                reasoning = self._answers[after].reasoning
+                text = self._answers[answering].text
+                reasoning = self._answers[answering].reasoning
         self._hold(
             StepChosen(
                 self._clock(),
@@ -263,11 +300,11 @@ class Walk:
         self._hold(Degraded(self._clock(), "", what, why))
 
 
-def _merge_sampling(step: Step, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+def _merge_sampling(step: Step, sampling: Values, *, may_answer: bool) -> Values:
     """Return the client's parameters that a step's root gets."""
     if step.is_last:
         return sampling
-    if not step.may_be_last:
+    if not may_answer:
         sampling = {name: value for name, value in sampling.items() if name == "sampling_seed"}
     interval = step.topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)
     return {"stream_interval": interval, **sampling}
@@ -293,10 +330,8 @@ class Classes:
         embedder = self._embedder
         if embedder is None:
             raise ConfigError(
-                (
-                    f"Topology {topology!r} asks the classifier {classifier.id!r}, but no embedder "
-                    "is configured."
-                ),
+                f"Topology {topology!r} asks the classifier {classifier.id!r}, but no embedder "
+                "is configured.",
                 remedy="Set `embedder` in the configuration, or remove the classifier.",
             )
         async with self._turn:  # examples are embedded once, however many requests come at first

@@ -192,12 +192,8 @@ class Thinking:
 def make_no_answer_error(agent: str, tokens: int) -> AgentFailed:
     """Return the error for an agent with readers that wrote only its thinking, of `tokens`."""
     return AgentFailed(
-        (
-            f"Agent {agent!r} ended inside its thinking, after {tokens} tokens of it, and has no "
-            "answer to be read."
-        ),
-        remedy=(
-            "Raise its max_new_tokens, set max_thinking_tokens, or turn its thinking off by "
-            "chat_template_kwargs."
-        ),
+        f"Agent {agent!r} ended inside its thinking, after {tokens} tokens of it, and has no "
+        "answer to be read.",
+        remedy="Raise its max_new_tokens, set max_thinking_tokens, or turn its thinking off by "
+        "chat_template_kwargs.",
     )

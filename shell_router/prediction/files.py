@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.predictors import Prediction
 from shell_router.errors import ConfigError
 
@@ -21,23 +22,21 @@ FILES: Mapping[Prediction, tuple[str, str]] = {
 AGAIN = "Train the predictor again with this version."
 
 
-def write_predictor(
-    folder: Path, kind: Prediction, content: Mapping[str, Any], arrays: Arrays
-) -> None:
+def write_predictor(folder: Path, kind: Prediction, content: Values, arrays: Arrays) -> None:
     """Write `content`, marked with its form, and arrays by name, compressed. Raises ConfigError."""
     description, archive = (folder / name for name in FILES[kind])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         form = {"form": f"shell-router {kind} 1"}
         description.write_text(json.dumps({**form, **content}, indent=1) + "\n", encoding="utf-8")
-        np.savez_compressed(archive, **dict[str, Any](arrays))
+        np.savez_compressed(archive, **NewValues(arrays))
     except OSError as error:
         raise ConfigError(
             f"{description}: {error.strerror}.", remedy="Name a folder that you may write to."
         ) from error
 
 
-def read_predictor(folder: Path, kind: Prediction) -> tuple[dict[str, Any], Arrays]:
+def read_predictor(folder: Path, kind: Prediction) -> tuple[NewValues, Arrays]:
     """Read what `write_predictor` wrote of this kind.
 
     Pickled objects, which could hold code, are refused. Raises ConfigError.

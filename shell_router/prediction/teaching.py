@@ -53,6 +53,13 @@ def collect_lessons(answers: Sequence[Graded]) -> Lessons:
         f"Ask at least two models at least {LEAST_QUESTIONS} questions: see "
         "docs/how-to/choose-models.md.",
     )
+    return Lessons(questions, models, _average_grades(answers, questions, models))
+
+
+def _average_grades(
+    answers: Sequence[Graded], questions: Sequence[str], models: Sequence[str]
+) -> NDArray[np.float64]:
+    """Return the mean grade by question and model; NaN where a model has no answer."""
     places = {question: place for place, question in enumerate(questions)}
     columns = {model: column for column, model in enumerate(models)}
     sums = np.zeros((len(questions), len(models)))
@@ -62,7 +69,7 @@ def collect_lessons(answers: Sequence[Graded]) -> Lessons:
         sums[index] += answer.right
         counts[index] += 1
     with np.errstate(invalid="ignore"):
-        return Lessons(questions, models, sums / counts)
+        return sums / counts
 
 
 def fit_head(vectors: Vectors, lessons: Lessons) -> Head:

@@ -17,8 +17,9 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import SIGKILL, Signals
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from shell_router.core.exact_json import Values
 from shell_router.errors import EngineUnreachable
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class PythonProcess:
         self,
         name: str,
         entry: str,
-        arguments: Mapping[str, Any],
+        arguments: Values,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -150,7 +151,7 @@ async def run_in_thread(call: Callable[[], Result]) -> Result:
 def _run(
     name: str,
     entry: str,
-    arguments: Mapping[str, Any],
+    arguments: Values,
     environment: Mapping[str, str],
     connection: Connection,
 ) -> None:

@@ -49,10 +49,8 @@ class CommandProcess:
         except OSError as error:
             raise EngineUnreachable(
                 f"{self.name} cannot be started: {error}.",
-                remedy=(
-                    "Free memory or end other processes if they ran out, and make its log "
-                    f"{self.log} writable."
-                ),
+                remedy="Free memory or end other processes if they ran out, and make its log "
+                f"{self.log} writable.",
             ) from error
         self._group_may_live = True
 

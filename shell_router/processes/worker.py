@@ -8,13 +8,14 @@ it is sent is not sent; the answer to a call that is cancelled later is dropped.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
+from shell_router.core.exact_json import Values
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
 from shell_router.processes.child import Failure, PythonProcess, run_in_thread
 
@@ -73,7 +74,7 @@ class WorkerProcess:
         self,
         name: str,
         entry: str,
-        arguments: Mapping[str, Any],
+        arguments: Values,
         *,
         max_batch: int = 1,
         threads: int = 1,
@@ -320,7 +321,7 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def serve_batches(connection: Connection, entry: str, arguments: Mapping[str, Any]) -> None:
+def serve_batches(connection: Connection, entry: str, arguments: Values) -> None:
     """Make the work and answer batches with it until the process is killed; runs in the child."""
     module, _, function = entry.partition(":")
     work: Work = getattr(import_module(module), function)(**arguments)

@@ -48,10 +48,8 @@ class SchedulingSettings:
     def __post_init__(self) -> None:
         require(
             self.stale_s > self.poll_s,
-            (
-                f"poll_s must be below {self.stale_s:g}, not {self.poll_s:g}: older reports are "
-                "ignored"
-            ),
+            f"poll_s must be below {self.stale_s:g}, not {self.poll_s:g}: older reports are "
+            "ignored",
         )
 
 
@@ -284,11 +282,10 @@ class Dispatcher(Generic[E]):
         wait_s = min(at.breaker.wait_s(now_s) for at in self.tracked)
         names = " and ".join(at.name for at in self.tracked)
         raise EngineUnavailable(
-            (
-                f"The circuit breaker of {names} is open: no request is sent there for another "
-                f"{wait_s:.1f} s."
-            ),
+            f"The circuit breaker of {names} is open: no request is sent there for another "
+            f"{wait_s:.1f} s.",
             remedy="Look at the engine's log, and ask again later.",
+            retry_s=wait_s,
         )
 
     def submit(

@@ -137,10 +137,8 @@ class QueueSettings:
     order: Annotated[str, f"Which request is next: {list_names(ORDERS)}.", OneOf(ORDERS)] = "fcfs"
     bind: Annotated[
         Literal["arrival", "place"],
-        (
-            "Choose the engine when one has capacity (`place`), or when the request arrives "
-            "(`arrival`)."
-        ),
+        "Choose the engine when one has capacity (`place`), or when the request arrives "
+        "(`arrival`).",
     ] = "place"
     max_running: Annotated[
         Count | None,
@@ -158,10 +156,8 @@ class QueueSettings:
     ] = 60.0
     age_s: Annotated[
         Seconds,
-        (
-            "Seconds after which a waiting request goes first, so that none starves; not of "
-            f"{list_names(_UNAGED)}."
-        ),
+        "Seconds after which a waiting request goes first, so that none starves; not of "
+        f"{list_names(_UNAGED)}.",
     ] = 5.0
     weights: Annotated[
         Mapping[str, Positive],

@@ -90,6 +90,7 @@ def report_capabilities(
         "contract": CONTRACT,
         "sglang_version": sglang_version,
         "disaggregation_mode": mode,
+        "model_path": server_args.model_path,
         "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
         "drafts": drafts_enabled() and server_args.speculative_algorithm == "NGRAM",
         "expert_record": fits and can_record(server_args, file),

@@ -197,10 +197,8 @@ class ModelLeases:
             )
         return EngineUnavailable(
             f"No place for the model {model!r} came free within {self._wait_s:g} s.",
-            remedy=(
-                "Ask again later, raise wait_s, or allow more models at a time: by "
-                "max_loaded_models or pairs."
-            ),
+            remedy="Ask again later, raise wait_s, or allow more models at a time: by "
+            "max_loaded_models or pairs.",
         )
 
     # --- loading

@@ -184,10 +184,8 @@ class WeightPair:
             return
         if obstacle := await asyncio.to_thread(obstacle_to_swap, self._began_with, folder):
             raise ConfigError(
-                (
-                    f"{folder} cannot take the place of what its pair serves: "
-                    f"{obstacle.removesuffix('.')}."
-                ),
+                f"{folder} cannot take the place of what its pair serves: "
+                f"{obstacle.removesuffix('.')}.",
                 remedy="Swap checkpoints that differ in nothing but their weights.",
             )
         self.folder = None
@@ -239,7 +237,7 @@ async def open_swapped_places(
     addresses = {}
     for number, pair in enumerate(config.swapping.pairs, 1):
         name = f"pair {number}"
-        models[name] = ModelSettings(some.folder, pairs=(pair,))
+        models[name] = ModelSettings(Path(), pairs=(pair,))
         addresses[name] = [address_of(pair)]
     alike = replace(config, models=models, swapping=None, auto=AutoSettings())
     async with run_pairs(addresses, dict.fromkeys(models, some), alike, on_progress) as clients:

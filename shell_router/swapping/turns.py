@@ -98,10 +98,7 @@ class Turns(Generic[W]):
         Models that are drained already come first: draining others instead would empty two models
         to free one place.
         """
-        late = set()
-        for group in islice(self.groups, REACH):
-            if now_s - group.opened_s >= self._window_s and not self.is_coming(group.model):
-                late.add(group.model)
+        late = self._list_late(now_s)
         if not late:
             self._draining = ()
             return
@@ -115,6 +112,14 @@ class Turns(Generic[W]):
         others = [name for name in order if name not in kept]
         needed = len(late) - (self._places - self.taken)
         self._draining = tuple([*kept, *others][: max(0, needed)])
+
+    def _list_late(self, now_s: float) -> set[str]:
+        """Return the models for which requests have waited `window_s`, and that do not load yet."""
+        late = set()
+        for group in islice(self.groups, REACH):
+            if now_s - group.opened_s >= self._window_s and not self.is_coming(group.model):
+                late.add(group.model)
+        return late
 
     # --- loading
 

@@ -93,12 +93,14 @@ class Metrics:
             "step",
         )
         self.first_token_seconds = seconds(
-            "first_token_seconds", "Time to the answer's first token", "target"
+            "first_token_seconds",
+            "Time to the answer's first token, or an engine's own stream's first event",
+            "target",
         )
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
         self.degraded = count(
             "degraded",
-            "Runs that went on without an update, the embedder or a predictor",
+            "Runs that went on without an update, the embedder, a predictor or a judge",
             "target",
             "what",
         )
@@ -137,7 +139,10 @@ class Metrics:
             model,
         )
         self.agents_stopped = count(
-            "agents_stopped", "Agents cut off: early_exit or unneeded", model, "why"
+            "agents_stopped",
+            "Agents cut off: early_exit or unneeded; kept: did not run",
+            model,
+            "why",
         )
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of finished agents", model)
         self.cached_tokens = count(

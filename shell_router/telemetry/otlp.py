@@ -27,6 +27,8 @@ with this thread.
 class SpanExport(Outbox[Trace]):
     """Sends the spans of finished runs to `endpoint`, each time within `limit_s`.
 
+    With `texts` the traces should have their question and answer.
+
     Headers, certificates, compression, and the service's name and attributes come from
     OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`,
     ...). The process starts with the first run, and again after its end. It needs the extra `otel`.
@@ -39,7 +41,9 @@ class SpanExport(Outbox[Trace]):
         *,
         linger_s: float = 1.0,
         limit_s: float = 5.0,
+        texts: bool = False,
     ) -> None:
+        self.texts = texts
         self._arguments = {"endpoint": endpoint, "limit_s": limit_s}
         self._process: PythonProcess | None = None
         self._is_closed = False

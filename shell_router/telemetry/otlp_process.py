@@ -1,8 +1,8 @@
 """The process that exports finished runs as OpenTelemetry spans. It needs the extra `otel`.
 
 Names are those of the semantic conventions for generative AI, version 1.41.0, which are in
-development; what they have no name for begins with `shell_router.`. Content of prompts and answers
-is never exported.
+development; what they have no name for begins with `shell_router.`, or OpenInference's. Texts are
+exported only if the deployment asks for them.
 """
 
 import logging
@@ -27,12 +27,15 @@ from shell_router.core.events import (
     PromptReady,
 )
 from shell_router.core.spans import SpanContext
+from shell_router.errors import hide_user
 from shell_router.telemetry.trace import AgentTrace, Trace
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 SCOPE = InstrumentationScope("shell_router", __version__, SCHEMA)
 SPANS_AT_ONCE = 2_000
 """Of an OTLP request: receivers bound its bytes."""
+PHOENIX_KINDS: Mapping[object, str] = {"chat": "LLM", "invoke_agent": "AGENT"}
+"""Phoenix's kinds of spans by operation; it knows no other operation of ours."""
 Value = str | int | float | bool | Sequence[str]
 
 
@@ -47,7 +50,8 @@ def export_spans(connection: Connection, endpoint: str, limit_s: float) -> None:
         if all(exporter.export(part) is SpanExportResult.SUCCESS for part in parts):
             connection.send((len(spans), ""))
         else:
-            connection.send((len(spans), f"{endpoint} does not take them: {reason.last}"))
+            failure = hide_user(f"{endpoint} does not take them: {reason.last}")
+            connection.send((len(spans), failure))
 
 
 class _Reason(logging.Handler):
@@ -121,6 +125,10 @@ class _Spans:
                 "shell_router.run.id": trace.id,
                 "shell_router.run.outcome": trace.outcome,
                 "shell_router.tenant": trace.tenant,
+                "session.id": trace.program or None,
+                "user.id": trace.user or None,
+                "input.value": trace.question,
+                "output.value": trace.answer,
                 "error.type": trace.error.partition(":")[0] or None,
             },
             events=chosen + steps + degraded,
@@ -219,6 +227,13 @@ class _Spans:
     ) -> ReadableSpan:
         """Return a span, linked to the agents it reads; one without an end ended with the run."""
         attributes = {key: fact for key, fact in facts.items() if fact is not None}
+        operation = facts.get("gen_ai.operation.name")
+        attributes["openinference.span.kind"] = PHOENIX_KINDS.get(operation, "CHAIN")
+        status = Status()
+        if facts.get("shell_router.run.outcome") == "finished":
+            status = Status(StatusCode.OK)
+        elif error:
+            status = Status(StatusCode.ERROR, error)
         return ReadableSpan(
             name,
             _context(span),
@@ -228,7 +243,7 @@ class _Spans:
             events,
             [Link(_context(self._run_span.child(agent))) for agent in reads],
             kind,
-            status=Status(StatusCode.ERROR, error) if error else Status(),
+            status=status,
             start_time=self._ns(times[0]),
             end_time=self._ns(self._ended_s if times[1] is None else times[1]),
             instrumentation_scope=SCOPE,

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
 
 from shell_router.core import events
 from shell_router.core.engine import Placement
+from shell_router.core.exact_json import NewValues
 from shell_router.core.spans import SpanContext, make_run_span
 from shell_router.errors import UnknownTrace
 
@@ -25,7 +25,7 @@ class PrefillTimes:
     hidden_s: float
     exposed_s: float
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> NewValues:
         """Return both times, and the hidden share; None if nothing was prefilled."""
         total = self.hidden_s + self.exposed_s
         return {
@@ -122,9 +122,9 @@ class AgentTrace:
         )
         return PrefillTimes(hidden, max(0.0, self.first_token_s - inputs_done_s))
 
-    def as_json(self, origin_s: float) -> dict[str, Any]:
+    def as_json(self, origin_s: float) -> NewValues:
         """Return facts and spans; times are seconds since `origin_s`."""
-        facts: dict[str, Any] = {
+        facts: NewValues = {
             "model": self.model,
             "state": self.state,
             "started_s": since(self.started_s, origin_s),
@@ -137,7 +137,7 @@ class AgentTrace:
             facts |= {name: getattr(self.end, name) for name in END_FACTS[type(self.end)]}
         return facts | {"spans": self._spans(origin_s)}
 
-    def _spans(self, origin_s: float) -> list[dict[str, Any]]:
+    def _spans(self, origin_s: float) -> list[NewValues]:
         spans = [_span("queue", self.started_s, self._left_queue_s, origin_s)]
         for update in self.increments:
             facts = {
@@ -180,7 +180,7 @@ END_FACTS: Mapping[type, tuple[str, ...]] = {
 """The fields of each kind of end that a trace shows."""
 
 
-def _span(name: str, start_s: float, end_s: float | None, origin_s: float) -> dict[str, Any]:
+def _span(name: str, start_s: float, end_s: float | None, origin_s: float) -> NewValues:
     """Make a span; an unknown end is None."""
     ended = None if end_s is None else since(end_s, origin_s)
     return {"name": name, "start_s": since(start_s, origin_s), "end_s": ended}
@@ -204,6 +204,11 @@ class Trace:
         parent: The client's span.
         outcome: running, finished, failed or cancelled.
         ended_s: None while the run is running.
+        program: The program of an agent request.
+        agent: The name that an agent request gave its agent.
+        user: A digest of the tenant's own user or conversation, if the request names one.
+        question: The last user message, if spans have texts.
+        answer: The answer's text, if spans have texts.
     """
 
     id: str
@@ -222,11 +227,26 @@ class Trace:
     outcome: str = "running"
     ended_s: float | None = None
     error: str = ""
+    program: str = ""
+    agent: str = ""
+    user: str = ""
+    question: str | None = None
+    answer: str | None = None
 
     @property
     def span(self) -> SpanContext:
         """The run's span."""
         return make_run_span(self.id, self.parent)
+
+    @property
+    def writer(self) -> str:
+        """The agent that wrote the answer: the root, or the agent whose output it forwards."""
+        writer = self.root
+        while (agent := self.agents.get(writer)) and isinstance(
+            agent.end, events.AggregationSkipped
+        ):
+            writer = agent.end.source
+        return writer
 
     @property
     def first_token_s(self) -> float | None:
@@ -265,6 +285,8 @@ class Trace:
                 self._agent(event.agent, event.at_s).ready = event
             case events.AgentPlaced():
                 self._agent(event.agent, event.at_s).placed = event
+            case events.AgentStopped(why="kept"):
+                self.agents[event.agent] = AgentTrace(event.model, event.at_s, end=event)
             case (
                 events.AgentFinished()
                 | events.AggregationSkipped()
@@ -301,11 +323,13 @@ class Trace:
         self.outcome = outcome
         self.error = error
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> NewValues:
         """Return the trace's entry in a list; `agents` counts the agents that have begun."""
+        names = {"program": self.program, "agent": self.agent, "user": self.user}
         return {
             "id": self.id,
             "model": self.target,
+            **{field: name for field, name in names.items() if name},
             "created": int(self.wall_s),
             "status": self.outcome,
             "duration_ms": None
@@ -314,7 +338,7 @@ class Trace:
             "agents": len(self.agents),
         }
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> NewValues:
         """Return the whole trace; times are seconds since the request began."""
         ended = {
             agent: trace.end.at_s for agent, trace in self.agents.items() if trace.end is not None
@@ -338,7 +362,7 @@ class Trace:
             "overlap": self._overlap_json(ended),
         }
 
-    def _agent_json(self, agent: str, ended: Mapping[str, float]) -> dict[str, Any]:
+    def _agent_json(self, agent: str, ended: Mapping[str, float]) -> NewValues:
         facts = self.agents[agent].as_json(self.started_s)
         times = self._times(agent, ended)
         return (
@@ -349,7 +373,7 @@ class Trace:
 
     def _timed_json(
         self, event: events.ModelChosen | events.StepChosen | events.ExitScored
-    ) -> dict[str, Any]:
+    ) -> NewValues:
         facts = asdict(event)
         for text in ("text", "reasoning"):  # traces hold no texts
             facts.pop(text, None)
@@ -370,7 +394,7 @@ class Trace:
             max((ended[p] for p in self.precursors[agent] if p in ended), default=trace.started_s)
         )
 
-    def _overlap_json(self, ended: Mapping[str, float]) -> dict[str, Any]:
+    def _overlap_json(self, ended: Mapping[str, float]) -> NewValues:
         """Add up prefill times over agents that read others, and along the slowest chain.
 
         Leaves are left out of the first sum: prefill can hide only while inputs are written.
@@ -380,7 +404,13 @@ class Trace:
             for agent in self.agents
             if self.precursors.get(agent) or self.agents[agent].increments
         ]
-        path = critical_path(self.root, self.precursors, ended)
+        # one that was cut off ended with the gate's decision, which others' outputs had led to
+        wrote = {
+            agent: ended_s
+            for agent, ended_s in ended.items()
+            if not isinstance(self.agents[agent].end, events.AgentStopped)
+        }
+        path = critical_path(self.root, self.precursors, wrote)
         times = {agent: self._times(agent, ended) for agent in self.agents}
         return {
             **add_up([times.get(agent) for agent in readers]).as_json(),
@@ -424,10 +454,8 @@ class TraceStore:
         if trace is None or trace.tenant != tenant:
             raise UnknownTrace(
                 f"No trace {trace_id!r} is held.",
-                remedy=(
-                    f"A router keeps the last {self._capacity} of its own: behind a load "
-                    "balancer, ask one router."
-                ),
+                remedy=f"A router keeps the last {self._capacity} of its own: behind a load "
+                "balancer, ask one router.",
             )
         return trace
 

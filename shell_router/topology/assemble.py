@@ -5,6 +5,7 @@ from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any, Literal
 
+from shell_router.core.exact_json import NewValues
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.files.document import Path, Values
 from shell_router.topology.graph import (
@@ -24,13 +25,13 @@ _MERGED = ("prompt", "sampling", "chat_template_kwargs")
 """Blocks of an agent that are merged key by key."""
 
 
-def merge(base: Values, own: Values) -> dict[str, Any]:
+def merge(base: Values, own: Values) -> NewValues:
     """Put an agent's `own` keys over those of `base`."""
     blocks = {key: {**base[key], **own[key]} for key in _MERGED if key in base and key in own}
     return {**base, **own, **blocks}
 
 
-def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str, dict[str, Any]]:
+def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str, NewValues]:
     """Write the agents of a short form as the full form's `agents` would hold them, leaves first.
 
     In a layer the agents take turns through `models`, so that a cluster of a 9-3-1 tree over three
@@ -38,7 +39,7 @@ def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str,
     """
     layers = agent_ids(layered["shape"])
     models: Sequence[str] = layered["models"]
-    agents: dict[str, dict[str, Any]] = {}
+    agents: dict[str, NewValues] = {}
     below: list[str] = []
     for depth, layer in enumerate(layers):
         role = _role_of(layered, depth, len(layers))
@@ -70,7 +71,7 @@ def agent_ids(shape: Sequence[int]) -> list[list[str]]:
     return [*layers, ["root"]]
 
 
-def _role_of(layered: Values, depth: int, layers: int) -> dict[str, Any]:
+def _role_of(layered: Values, depth: int, layers: int) -> NewValues:
     """Return the keys that a layer's agents have. If aggregators vote, the root does not."""
     if depth == 0:
         return dict(layered.get("proposer", {}))
@@ -104,6 +105,7 @@ def assemble(file: Values, *, name: str) -> Topology:
         agents=agents,
         prefill=Prefill(**file.get("prefill", {})),
         description=file.get("description", ""),
+        fan_out=file.get("fan_out", "turn"),
     )
     return replace(topology, clusters=tuple(_clusters(topology, file)))
 
@@ -132,8 +134,13 @@ def build_agent(agent_id: str, own: Values, file: Values) -> Agent:
     keys = merge(defaults, own)
     precursors = tuple(keys.pop("precursors", ()))
     if "vote" in own:
-        on_failure = keys.get("on_failure", "fail")
-        return Agent(agent_id, VOTE, precursors, on_failure=on_failure, votes=True)
+        return Agent(
+            agent_id,
+            VOTE,
+            precursors,
+            on_failure=keys.get("on_failure", "fail"),
+            votes=own["vote"],
+        )
     keys["prompt"] = replace(AGGREGATOR if precursors else PROPOSER, **keys.get("prompt", {}))
     keys["drafts"] = keys.get("drafts", bool(precursors))
     keys["fallbacks"] = tuple(keys.get("fallbacks", ()))
@@ -171,11 +178,14 @@ def _clusters(topology: Topology, file: Values) -> Iterator[Cluster]:
 def rules_of(file: Values) -> Iterator[tuple[str, Path, Values]]:
     """Yield every rule: the step after which it is read, or START; its place; and its keys.
 
-    A bare step id is a rule without a condition.
+    A bare step id is a rule without a condition; `on_failure` is a rule, too.
     """
     places: dict[str, Path] = {START: ("start",)}
-    rules: dict[str, Any] = {START: file.get("start", [])}
+    rules: NewValues = {START: file.get("start", [])}
     for step, block in file.get("steps", {}).items():
+        if "on_failure" in block:
+            at = ("steps", step, "on_failure")
+            yield step, at, {"go": block["on_failure"], "when": {"failed": True}}
         places[step] = ("steps", step, "then")
         rules[step] = block.get("then", [])
     for step, place in places.items():
@@ -210,6 +220,7 @@ def assemble_steps(file: Values, *, name: str, topologies: Mapping[str, Topology
         steps={step: _build_step(step, name, file, topologies) for step in order},
         classifiers={each: _build_classifier(each, block) for each, block in classifiers.items()},
         description=file.get("description", ""),
+        fan_out=file.get("fan_out", "turn"),
     )
 
 
@@ -221,11 +232,18 @@ def _build_classifier(name: str, block: Values) -> Classifier:
 def _build_step(step: str, name: str, file: Values, topologies: Mapping[str, Topology]) -> Step:
     block = dict(file["steps"][step])
     then = _build_rules(block.pop("then", END), at_start=False)
+    if "on_failure" in block:
+        then = (*then, Rule(block.pop("on_failure"), When(failed=True)))
+    answer = block.pop("answer", "")
     if "topology" in block:
-        return Step(step, topologies[block["topology"]].inside(step), then)
+        inner = replace(
+            topologies[block["topology"]].inside(step), fan_out=file.get("fan_out", "turn")
+        )
+        return Step(step, inner, then, answer=answer)
     agent = build_agent(step, block, file)
     alone = Topology(f"{name}/{step}", {step: replace(agent, precursors=())})
-    return Step(step, alone, then, agent.precursors)
+    unread_prompt = build_agent(step, {**block, "precursors": ()}, file).prompt
+    return Step(step, alone, then, agent.precursors, unread_prompt, answer)
 
 
 def _build_rules(value: Any, *, at_start: bool) -> tuple[Rule, ...]:

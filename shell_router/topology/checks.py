@@ -5,10 +5,12 @@ mistake is reported once.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
+from shell_router.core.sampling import SAMPLING_NAMES
 from shell_router.files.document import Path, Problem, Values, spell
 from shell_router.files.read import show, suggest
 from shell_router.topology.assemble import (
@@ -58,7 +60,7 @@ CLASHES = (
     ),
     (
         "topology",
-        ("model", "precursors", *OF_STEPS),
+        ("model", "fallbacks", "precursors", *OF_STEPS),
         "{at} asks a topology, so it cannot have '{key}'.",
         "Remove '{key}': only the topology's own file can set it.",
     ),
@@ -88,6 +90,12 @@ def _clashes(at: Path, block: Values) -> Iterator[Problem]:
         clashing = [key for key in others if key in block] if sign in block else []
         for key in clashing:
             yield Problem((*at, key), wrong.format(at=name, key=key), remedy.format(key=key))
+    for key in block.get("sampling") or {}:
+        alike = [name for name in SAMPLING_NAMES if name.endswith(f"_{key}")]
+        alike += get_close_matches(key, SAMPLING_NAMES, 1, 0.65)
+        if alike and key not in SAMPLING_NAMES:
+            place = (*at, "sampling", key)
+            yield Problem(place, f"Unknown key {spell(place)}.", f"Did you mean '{alike[0]}'?")
     if block.get("readers_get") == "all" and "max_thinking_tokens" in block:
         wrong = f"{name} has max_thinking_tokens, but its readers get its thinking, too."
         remedy = "Remove max_thinking_tokens or readers_get."
@@ -187,8 +195,14 @@ def name_problems(
     for who, at, block in _nodes(file):
         precursors = block.get("precursors", ())
         yield from _precursor_problems(who, at, precursors, file[str(at[0])])
-        if "slot" in block.get("prompt", {}) and not precursors:
+        prompt = block.get("prompt", {})
+        if "slot" in prompt and not precursors:
             yield _idle_slot(who, at)
+        for precursor in prompt.get("slots", {}):
+            if precursor not in precursors:
+                place = (*at, "prompt", "slots", precursor)
+                wrong = f"{precursor!r} is no precursor of {who}."
+                yield Problem(place, wrong, suggest(precursor, list(precursors)))
         name = block.get("topology")
         place = (*at, "topology")
         if name in with_steps:
@@ -260,10 +274,19 @@ def _precursor_problems(
 def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Problem]:
     form = next(form for form in GRAPH_FORMS if form in file)
     for agent, block in agents.items():
+        place: Path = (form, agent, "vote") if form == "agents" else (form, "shape")
         if "vote" in block and len(block.get("precursors", ())) < 2:
-            place: Path = (form, agent, "vote") if form == "agents" else (form, "shape")
             wrong = f"Agent '{agent}' votes, but reads fewer than two agents."
             yield Problem(place, wrong, "Give it at least two precursors, or a model.")
+        elif block.get("vote") == "judge":
+            *voters, judge = block["precursors"]
+            judging = agents.get(judge, {})
+            if "vote" in judging or judging.get("precursors") != voters:
+                wrong = f"'{judge}' is the judge of '{agent}', but does not read just the others."
+                remedy = (
+                    "Let the last precursor be an agent with a model that reads the rest in order."
+                )
+                yield Problem(place, wrong, remedy)
 
 
 def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]:
@@ -383,8 +406,12 @@ def _order_problems(
     first = {rule["go"] for step, _, rule in rules_of(file) if step == START}
     reached: set[str] = set()
     earlier: dict[str, set[str]] = {}
+    certain: dict[str, set[str]] = {}
+    failing = {step for step, block in file["steps"].items() if "on_failure" in block}
     for step in order:
         earlier[step] = set(before[step]).union(*(earlier[each] for each in before[step]))
+        ways = [certain[each] | ({each} - failing) for each in before[step]]
+        certain[step] = set() if step in first or not ways else set.intersection(*ways)
         if step in first or not reached.isdisjoint(before[step]):
             reached.add(step)
     for step, block in file["steps"].items():
@@ -397,6 +424,14 @@ def _order_problems(
                 place = ("steps", step, "precursors", position)
                 wrong = f"Step '{step}' reads '{precursor}', which never runs before it."
                 yield Problem(place, wrong, "Name steps that lead to it.")
+        answer = block.get("answer")
+        if answer is not None and answer not in certain[step]:
+            wrong = f"Step '{step}' answers with '{answer}', which need not have run before it."
+            yield Problem(("steps", step, "answer"), wrong, suggest(answer, sorted(certain[step])))
+        if answer is None and block.get("on_failure") == END:
+            wrong = f"If step '{step}' fails, there is no answer."
+            remedy = "Add 'answer', an earlier step, or name the step that follows."
+            yield Problem(("steps", step, "on_failure"), wrong, remedy)
 
 
 def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:

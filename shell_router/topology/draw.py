@@ -126,7 +126,8 @@ def _draw_steps(topology: Conditional) -> Iterator[str]:
         target = f"{step.topology.name}: {count(len(agents), 'agent')}"
         if len(agents) == 1 and step.root == step.id:
             target = agents[step.id].model_name
-        yield f"{step.id} [{target}]{reads}"
+        answer = f", answers with {step.answer}" if step.answer else ""
+        yield f"{step.id} [{target}]{reads}{answer}"
         yield from _rule_branches(step.then)
     for classifier in topology.classifiers.values():
         examples = ", ".join(

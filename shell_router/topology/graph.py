@@ -3,10 +3,11 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from shell_router.core.exact_json import Values
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.files.types import Count, Switch
 from shell_router.routing.increments import SlotOrder
@@ -20,6 +21,9 @@ VOTE = "vote"
 """Stands for the model's name where an agent votes."""
 
 
+FanOut = Literal["turn", "request"]
+"""How often the agents below the root run: once for each user message, or in every request."""
+
 TEMPLATE_VARIABLES = "Variables of the model's chat template, such as `enable_thinking: false`."
 
 
@@ -30,17 +34,16 @@ class Agent:
     `precursors` stand in slot order. The model AUTO is chosen among `candidates`, or among the
     deployment's models if there are none. `given` are outputs that exist before the agent starts,
     each with the name of its author; they fill slots before those of precursors. An agent that
-    `votes` asks no model: it forwards the output that most precursors agree with. `fallbacks`
-    replace the model, in order, if it fails before it has written anything.
+    `votes` asks no model: it forwards the output that most precursors agree with, whose answer
+    has the most confidence, or that its last precursor, a judge, names. `fallbacks` replace the
+    model, in order, if it fails before it has written anything.
     """
 
     id: str
     model: str
     precursors: tuple[str, ...] = ()
     prompt: Annotated[Prompt, "The agent's prompt."] = PROPOSER
-    sampling: Annotated[Mapping[str, Any], "SGLang's sampling parameters."] = field(
-        default_factory=dict
-    )
+    sampling: Annotated[Values, "SGLang's sampling parameters."] = field(default_factory=dict)
     on_failure: Annotated[
         Literal["fail", "drop"],
         "A failed agent fails the request, or its slot is left out; a failed root always fails it.",
@@ -52,14 +55,12 @@ class Agent:
     ] = 600.0
     candidates: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
-    votes: bool = False
+    votes: str = ""
     drafts: Annotated[
         Switch,
         "Draft its output from its prompt, where its engine can; on for agents that read others.",
     ] = False
-    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_VARIABLES] = field(
-        default_factory=dict
-    )
+    chat_template_kwargs: Annotated[Values, TEMPLATE_VARIABLES] = field(default_factory=dict)
     max_thinking_tokens: Annotated[
         Count | None,
         "Tokens after which its thinking is ended; needs the model's `reasoning_parser`.",
@@ -74,8 +75,13 @@ class Agent:
     def model_name(self) -> str:
         """The model as people read it."""
         if self.votes:
-            return "majority vote"
+            return f"vote by {self.votes}"
         return " or ".join(self.candidates) or self.model
+
+    @property
+    def voters(self) -> tuple[str, ...]:
+        """The precursors whose outputs its vote may forward."""
+        return self.precursors[:-1] if self.votes == "judge" else self.precursors
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,12 @@ class Topology:
     clusters: tuple[Cluster, ...] = ()
     prefill: Prefill = Prefill()
     description: str = ""
+    fan_out: FanOut = "turn"
+
+    @property
+    def keeps_proposals(self) -> bool:
+        """Whether its root goes on with what the other agents gave to the turn's first request."""
+        return self.fan_out == "turn" and len(self.agents) > 1 and not self.root.votes
 
     @cached_property
     def root(self) -> Agent:
@@ -143,7 +155,7 @@ class Topology:
         for agent in reversed(tuple(self.agents.values())):
             if agent.votes:
                 answers = agent.id == self.root.id or voters.get(agent.id, False)
-                for precursor in agent.precursors:
+                for precursor in agent.voters:
                     voters[precursor] = answers or voters.get(precursor, False)
         return voters
 
@@ -246,14 +258,17 @@ class Topology:
 class Step:
     """An agent, as a topology of one, or a whole topology, with agents named `step/...`.
 
-    `reads` are earlier steps whose outputs stand in the agent's prompt, if they ran. `then` says
-    which step follows; its last rule always holds.
+    `reads` are earlier steps whose outputs stand in the agent's prompt, if they ran; if none did,
+    its prompt is `unread_prompt`. `then` says which step follows; its last rule always holds, but
+    for a rule for failure. If the request ends here, the earlier step `answer` gives the answer.
     """
 
     id: str
     topology: Topology
     then: tuple[Rule, ...] = (Rule(END),)
     reads: tuple[str, ...] = ()
+    unread_prompt: Prompt = PROPOSER
+    answer: str = ""
 
     @property
     def root(self) -> str:
@@ -267,13 +282,8 @@ class Step:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing can follow."""
-        return self.leads_to == (END,)
-
-    @property
-    def may_be_last(self) -> bool:
-        """Whether its output may be the answer."""
-        return END in self.leads_to
+        """Whether nothing can follow, and its own output is the answer."""
+        return self.leads_to == (END,) and not self.answer
 
     @property
     def reads_confidence(self) -> bool:
@@ -296,6 +306,12 @@ class Conditional:
     steps: Mapping[str, Step]
     classifiers: Mapping[str, Classifier] = field(default_factory=dict)
     description: str = ""
+    fan_out: FanOut = "turn"
+
+    @property
+    def keeps_proposals(self) -> bool:
+        """Whether the last step goes on with what earlier steps gave to a turn's first request."""
+        return self.fan_out == "turn"
 
     @property
     def parts(self) -> tuple[Topology, ...]:
@@ -314,8 +330,14 @@ class Conditional:
 
     @cached_property
     def answering(self) -> frozenset[str]:
-        """The agents whose streams are the answer: the roots of steps that nothing can follow."""
+        """The agents whose streams are the answer: the roots of steps that are always the last."""
         return frozenset(step.root for step in self.steps.values() if step.is_last)
+
+    @cached_property
+    def may_answer(self) -> frozenset[str]:
+        """The steps whose output may be the answer."""
+        ends = [step for step in self.steps.values() if END in step.leads_to]
+        return frozenset(step.answer or step.id for step in ends)
 
     @cached_property
     def preceded_by(self) -> Mapping[str, tuple[str, ...]]:

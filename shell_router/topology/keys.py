@@ -7,7 +7,6 @@ table adds the keys that only files have.
 # mypy: disable-error-code="valid-type, misc"
 # The table makes types at run time, from the fields of those classes.
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Required, get_type_hints
 
@@ -15,12 +14,13 @@ from annotated_types import Interval, Len
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.sampling import RANGES
 from shell_router.core.validation import Array
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.files.schema import Schema, annotation_text, class_text, json_schema
 from shell_router.files.types import DISTINCT, Index, ModelName, Name, Switch
-from shell_router.topology.graph import Agent, Prefill
+from shell_router.topology.graph import Agent, FanOut, Prefill
 from shell_router.topology.prompting import Prompt
 from shell_router.topology.rules import SUBJECTS
 
@@ -34,7 +34,7 @@ GRAPH_FORMS = ("tree", "all_to_all", "agents", "steps")
 """Exactly one of these keys describes the graph."""
 
 
-def list_described_fields(kind: type) -> dict[str, Any]:
+def list_described_fields(kind: type) -> NewValues:
     """Return the annotations of a dataclass's described fields, by name."""
     hints = get_type_hints(kind, include_extras=True)
     names = [each.name for each in fields(kind)]
@@ -44,7 +44,7 @@ def list_described_fields(kind: type) -> dict[str, Any]:
 def _block(
     name: str,
     about: str,
-    keys: Mapping[str, Any],
+    keys: Values,
     *,
     required: tuple[str, ...] = (),
     extra: Literal["allow", "forbid"] = "forbid",
@@ -71,8 +71,10 @@ MODEL = Annotated[
     "Model alias; a list of them, or `auto` for the deployment's, of which one is chosen.",
 ]
 VOTE = Annotated[
-    Literal["majority"],
-    "Asks no model: forwards the output whose stated answer most precursors share.",
+    Literal["majority", "confidence", "judge"],
+    "Asks no model: forwards the output whose stated answer most precursors share; with"
+    " 'confidence' each counts by its mean token probability; with 'judge' the last precursor"
+    " writes the number of the output.",
 ]
 
 PROMPT = _block("prompt", class_text(Prompt), list_described_fields(Prompt))
@@ -127,16 +129,18 @@ DEFAULTS = _block(
     {"model": Annotated[MODELS, "As an agent's."], **SHARED},
 )
 
+FALLBACKS = Annotated[
+    Array[ALIAS],
+    Len(0, 16),
+    "Models that take its place in turn if its model fails before its first token.",
+]
+
 AGENT = _block(
     "agent",
     "One agent.",
     {
         "model": MODEL,
-        "fallbacks": Annotated[
-            Array[ALIAS],
-            Len(0, 16),
-            "Models that take its place in turn if its model fails before its first token.",
-        ],
+        "fallbacks": FALLBACKS,
         "vote": VOTE,
         "precursors": Annotated[
             Array[Name], DISTINCT, "Agents whose outputs it reads, in slot order."
@@ -224,6 +228,7 @@ STEP = _block(
     "One step: an agent, or with `topology` a whole topology.",
     {
         "model": MODEL,
+        "fallbacks": FALLBACKS,
         "precursors": Annotated[
             Array[Name], DISTINCT, "Earlier steps whose outputs it reads, in slot order."
         ],
@@ -233,6 +238,14 @@ STEP = _block(
             RULES,
             "The next step's id, or rules, of which the first that holds is taken; by "
             "default `end`.",
+        ],
+        "answer": Annotated[
+            Name, "An earlier step, whose output is the answer if the request ends here."
+        ],
+        "on_failure": Annotated[
+            Name,
+            "The step that follows if this one fails, or with `answer` also `end`; by default the "
+            "request fails.",
         ],
     },
 )
@@ -286,6 +299,11 @@ TOPOLOGY = _block(
         "prefill": _block("prefill", class_text(Prefill), list_described_fields(Prefill)),
         "defaults": DEFAULTS,
         "on_failure": SHARED["on_failure"],
+        "fan_out": Annotated[
+            FanOut,
+            "'turn' runs the agents below the root once for each user message and keeps their "
+            "outputs while the root calls tools; 'request' runs them in every request.",
+        ],
     },
 )
 

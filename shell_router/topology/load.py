@@ -108,8 +108,20 @@ def link(
         graph: Graph = assemble_steps(values, name=name, topologies=plain)
     else:
         graph = assemble(values, name=name)
+        document.require_none(_exit_problems(graph))
     document.require_none(needs(graph))
     return graph
+
+
+def _exit_problems(topology: Topology) -> Iterable[Problem]:
+    sizes = [
+        (cluster.early_exit.min_completed, len(cluster.agents))
+        for cluster in topology.clusters
+        if cluster.early_exit is not None
+    ]
+    if sizes and all(least > agents for least, agents in sizes):
+        wrong = "early_exit.min_completed is above the number of agents in each cluster."
+        yield Problem(("early_exit",), wrong, "Lower it.")
 
 
 def _own_name_problems(name: str, models: Models) -> Iterable[Problem]:

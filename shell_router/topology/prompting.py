@@ -5,11 +5,13 @@ and `}}` are braces meant as text. What is put in is never scanned again, so a q
 braces.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from string import Formatter
 from typing import Annotated
 
+from annotated_types import Ge
 from pydantic import AfterValidator
 
 from shell_router.errors import SettingError
@@ -34,6 +36,9 @@ def _require_placeholders(template: str, allowed: tuple[str, ...], once: str = "
         if name not in allowed:
             remedy = f"Known here: {', '.join(f'{{{each}}}' for each in allowed)}. {_BRACES}"
             raise SettingError(f"unknown placeholder {{{name}}}", remedy=remedy)
+    for name in set(allowed).difference(names):
+        if f"{{{{{name}}}}}" in template:
+            raise SettingError(f"{{{{{name}}}}} is text", remedy=f"Write {{{name}}}.")
     if once and names.count(once) != 1:
         wrong = f"it holds {{{once}}} {names.count(once)} times"
         raise SettingError(wrong, remedy=f"Write {{{once}}} exactly once.")
@@ -65,6 +70,14 @@ class Prompt:
         _SLOT,
         "Text around a precursor's {output}; may also hold {agent}, its id, and {index}, from 1.",
     ] = "{output}"
+    slots: Annotated[
+        Mapping[str, _SLOT], "Texts of the slots of these precursors, in place of `slot`."
+    ] = field(default_factory=dict, hash=False)
+    slot_tokens: Annotated[
+        int | None,
+        Ge(1),
+        "The most tokens that a slot takes of its output; what follows is left out, and … says so.",
+    ] = None
     suffix: Annotated[
         _TEXT, "Text after the slots. It cannot be prefilled early, so keep it short."
     ] = ""
@@ -74,11 +87,9 @@ PROPOSER = Prompt()
 """The default prompt of an agent without precursors."""
 
 AGGREGATOR = Prompt(
-    prefix=(
-        "Several assistants have each drafted an answer to the question below. A draft may be "
-        "wrong, incomplete or cut short. Check their reasoning, keep what is sound, correct what "
-        "is not, and write one complete answer that stands on its own.\n\nQuestion:\n{question}"
-    ),
+    prefix="Several assistants have each drafted an answer to the question below. A draft may be "
+    "wrong, incomplete or cut short. Check their reasoning, keep what is sound, correct what "
+    "is not, and write one complete answer that stands on its own.\n\nQuestion:\n{question}",
     slot="\n\nDraft {index}:\n{output}",
     suffix="\n\nNow your answer:",
 )

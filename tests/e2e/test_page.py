@@ -218,6 +218,7 @@ async def test_a_9_3_1_run_streams_to_its_end_and_compares_with_all_to_all(
                 await tree.locator(".axis").inner_text()
                 == await other.locator(".axis").inner_text()
             )
+            await expect(page.locator("#shown")).to_contain_text("In this one run")
             await expect(page.locator("#shown")).to_contain_text("times as long as tree-9-3-1")
             assert len(re.findall(r"[0-9a-f]{32}", page.url)) == 2
 
@@ -258,8 +259,12 @@ async def test_early_exits_skipped_aggregations_and_accepted_drafts_are_seen_wit
         await ended(page)
         await expect(card(page, "c")).to_have_attribute("data-state", "early_exit")
         await expect(card(page, "c")).to_contain_text("exited early")
-        await expect(card(page, "root")).to_contain_text(re.compile(r"exit Q 0\.\d\d"))
-        await expect(page.locator(".log")).to_contain_text("cuts off c")
+        await expect(card(page, "root")).to_contain_text(re.compile(r"exit 0\.\d\d"))
+        score = re.compile(
+            r"cuts off c: 2 outputs, confidence 0\.\d\d, agreement 0\.\d\d, score 0\.\d\d; "
+            r"an exit takes 0\.60"
+        )
+        await expect(page.locator(".log")).to_contain_text(score)
         await expect(page.locator(".row .cutoff")).to_have_count(1)
         await expect(card(page, "a")).to_contain_text("6/8 drafted")
         await expect(page.locator(".facts div", has_text="Drafts accepted")).to_contain_text(
@@ -269,7 +274,9 @@ async def test_early_exits_skipped_aggregations_and_accepted_drafts_are_seen_wit
         await ask(page, "skipping")
         await ended(page)
         await expect(card(page, "root")).to_have_attribute("data-state", "skipped")
-        await expect(card(page, "root")).to_contain_text(re.compile(r"exit Q 0\.\d\d · skipped"))
+        await expect(card(page, "root")).to_contain_text(re.compile(r"exit 0\.\d\d · skipped"))
+        await expect(card(page, "root")).to_have_class(re.compile("critical"))
+        await expect(card(page, "c")).not_to_have_class(re.compile("critical"))
         await expect(card(page, "root")).to_contain_text(said)
         await expect(page.locator(".log")).to_contain_text(
             re.compile("root is skipped: it forwards the output of [ab]")
@@ -362,14 +369,19 @@ async def test_a_link_opens_a_run_and_that_of_another_client_from_its_trace(
         body = {"model": "duo", "messages": [{"role": "user", "content": "What?"}]}
         async with running.client.post(running.url + "/v1/chat/completions", json=body) as reply:
             trace = reply.headers["x-trace-id"]
+        await expect(page.locator("#recent")).to_contain_text("3 agents")
         await page.locator(f'#recent a[href="#run={trace}"]').click()
         await expect(page.locator(".run .head .pill")).to_have_text("done")
         await page.reload()
         await expect(page.locator(".run .head .pill")).to_have_text("done")
         await expect(page.locator(".row")).to_have_count(3)
+        await expect(page.locator(".question")).to_contain_text("The router keeps no texts.")
+        await expect(page.locator(".answer")).to_be_hidden()
+        await expect(page.locator("#question")).to_have_value("")
         await ask(page, "duo")
         await ended(page)
         await expect(page.locator(".answer")).to_contain_text("root speaks")
+        await expect(page.locator("#recent")).to_contain_text("What is it?")
         async with page.expect_response(
             f"**/v1/traces/{trace}"
         ):  # comes after the reader has gone back
@@ -379,11 +391,49 @@ async def test_a_link_opens_a_run_and_that_of_another_client_from_its_trace(
         )
         await expect(page.locator(".answer")).to_contain_text("root speaks")
         await page.goto(f"{running.url}/ui#run={trace}")
-        await expect(page.locator(".answer")).to_have_text("")
+        await expect(page.locator(".answer")).to_be_hidden()
         await page.go_back()
         await expect(page.locator(".answer")).to_contain_text("root speaks")
         await page.goto(f"{running.url}/ui#run=gone")
         await expect(page.locator("#problem")).to_contain_text("No trace 'gone' is held.")
+
+
+async def test_two_topologies_are_compared_by_several_runs_each_with_their_spread(
+    browser: Browser,
+) -> None:
+    async with served() as running, opened(browser, running.url) as page:
+        await expect(page.locator("#times")).to_be_hidden()
+        await page.select_option("#other", "exiting")
+        await page.select_option("#times", "3")
+        await ask(page, "duo", "exiting")
+        await ended(page)
+        measured = re.compile(r"^exiting took .* the median of 3 runs each, \d.*\d to \d.*\d$")
+        await expect(page.locator("#shown")).to_have_text(measured)
+        _, body = await running.get("/v1/traces")
+        assert [one["model"] for one in body["data"]] == ["exiting", "duo"] * 3
+
+
+async def test_recent_runs_of_programs_are_told_apart_by_program_and_agent(
+    browser: Browser,
+) -> None:
+    body = {"program": "holiday", "agent": "planner", "model": "small", "prompt": ["Plan it."]}
+    async with served() as running, opened(browser, running.url) as page:
+        assert (await running.post("/v1/agent/requests", body))[0] == 200
+        row = page.locator("#recent tr", has_text="agent request")
+        await expect(row).to_contain_text("holiday / planner")
+
+
+async def test_the_form_makes_room_for_the_run_and_comes_back_to_be_edited(
+    browser: Browser,
+) -> None:
+    async with served() as running, opened(browser, running.url) as page:
+        await expect(page.locator("#question")).to_have_value(re.compile("How many"))
+        own = page.locator("#own")
+        await ask(page, "duo")
+        await ended(page)
+        await expect(own).to_be_hidden()
+        await page.click("#question")
+        await expect(own).to_be_visible()
 
 
 async def test_agents_may_have_the_names_of_what_every_object_has(browser: Browser) -> None:
@@ -554,11 +604,16 @@ async def test_the_page_is_accessible(browser: Browser, scheme: str) -> None:
             assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
                 "it scrolls sideways"
             )
+            await expect(page.locator("#health")).to_be_visible()
+        for table in ("#recent", "#engines"):
+            assert await page.locator(table).evaluate("e => e.scrollWidth <= e.clientWidth")
         await card(page, "a").click()
         assert not (await Axe().run(page)).response["violations"]
 
 
-async def test_what_40_agents_stream_moves_nothing(browser: Browser) -> None:
+async def test_what_40_agents_stream_moves_nothing_until_the_answer_is_whole(
+    browser: Browser,
+) -> None:
     rounds, words = (
         Rounds(),
         "incomprehensibilities characteristically notwithstanding misunderstandings",
@@ -571,12 +626,14 @@ async def test_what_40_agents_stream_moves_nothing(browser: Browser) -> None:
         await expect(page.locator(".agent")).to_have_count(41)
         await expect(page.locator(".run .head .pill")).to_have_text("running")
         before = await page.evaluate(boxes)
-        for number in range(1, 6):
+        for number in range(1, 5):
             await rounds.begin(number)
             tokens = re.compile(rf"· {number * len(words.split())}$")
             await expect(
                 page.locator(".layer >> nth=0").locator(".state", has_text=tokens)
             ).to_have_count(40)
             assert await page.evaluate(boxes) == before
+        await rounds.begin(5)
         await ended(page)
-        assert await page.evaluate(boxes) == before
+        fits = "e => e.scrollHeight <= e.clientHeight"
+        assert await page.locator(".answer").evaluate(fits), "the whole answer shows at the end"

@@ -108,6 +108,8 @@ async def test_phoenix_shows_a_run_as_workflow_agents_and_model_calls(tmp_path: 
         ("chat large", "invoke_agent root"),
         ("chat small", "invoke_agent left"),
     }
+    (run,) = (span for span in spans if span["name"] == "invoke_workflow duo")
+    assert (run["span_kind"], run["status_code"]) == ("CHAIN", "OK")
     (answer,) = (span for span in spans if span["name"] == "chat large")
     assert answer["span_kind"] == "LLM"
     assert answer["attributes"]["llm.token_count.completion"] > 0

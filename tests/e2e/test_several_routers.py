@@ -320,6 +320,35 @@ class Held:
         return all(one <= limit for one, limit in zip(astuple(self), astuple(most), strict=True))
 
 
+async def be_hostile(served: Deployment, router: Router, one: Hostile) -> None:
+    """Send what no server should be sent; it is refused, or answered."""
+    url, headers = router.url + one.path, {"Content-Type": "application/json", **one.headers}
+    body = None if one.body is None else io.BytesIO(one.body)
+    with contextlib.suppress(
+        aiohttp.ClientConnectionError
+    ):  # the router may hang up on a body that it refuses
+        async with served.client.request(one.method, url, data=body, headers=headers) as response:
+            await response.read()
+            assert response.status < 500 or response.status == 501, (
+                one.path,
+                (one.body or b"")[:200],
+            )
+
+
+async def warm_up(served: Deployment, router: Router, draws: random.Random, seconds: float) -> None:
+    """Let the router take as much memory as its largest requests need."""
+    hostile = iter(HOSTILE)
+
+    async def client() -> None:
+        for one in hostile:
+            await be_hostile(served, router, one)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CLIENTS):
+            group.create_task(client())
+    await soaked(served, router, draws, seconds)
+
+
 async def soaked(
     served: Deployment, router: Router, draws: random.Random, seconds: float
 ) -> Counter[str]:
@@ -339,21 +368,6 @@ async def soaked(
                 await response.content.readuntil(b"\n\n")
             response.close()
 
-    async def be_hostile(one: Hostile) -> None:
-        url, headers = router.url + one.path, {"Content-Type": "application/json", **one.headers}
-        body = None if one.body is None else io.BytesIO(one.body)
-        with contextlib.suppress(
-            aiohttp.ClientConnectionError
-        ):  # the router may hang up on a body that it refuses
-            async with served.client.request(
-                one.method, url, data=body, headers=headers
-            ) as response:
-                await response.read()
-                assert response.status < 500 or response.status == 501, (
-                    one.path,
-                    (one.body or b"")[:200],
-                )
-
     async def client(place: int) -> None:
         while asyncio.get_running_loop().time() < end_s:
             what = draws.choices(("chat", "tree", "leave", "hostile"), (10, 1, 2, 20))[0]
@@ -361,7 +375,7 @@ async def soaked(
             if what == "leave":
                 await leave_early()
             elif what == "hostile":
-                await be_hostile(draws.choice(HOSTILE))
+                await be_hostile(served, router, draws.choice(HOSTILE))
             else:
                 key = f"{place}-{asked.total()}-{seconds}-{end_s}" if what == "tree" else ""
                 limits = (
@@ -381,7 +395,7 @@ async def test_a_router_that_is_asked_much_and_badly_for_long_holds_no_more_afte
     served: Deployment, redis: RedisServer
 ) -> None:
     router, draws = await served.router(), random.Random(24)
-    await soaked(served, router, draws, SOAK_S / 3)
+    await warm_up(served, router, draws, SOAK_S / 3)
     before = await at_rest(served, router)
     for change in (redis.kill, redis.start):
         asked = await soaked(served, router, draws, SOAK_S / 3)

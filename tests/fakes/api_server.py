@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -240,6 +240,61 @@ async def api(
 def chat(content: str = "What is it?", **fields: object) -> dict[str, object]:
     """A chat body of one user message to `duo`, unless `fields` say otherwise."""
     return {"model": "duo", "messages": [{"role": "user", "content": content}], **fields}
+
+
+CHAT_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+WAYS = [(route, stream) for route in CHAT_ROUTES for stream in (False, True)]
+"""Every route that answers chats, whole and streamed."""
+
+
+@dataclass
+class Heard:
+    """What a client of any of these routes makes of an answer or an error."""
+
+    status: int
+    text: str = ""
+    warnings: list[str] = field(default_factory=list)
+    error: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, body: Mapping[str, Any]) -> None:
+        """Take in a whole answer, or the data of an event."""
+        self.error |= body.get("error") or body.get("response", {}).get("error") or {}
+        self.warnings += body.get("warnings", ())
+        deltas = [choice.get("delta", choice.get("message")) for choice in body.get("choices", ())]
+        parts = [*body.get("content", ()), *(item["content"][0] for item in body.get("output", ()))]
+        if isinstance(delta := body.get("delta"), dict):
+            parts.append(delta)
+        elif body.get("type") == "response.output_text.delta":
+            parts.append({"text": delta})
+        elif body.get("type") in ("response.completed", "response.incomplete"):
+            self.warnings += body["response"].get("warnings", ())
+        self.text += "".join([part.get("content") or "" for part in deltas])
+        self.text += "".join([part.get("text", "") for part in parts])
+
+
+async def hear(
+    served: Api, way: tuple[str, bool], messages: Sequence[Mapping[str, Any]], **fields: object
+) -> Heard:
+    """Ask by one of WAYS; `max_tokens` has the route's own name."""
+    route, stream = way
+    body = {"stream": stream, **fields}
+    body["input" if route == "/v1/responses" else "messages"] = messages
+    if route == "/v1/responses" and "max_tokens" in body:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    if route == "/v1/messages":
+        body.setdefault("max_tokens", 64)
+        if messages[0]["role"] == "system":
+            body["system"] = messages[0]["content"]
+            body["messages"] = messages[1:]
+    async with served.stream(body, route) as response:
+        heard = Heard(response.status)
+        if response.content_type == "application/json":
+            heard.take(await response.json())
+        else:
+            async for line_sent in response.content:
+                if line_sent.startswith(b"data: {"):
+                    heard.take(json.loads(line_sent[6:]))
+    return heard
 
 
 async def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:

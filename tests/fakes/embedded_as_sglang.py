@@ -53,6 +53,7 @@ def server_settings(arguments: Sequence[str]) -> ServerSettings:
     parser.add_argument("--disaggregation-bootstrap-port", type=int, default=0)
     parser.add_argument("--disaggregation-transfer-backend")
     parser.add_argument("--enable-metrics", action="store_true")
+    parser.add_argument("--grammar-backend")
     parser.add_argument("--tp-size", type=int)
     for each in fields(EmbeddedSettings):
         flag = f"--{each.name.replace('_', '-')}"

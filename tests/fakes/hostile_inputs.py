@@ -145,7 +145,7 @@ def chats() -> Iterator[Hostile]:
             *NO_LISTS,
             [1],
             [{}],
-            [{"type": "x"}],
+            [{"type": 1}],
             [{"type": "function"}],
             [{"type": "function", "function": 1}],
         ),
@@ -299,7 +299,7 @@ def others() -> Iterator[Hostile]:
         model=(1, "none", [], None),
         input=(None, 1, {}, [1], [{}], [{"role": "x", "content": "y"}], [{"type": "x"}], []),
         instructions=NO_TEXTS,
-        tools=(*NO_LISTS, [1], [{"type": "web_search"}]),
+        tools=(*NO_LISTS, [1], [{"type": 1}]),
         max_output_tokens=("x", 0, -1, FAR),
         text=(1, "x", {"format": {"type": "x"}}),
         temperature=NO_NUMBERS,
@@ -312,7 +312,7 @@ def others() -> Iterator[Hostile]:
         completion_window=(*NO_TEXTS, "", "0h", "-1h", "24", "99999h", "24h\n"),
         metadata=(1, "x", [1], {"a": 1}),
     )
-    for prompt in (None, 1, "x", [[1]]):
+    for prompt in (None, 1, "", [[1]]):
         yield post(COMPLETIONS, {"model": "small", "prompt": prompt})
 
 
@@ -477,8 +477,8 @@ def calling(*calls: object) -> dict[str, Any]:
 
 def tool_messages() -> Iterator[Hostile]:
     """Calls of tools that no model has written, and results that answer none."""
-    functions = (1, {}, *({"name": name, "arguments": "{}"} for name in (1, "", "a b", "x" * 65)))
-    arguments = ("{", "[]", "1", 1, [], None, DEEP)
+    functions = (1, {}, *({"name": name, "arguments": "{}"} for name in (1, "", "a b", "x" * 129)))
+    arguments = (1, [], None, DEEP)
     wrong_calls = (
         *(1, "x", {}, {"id": "c"}),
         *({**CALL, "id": wrong} for wrong in (None, "", 1, "x" * 129)),

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any, ClassVar, TypeVar
 
 from agent_cache.memory import MemoryAgentPromptCache
+from shell_router.core.control_text import BREAK, ControlText
 from shell_router.core.engine import NO_OPTIONS, CallParser, Generation, ServedModel
 from shell_router.core.events import Event
 from shell_router.core.marks import ReasoningMarks
@@ -34,6 +35,7 @@ class WordTokenizer:
 
     def __init__(self, family: str = "words") -> None:
         self.fingerprint = family
+        self.control = ControlText()
         self._offset = sum(family.encode()) * 1000
         self._ids = self._families[family]
 
@@ -73,6 +75,29 @@ class WordTokenizer:
 
     def _id(self, word: str) -> int:
         return self._ids.setdefault(word, self._offset + len(self._ids))
+
+
+class ControlWordTokenizer(WordTokenizer):
+    """Has the control token `<end>`, and reads texts around a BREAK apart."""
+
+    def __init__(self, family: str = "words") -> None:
+        super().__init__(f"{family} and control")
+        self.control = ControlText(["<end>"])
+        self.control.plain_ids = {self._id("<end>"): self.encode(self.control.quote("<end>"))}
+
+    def encode(self, text: str) -> list[int]:
+        words = []
+        for piece in text.split(BREAK):
+            words += re.findall(r"<end>| ?[^\W\d_]+|.", piece, flags=re.DOTALL)
+        return [self._id(word) for word in words]
+
+    def encode_stable(self, text: str) -> list[int]:
+        """Nothing: the text's end may be the beginning of a control token."""
+        return []
+
+    def count_control(self, ids: Sequence[int]) -> int:
+        """How many control tokens are in a prompt."""
+        return ids.count(self._id("<end>"))
 
 
 def _words(text: str) -> list[str]:
@@ -159,9 +184,10 @@ class ScriptedMoa:
         reasoning: ReasoningMarks | None = None,
         call_mark: str | None = None,
         call_parser: CallParser | None = None,
+        tokenizer: type[WordTokenizer] = WordTokenizer,
     ) -> None:
-        self.tokenizers = {"other": WordTokenizer("other")} | dict.fromkeys(
-            ("small", "medium", "large"), WordTokenizer()
+        self.tokenizers = {"other": tokenizer("other")} | dict.fromkeys(
+            ("small", "medium", "large"), tokenizer()
         )
         self.engines = {
             alias: ScriptedEngine(

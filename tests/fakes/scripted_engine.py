@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shell_router.core.engine import (
     Finish,
@@ -37,6 +37,7 @@ class Script:
     error_after: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    matched: str = ""
 
 
 async def at_once(_rid: str, _piece: int) -> None:
@@ -93,7 +94,8 @@ class ScriptedEngine:
                 "drafted_tokens": script.drafted_tokens,
                 "accepted_tokens": script.accepted_tokens,
             }
-            yield Finish(script.reason, len(request.input_ids), decoded, cached, **drafts)
+            finish = Finish(script.reason, len(request.input_ids), decoded, cached, **drafts)
+            yield replace(finish, matched=script.matched)
         finally:
             self._leave(request.rid, ended)
 

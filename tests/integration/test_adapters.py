@@ -34,6 +34,7 @@ agents:
   algebra: {model: "large:algebra"}
   biology: {model: "large:biology"}
   judge: {model: large, precursors: [algebra, biology]}
+defaults: {sampling: {max_new_tokens: 128}}
 """
 
 

@@ -90,6 +90,8 @@ async def test_agents_are_reported_when_asked_for() -> None:
             "drafted_tokens": 0,
             "accepted_tokens": 0,
             "reasoning_tokens": 0,
+            "finish_reason": "stop",
+            "error": "",
             "confidence": None,
         }
         _, body = await served.post("/v1/chat/completions", chat())
@@ -204,11 +206,13 @@ async def test_a_body_over_the_limit_is_refused() -> None:
 
 async def test_unknown_fields_are_named_in_a_header_and_in_warnings() -> None:
     async with api() as served:
-        body = chat(colour=1, user="me", **{"a\r\nb": 1})
+        names = ("colour", "a??b", "verbosity", "reasoning_effort")
+        hints = {"verbosity": "low", "reasoning_effort": "low"}
+        body = chat(colour=1, user="me", **{"a\r\nb": 1}, **hints)
         async with served.client.post(served.url + "/v1/chat/completions", json=body) as response:
-            assert response.headers["x-ignored-fields"] == "colour, a??b"
+            assert response.headers["x-ignored-fields"] == ", ".join(names)
             assert (await response.json())["warnings"] == [
-                f"{name} was ignored: it has no effect here." for name in ("colour", "a??b")
+                f"{name} was ignored: it has no effect here." for name in names
             ]
 
 

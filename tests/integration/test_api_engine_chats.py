@@ -3,8 +3,10 @@ images.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -55,6 +57,16 @@ async def test_a_tool_is_called_and_its_result_answered() -> None:
             prefill == decode
             and {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"} <= prefill.keys()
         )
+
+
+async def test_a_models_own_sampling_is_sent_where_the_client_sets_none() -> None:
+    async with served_chats() as (ai, at, served):
+        models = served.moa.models
+        models["small"] = replace(models["small"], sampling={"temperature": 0.6, "top_p": 0.9})
+        body = asked(tools=[WEATHER], temperature=1)
+        await ai.chat.completions.create(**body, extra_body={"top_p": None})
+        sent = at.decode.sent[0][1]
+        assert (sent["temperature"], sent["top_p"]) == (1, 0.9)
 
 
 async def test_a_stream_of_calls_passes_and_so_do_fields_of_the_engines_own() -> None:
@@ -168,7 +180,7 @@ async def test_several_choices_are_several_requests_with_seeds_of_their_own() ->
             answer.usage.prompt_tokens,
             answer.usage.completion_tokens,
             answer.usage.total_tokens,
-        ) == (7, 15, 22)
+        ) == (21, 15, 36)
         assert sorted(body["seed"] for _, body in at.decode.sent) == [5, 6, 7]
         assert len({body["bootstrap_room"] for _, body in at.decode.sent}) == 3
         stream = await ai.chat.completions.create(
@@ -193,13 +205,32 @@ async def test_a_client_that_leaves_ends_what_runs(choices: int) -> None:
         await at.idle()
 
 
-async def test_without_a_parser_tools_are_refused_with_the_flag_unless_none_may_be_called() -> None:
-    async with served_chats(ChatScript(tool_parser=None)) as (ai, at, _served):
-        for choice in ("auto", "required"):
-            with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-                await ai.chat.completions.create(tool_choice=choice, **asked(tools=[WEATHER]))
-        assert not at.decode.sent
-        await ai.chat.completions.create(tool_choice="none", **asked(tools=[WEATHER]))
+async def test_without_a_parser_the_router_answers_and_says_that_no_tool_can_be_called() -> None:
+    async with served_chats(ChatScript(tool_parser=None)) as (ai, at, served):
+        status, body = await served.post("/v1/chat/completions", asked(tools=[WEATHER]))
+        assert status == 200 and "--tool-call-parser" in body["warnings"][0]
+        assert body["choices"][0]["message"]["content"] and not at.decode.sent
+        effort = asked(tools=[WEATHER], reasoning_effort="high")
+        status, body = await served.post("/v1/chat/completions", effort)
+        assert status == 200 and any("reasoning_effort" in text for text in body["warnings"])
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            await ai.chat.completions.create(logprobs=True, **asked(tools=[WEATHER]))
+
+
+async def test_calls_that_a_model_wrote_wrong_are_sent_on_so_that_engines_can_read_them() -> None:
+    function = {"name": "weather", "arguments": '{"city": "Par'}
+    call = {"id": None, "type": "function", "function": function}
+    result = {"role": "tool", "content": "not JSON"}
+    history = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    async with served_chats() as (_, at, served):
+        status, body = await served.post(
+            "/v1/chat/completions", asked(messages=history, tools=[WEATHER])
+        )
+        assert status == 200, body
+        _, sent, answered = at.decode.sent[0][1]["messages"]
+        assert sent["tool_calls"][0]["id"] == answered["tool_call_id"]
+        arguments = sent["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(arguments) == {"INVALID_JSON": function["arguments"]}
 
 
 @pytest.mark.parametrize(
@@ -230,14 +261,17 @@ async def test_fields_that_the_router_chooses_are_refused() -> None:
         assert status == 400 and "bootstrap_room" in body["error"]["message"]
 
 
-async def test_what_has_no_chats_of_its_own_says_what_to_do() -> None:
-    async with api() as served:
-        for model in ("duo", "small"):
-            status, body = await served.post(
-                "/v1/chat/completions", chat(model=model, tools=[WEATHER])
-            )
-            assert (status, body["error"]["param"]) == (400, "tools")
-            assert "tool_call_parser" in body["error"]["message"]
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["duo", "small"])
+async def test_what_has_no_chats_of_its_own_answers_in_text_and_says_what_to_do(
+    model: str, stream: bool
+) -> None:
+    async with (
+        api() as served,
+        served.stream(chat(model=model, tools=[WEATHER], stream=stream)) as answer,
+    ):
+        assert answer.status == 200
+        assert "tool_call_parser" in await answer.text()
 
 
 async def test_a_prompt_is_completed_as_it_is() -> None:
@@ -258,9 +292,9 @@ async def test_a_prompt_is_completed_as_it_is() -> None:
         sent = len(at.decode.sent)
         for fields, param in (
             ({"prompt": ""}, "prompt"),
-            ({"prompt": "x", "model": "duo"}, "model"),
-            ({"prompt": "x", "model": "medium"}, "model"),
-            ({"prompt": [1, 2000]}, None),
+            ({"prompt": [1, 2], "model": "duo"}, "prompt"),
+            ({"prompt": [1, 2], "model": "medium"}, "prompt"),
+            ({"prompt": [1, 2000]}, "prompt"),
         ):
             status, body = await served.post("/v1/completions", {"model": "small", **fields})
             assert (status, body["error"]["param"]) == (400, param), fields

@@ -139,7 +139,7 @@ async def test_thoughts_tools_and_results_reach_a_model_with_chats_of_its_own() 
 
     async with chat_pair(ChatScript(say=says)) as at, api(relays={"small": at.pair}) as served:
         _, first = await served.post(
-            "/v1/messages", asked(tools=[WEATHER], tool_choice={"type": "any"})
+            "/v1/messages", asked(tools=[WEATHER], tool_choice={"type": "auto"})
         )
         (block,) = first["content"]
         assert (first["stop_reason"], block["type"], block["input"]) == (
@@ -153,7 +153,7 @@ async def test_thoughts_tools_and_results_reach_a_model_with_chats_of_its_own() 
             sent["parallel_tool_calls"],
             sent["max_completion_tokens"],
         ) == (
-            "required",
+            "auto",
             True,
             64,
         )
@@ -236,3 +236,100 @@ async def test_what_is_ignored_is_named_and_keys_come_in_either_header() -> None
         assert body["warnings"] == ["container was ignored: it has no effect here."]
         assert (await served.post("/v1/messages", asked(), **{"x-api-key": "sk-2"}))[0] == 401
         assert (await served.post("/v1/messages", asked(), Authorization="Bearer sk-1"))[0] == 200
+
+
+@pytest.mark.parametrize("model", ["small", "duo"])
+async def test_a_limit_beyond_the_context_counts_as_what_the_prompt_leaves(model: str) -> None:
+    moa = ScriptedMoa(context_length=200)
+    async with api(moa) as served:
+        status, body = await served.post("/v1/messages", asked(model=model, max_tokens=16384))
+        assert status == 200, body
+        chat = {"model": model, "messages": [RAIN], "max_tokens": 16384}
+        status, body = await served.post("/v1/chat/completions", chat)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "ask for fewer tokens" in body["error"]["message"]
+    (request,) = moa.engines["small" if model == "small" else "large"].generated
+    assert request.sampling["max_new_tokens"] == 200 - len(request.input_ids)
+
+
+async def test_servers_with_chats_of_their_own_get_no_limit_beyond_the_context() -> None:
+    async with (
+        chat_pair(ChatScript(say=lambda _: {"role": "assistant", "content": "x"})) as at,
+        api(ScriptedMoa(context_length=200), relays={"small": at.pair}) as served,
+    ):
+        for limit, forwarded in ((16384, None), (100, 100)):
+            effort = {"effort": "low"}
+            sent = asked(max_tokens=limit, output_config=effort)
+            status, _ = await served.post("/v1/messages", sent)
+            assert status == 200
+            assert at.decode.sent[-1][1].get("max_completion_tokens") == forwarded
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+@pytest.mark.parametrize(("model", "agent"), [("small", "small"), ("duo", "left")])
+async def test_a_system_message_among_the_others_stays_in_its_place(
+    model: str, agent: str, content: object, place: int
+) -> None:
+    moa = ScriptedMoa()
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    system = [billing, {"type": "text", "text": "You code."}]
+    talk = [RAIN, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Now?"}]
+    talk.insert(place, {"role": "system", "content": content})
+    async with api(moa) as served:
+        sent = asked(model=model, messages=talk, system=system)
+        async with served.stream(sent, "/v1/messages") as answer:
+            assert answer.status == 200, await answer.text()
+            assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    turns = ["<user>Rain?", "<assistant>No.", "<user>Now?"]
+    turns.insert(place, "<system>Be brief.")
+    prompt = "".join(["<system>You code.", *turns, "<assistant>"])
+    assert moa.prompt_of(agent) == prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages/count_tokens", {"messages": [RAIN]}),
+        ("/v1/responses/input_tokens", {"input": "Rain?"}),
+    ],
+)
+async def test_a_prompt_is_counted_as_the_model_or_the_root_gets_it(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with api() as served:
+        _, counted = await served.post(path, {**body, "model": "small"})
+        _, answer = await served.post("/v1/chat/completions", asked())
+        assert counted["input_tokens"] == answer["usage"]["prompt_tokens"] > 0
+        _, of_root = await served.post(path, {**body, "model": "duo"})
+        assert of_root["input_tokens"] > 0
+        assert (await served.post(path, {**body, "model": "none"}))[0] == 404
+        too_long = {"messages": [{**RAIN, "content": "x" * 100_000}], "input": "x" * 100_000}
+        sent = {"model": "small", **{name: too_long[name] for name in body}}
+        assert (await served.post(path, sent))[0] == 400
+
+
+@pytest.mark.parametrize("model", ["small", "duo"])
+async def test_the_stop_sequence_that_ended_an_answer_is_named_if_the_client_asked_for_it(
+    model: str,
+) -> None:
+    moa = ScriptedMoa(
+        {agent: Script("thinks", matched="Answer") for agent in ("root", "only", "small", "a", "b")}
+    )
+    async with api(moa) as served:
+        for asked_for, found in (
+            (["x", "Answer"], ("stop_sequence", "Answer")),
+            (["x"], ("end_turn", None)),
+        ):
+            fields = {"model": model, "stop_sequences": asked_for}
+            _, whole = await served.post("/v1/messages", asked(**fields))
+            assert (whole["stop_reason"], whole["stop_sequence"]) == found
+            delta = (await events_of(served, **fields))[-2]["delta"]
+            assert (delta["stop_reason"], delta["stop_sequence"]) == found
+
+
+async def test_paths_below_messages_have_errors_of_anthropics_shape() -> None:
+    async with api() as served:
+        for path in ("/v1/messages/count_tokens", "/v1/messages/batches"):
+            _, answer = await served.post(path, {"model": "small"})
+            assert (answer["type"], "message" in answer["error"]) == ("error", True)

@@ -8,7 +8,7 @@ from shell_router.api import ApiSettings
 from shell_router.api.replies import ErrorBody
 from shell_router.core.engine import ChatServing, Placement
 from shell_router.errors import EngineRejected, EngineUnreachable
-from tests.fakes.api_server import ScriptedRelay, api
+from tests.fakes.api_server import ScriptedRelay, api, chat
 
 ODD_BODY = b'{ "text":"hi",  "unknown_field": {"deep": [1, 2.50]}, "sampling_params":{}}'
 
@@ -91,6 +91,36 @@ async def test_errors_before_and_after_the_head_reach_the_client() -> None:
         assert status == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/generate", {"text": "x"}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", chat(logprobs=True)),
+        ("/v1/chat/completions", chat(n=2, temperature=0)),
+        ("/v1/responses", {"input": "x", "reasoning": {"effort": "low"}}),
+    ],
+)
+async def test_the_first_event_of_an_engines_stream_is_timed_once(
+    path: str, fields: dict[str, object]
+) -> None:
+    relay = ScriptedRelay(
+        (b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"),
+        "text/event-stream",
+        chat=ChatServing(),
+    )
+    async with api(relays={"small": relay}) as served:
+        async with served.stream({**fields, "model": "small", "stream": True}, path) as response:
+            assert response.status == 200, await response.text()
+            await response.read()
+        assert relay.forwarded
+        registry = served.services.metrics.registry
+        counted = registry.get_sample_value(
+            "shell_router_first_token_seconds_count", {"target": "small"}
+        )
+        assert counted == 1
+
+
 @pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
 async def test_an_engine_that_does_not_end_is_given_up_at_the_limit(content_type: str) -> None:
     relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), content_type, gate=asyncio.Event())
@@ -123,6 +153,7 @@ async def test_an_engines_error_keeps_status_and_message_in_the_shape_of_all_err
     "relay",
     [
         ScriptedRelay((b"busy",), status=429),
+        ScriptedRelay((b"busy",), status=503),
         ScriptedRelay((), error=EngineRejected("busy", status=429)),
     ],
 )
@@ -132,7 +163,8 @@ async def test_an_engine_that_has_too_much_to_do_is_asked_again_later(relay: Scr
         api(settings=settings, relays={"small": relay}) as served,
         served.stream(body, "/generate") as response,
     ):
-        assert (response.status, response.headers["Retry-After"]) == (429, "7")
+        assert response.status == (429 if relay.error else relay.status)
+        assert response.headers["Retry-After"] == "7"
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])

@@ -93,8 +93,8 @@ async def test_it_raises_its_own_errors() -> None:
         async with client(served, "sk-1") as ai:
             with pytest.raises(openai.NotFoundError, match="Known: auto, duo"):
                 await ai.chat.completions.create(**chat(model="missing"))
-            with pytest.raises(openai.BadRequestError, match="Leave n out"):
-                await ai.chat.completions.create(n=2, **chat())
+            with pytest.raises(openai.BadRequestError, match="temperature must be"):
+                await ai.chat.completions.create(temperature=-1, **chat())
 
 
 async def test_it_gets_thinking_apart_from_the_answer() -> None:

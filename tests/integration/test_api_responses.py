@@ -143,13 +143,18 @@ async def test_a_wrong_field_is_a_400_that_names_it(field: str) -> None:
 
 async def test_what_is_ignored_is_named() -> None:
     async with api() as served:
-        status, body = await served.post(
-            "/v1/responses", {"model": "small", "input": "x", "store": True, "colour": 1}
-        )
+        sent = {"model": "small", "input": "x", "store": True, "colour": 1}
+        hints = {
+            "truncation": "auto",
+            "text": {"verbosity": "low"},
+            "reasoning": {"effort": "low"},
+        }
+        status, body = await served.post("/v1/responses", {**sent, **hints})
         assert status == 200
-        assert body["warnings"] == [
-            f"{name} was ignored: it has no effect here." for name in ("store", "colour")
-        ]
+        names = ("store", "colour", "truncation", "text.verbosity", "reasoning_effort")
+        assert {*body["warnings"]} == {
+            f"{name} was ignored: it has no effect here." for name in names
+        }
         _, body = await served.post(
             "/v1/responses", {"model": "duo", "input": "Hi", "prefill": {}, "colour": "red"}
         )

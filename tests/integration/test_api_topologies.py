@@ -3,17 +3,18 @@ of models.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from yarl import URL
 
-from shell_router.errors import EngineUnreachable
+from shell_router.errors import EngineUnreachable, PromptRefused, PromptTooLong
 from shell_router.topology import LiveSettings, parse_topology
-from tests.fakes.api_server import DUO, Api, api, chat, until
-from tests.fakes.moa import ScriptedMoa
+from tests.fakes.api_server import DUO, WAYS, Api, api, chat, hear, until
+from tests.fakes.moa import ScriptedMoa, WordTokenizer, agent_of
 from tests.fakes.scripted_engine import Gates, Script
 
 PAIR = {"agents": {"a": {"model": "small"}, "root": {"model": "large", "precursors": ["a"]}}}
@@ -185,6 +186,45 @@ async def test_topologies_are_put_listed_read_replaced_and_deleted() -> None:
         assert (await served.post("/v1/chat/completions", chat(model="mine")))[0] == 404
 
 
+async def test_a_key_that_a_json_topology_has_twice_is_named() -> None:
+    async with api() as served:
+        for text in (
+            '{"agents": {"p": {"model": "small"}, "p": {"model": "large"}}}',
+            '{"agents": {"p": {"model": "small"}}, "agents": {}}',
+            '{"agents": {"p": {"model": "small", "sampling": {"top_p": 1, "top_p": 0.5}}}}',
+        ):
+            async with served.client.put(
+                f"{served.url}/v1/topologies/mine",
+                data=text,
+                headers={"Content-Type": "application/json"},
+            ) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["message"].endswith("twice. Keep one of them.")) == (
+                    400,
+                    True,
+                )
+        nested = "[" * 900 + "]" * 900
+        async with served.client.put(
+            f"{served.url}/v1/topologies/mine",
+            data=f'{{"agents": {nested}}}',
+            headers={"Content-Type": "application/json"},
+        ) as answer:
+            assert answer.status == 400
+
+
+async def test_a_name_with_slashes_is_found_in_paths_as_it_is() -> None:
+    async with api() as served:
+        async with served.client.put(f"{served.url}/v1/topologies/Org/Model-1", json=PAIR) as put:
+            assert (put.status, (await put.json())["name"]) == (201, "Org/Model-1")
+        for path in ("Org/Model-1", "Org%2FModel-1"):
+            status, model = await served.get(f"/v1/models/{path}")
+            assert (status, model["id"], model["max_model_len"]) == (200, "Org/Model-1", 4096)
+            assert (await served.get(f"/v1/topologies/{path}"))[0] == 200
+        assert (await served.get("/v1/models/Org/Model"))[1]["error"]["code"] == "model_not_found"
+        async with served.client.delete(f"{served.url}/v1/topologies/Org/Model-1") as deleted:
+            assert deleted.status == 200
+
+
 @pytest.mark.parametrize("name", ["a b", "x\ny", "a" * 5000, "inline"])
 async def test_the_routes_name_is_checked_as_a_documents_is(name: str) -> None:
     async with api() as served:
@@ -205,7 +245,7 @@ async def test_clients_change_nothing_unless_the_deployment_lets_them() -> None:
             await served.get("/v1/topologies"),
             await served.get("/v1/topologies/duo"),
             await served.post("/v1/chat/completions", brought(PAIR)),
-            await served.post("/v1/chat/completions", chat(judge="small")),
+            await served.post("/v1/chat/completions", chat(models=["small"])),
         ]
         assert {(status, body["error"]["code"]) for status, body in refused} == {
             (403, "topologies_off")
@@ -269,6 +309,18 @@ PANELS: dict[str, tuple[dict[str, object], list[str], str]] = {
         ["small", "medium"],
         "large",
     ),
+    "only members": ({"models": ["small", "medium"], "quorum": 2}, ["small", "medium"], "small"),
+    "members, and a model that judges": (
+        {"model": "large", "models": ["small"], "criteria": "strict"},
+        ["small"],
+        "large",
+    ),
+    "models, and a judge of them": (
+        {"model": ["small", "medium"], "judge": "large"},
+        ["small", "medium"],
+        "large",
+    ),
+    "a model, and a judge of it": ({"model": "small", "judge": ["large"]}, ["small"], "large"),
     "OpenRouter's alias": (
         {"model": "openrouter/fusion"},
         ["other", "small", "medium", "large"],
@@ -277,13 +329,14 @@ PANELS: dict[str, tuple[dict[str, object], list[str], str]] = {
 }
 
 
-async def test_a_topology_files_yaml_is_put_and_what_is_wrong_with_it_is_named_by_its_line() -> (
-    None
-):
+@pytest.mark.parametrize("media_type", ["application/yaml", "text/yaml", "application/x-yaml"])
+async def test_a_topology_files_yaml_is_put_and_what_is_wrong_with_it_is_named_by_its_line(
+    media_type: str,
+) -> None:
     async with api() as served:
 
         async def put(text: bytes) -> tuple[int, dict[str, Any]]:
-            kind = {"Content-Type": "application/yaml"}
+            kind = {"Content-Type": media_type}
             async with served.client.put(
                 f"{served.url}/v1/topologies/mine", data=text, headers=kind
             ) as answer:
@@ -313,7 +366,8 @@ async def test_a_panel_answers_side_by_side_and_the_judge_reads_all(shape: str) 
         status, answer = await served.post("/v1/chat/completions", body)
         assert status == 200, answer
         assert answer["choices"][0]["message"]["content"] == "it is 4"
-        assert answer["model"] == fields.get("model", "fusion")
+        names = fields.get("model", "fusion")
+        assert answer["model"] == (names[0] if isinstance(names, list) else names)
         used = [one["model"] for one in answer["agents"].values()]
         assert used == [*members, judge]
         assert all(
@@ -332,6 +386,13 @@ async def test_a_panel_answers_side_by_side_and_the_judge_reads_all(shape: str) 
         ({"fusion": {"models": ["small"]}, "judge": "large"}, "judge"),
         ({"plugins": [{"id": "web"}]}, "plugins[0].id"),
         ({"topology": PAIR, "judge": "large"}, "topology"),
+        ({"models": [], "judge": "large"}, "models"),
+        ({"models": []}, "models"),
+        ({"model": "small", "judge": []}, "judge"),
+        ({"model": "small", "fusion": {}}, "fusion.models"),
+        ({"model": "small", "plugins": [{"id": "fusion"}]}, "plugins[0].models"),
+        ({"model": "absent", "judge": "large"}, "model[0]"),
+        ({"model": None, "judge": "large"}, "models"),
     ],
 )
 async def test_a_panel_that_cannot_be_is_refused_by_path(
@@ -340,6 +401,36 @@ async def test_a_panel_that_cannot_be_is_refused_by_path(
     async with api() as served:
         status, body = await served.post("/v1/chat/completions", chat(**fields))
         assert (status, body["error"]["param"]) == (400, path), body
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"models": ["small"], "judge": "large"}, 77),
+        ({"fusion": {"models": ["small"], "max_completion_tokens": 5}}, 5),
+    ],
+)
+async def test_the_clients_limit_holds_for_members_too_and_cut_drafts_are_named(
+    way: tuple[str, bool], fields: dict[str, object], limit: int
+) -> None:
+    moa = ScriptedMoa({"panel-1": Script("never", reason="length"), "judge": "it is 4"})
+    async with api(moa) as served:
+        heard = await hear(served, way, chat()["messages"], **fields, max_tokens=77)
+        asked = next(one for one in moa.engines["small"].generated if agent_of(one) == "panel-1")
+        assert asked.sampling["max_new_tokens"] == limit
+        assert (heard.status, heard.text) == (200, "it is 4")
+        (warning,) = heard.warnings
+        assert "cut at their limit" in warning and "panel-1" in warning
+
+
+async def test_an_answer_that_is_cut_itself_is_told_by_its_finish_reason_alone() -> None:
+    moa = ScriptedMoa({"root": Script("it is", reason="length")})
+    async with api(moa) as served:
+        _, body = await served.post("/v1/chat/completions", chat(include_agents=True))
+        reasons = {name: one["finish_reason"] for name, one in body["agents"].items()}
+        assert reasons == {"left": "stop", "right": "stop", "root": "length"}
+        assert body["choices"][0]["finish_reason"] == "length" and "warnings" not in body
 
 
 async def test_the_judge_begins_without_those_that_the_quorum_does_not_wait_for() -> None:
@@ -404,6 +495,133 @@ async def test_a_panel_of_which_all_fail_is_an_error_and_a_judge_that_has_begun_
             "/v1/chat/completions", chat(fusion={"models": ["small", "medium"]})
         )
         assert (status, body["error"]["code"]) == (502, "engine_error")
+
+
+class Strict(WordTokenizer):
+    """Its template has no place for system messages."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *more: Any) -> str:
+        if messages[0]["role"] == "system":
+            raise PromptRefused("The template refuses system messages.")
+        return super().render_chat(messages, *more)
+
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "word " * 60}]
+REFUSALS = ("its context is short", "its template has no such role", "its engine says too long")
+
+
+def refusing(refusal: str) -> ScriptedMoa:
+    """Models of which `small` cannot take ASKED."""
+    moa = ScriptedMoa({"judge": "it is 4"})
+    if refusal == REFUSALS[0]:
+        moa.models["small"] = replace(moa.models["small"], context_length=60)
+    elif refusal == REFUSALS[1]:
+        moa.models["small"] = replace(moa.models["small"], tokenizer=Strict())
+    else:
+        refused = Script("", error=PromptTooLong("Over the context."))  # type: ignore[arg-type]
+        moa.engines["small"].answer = lambda request: refused
+    return moa
+
+
+def agents_of(moa: ScriptedMoa, alias: str) -> list[str]:
+    """The agents that the model has answered."""
+    return [agent_of(request) for request in moa.engines[alias].generated]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_member_and_a_judge_that_cannot_take_the_prompt_are_failed_ones(
+    way: tuple[str, bool], refusal: str
+) -> None:
+    async with api(refusing(refusal)) as served:
+        panel = {"models": ["small", "medium"], "judge": ["small", "large"]}
+        heard = await hear(served, way, ASKED, **panel)
+        assert (heard.status, heard.text) == (200, "it is 4")
+        (warning,) = heard.warnings
+        assert "panel-1" in warning and "'small'" in warning
+        assert agents_of(served.moa, "medium") == ["panel-2"]
+        assert agents_of(served.moa, "large") == ["judge"]
+        prompt = served.moa.prompt_of("judge") if refusal != REFUSALS[2] else ""
+        assert "panel-1 speaks" not in prompt
+        assert not served.moa.running
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("way", WAYS)
+async def test_without_another_way_to_an_answer_the_error_names_agent_and_model(
+    way: tuple[str, bool], refusal: str
+) -> None:
+    both = {"a": {"model": "small"}, "b": {"model": "medium"}}
+    root = {"model": "large", "precursors": ["a", "b"]}
+    inner = {"model": "medium", "precursors": ["a"]}
+    graphs = [
+        {"agents": {**both, "root": root}},
+        {"agents": {"a": {**both["a"], "on_failure": "drop"}, "root": inner}},
+        {"agents": {"a": both["a"]}},
+    ]
+    for graph in graphs:
+        async with api(refusing(refusal)) as served:
+            heard = await hear(served, way, ASKED, topology=graph)
+            assert heard.status == 400 or (refusal == REFUSALS[2] and heard.error)
+            message = heard.error["message"]
+            if refusal != REFUSALS[2]:
+                assert not served.moa.engines["medium"].generated
+            if refusal != REFUSALS[2] or graph is not graphs[1]:
+                assert "'a'" in message and "'small'" in message, message
+            assert "root" not in agents_of(served.moa, "large")
+
+
+@pytest.mark.parametrize("refusal", REFUSALS[:2])
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_model_that_cannot_take_the_prompt_is_not_chosen_and_fallbacks_replace_it(
+    way: tuple[str, bool], refusal: str
+) -> None:
+    several = {"model": ["small", "medium"]}
+    fallback = {"topology": {"agents": {"a": {"model": "small", "fallbacks": ["medium"]}}}}
+    for fields in (several, fallback):
+        async with api(refusing(refusal)) as served:
+            heard = await hear(served, way, ASKED, **fields)
+            assert (heard.status, heard.warnings) == (200, []) and heard.text
+            assert not served.moa.engines["small"].generated
+
+
+@pytest.mark.parametrize("refusal", REFUSALS[:2])
+async def test_an_agent_request_leaves_models_out_that_cannot_take_its_prompt(refusal: str) -> None:
+    async with api(refusing(refusal)) as served:
+        body = {"program": "p", "agent": "a", "model": ["small", "medium"], "messages": ASKED}
+        status, answer = await served.post("/v1/agent/requests", body)
+        assert (status, answer.get("model")) == (200, "medium"), answer
+        status, answer = await served.post(
+            "/v1/agent/requests", {**body, "agent": "b", "model": "small"}
+        )
+        assert status == 400
+        assert "'b'" in answer["error"]["message"] and "'small'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_blank_draft_is_no_answer(way: tuple[str, bool], blank: str) -> None:
+    scripts = {"panel-1": blank, "judge": "it is 4"}
+    panel = {"models": ["small", "medium"], "judge": "large", "quorum": 1}
+    async with api(ScriptedMoa(scripts)) as served:
+        heard = await hear(served, way, chat()["messages"], **panel)
+        assert (heard.status, heard.text) == (200, "it is 4")
+        (warning,) = heard.warnings
+        assert "'panel-1' wrote nothing" in warning
+        prompt = served.moa.prompt_of("judge")
+        assert "panel-2 speaks" in prompt and "Draft 1" not in prompt
+    async with api(ScriptedMoa({**scripts, "panel-2": blank})) as served:
+        heard = await hear(served, way, chat()["messages"], **panel)
+        assert "No agent of 'panel' has answered" in heard.error["message"]
+        assert not served.moa.engines["large"].generated
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_no_plugins_are_no_panel(way: tuple[str, bool]) -> None:
+    async with api(ScriptedMoa({"small": "it is 4"})) as served:
+        heard = await hear(served, way, chat()["messages"], model="small", plugins=[])
+        assert (heard.status, heard.text, heard.warnings) == (200, "it is 4", [])
+        assert len(served.moa.engines["small"].generated) == 1
 
 
 async def test_a_panel_answers_a_response() -> None:

@@ -63,7 +63,9 @@ async def test_a_response_is_made_without_its_client_and_given_by_every_router(
         router(redis) as there,
         clients(here, there) as (one, two),
     ):
-        begun = await one.responses.create(**ASK, metadata={"for": "us"})
+        tool = {"type": "function", "name": "f", "parameters": {"maximum": 2**70 + 1}}
+        tools: Any = [tool]
+        begun = await one.responses.create(**ASK, metadata={"for": "us"}, tools=tools)
         assert begun.status == "queued" and begun.background
         await gates.until_waiting(1)
         for client in (one, two):
@@ -71,6 +73,7 @@ async def test_a_response_is_made_without_its_client_and_given_by_every_router(
         gates.open("root")
         found = [await ended(client, begun.id) for client in (one, two)]
         assert found[0] == found[1] and found[0].status == "completed"
+        assert found[0].to_dict()["tools"] == tools
         assert "root is done" in found[0].output_text and found[0].metadata == {"for": "us"}
         assert found[0].created_at == begun.created_at and found[0].usage is not None
         assert asked(here, there) == ["left", "right", "root"]
@@ -373,7 +376,7 @@ async def test_without_redis_background_is_refused_with_the_remedy() -> None:
         status, body = await served.post(RESPONSES, ASK)
         assert (status, body["error"]["param"]) == (400, "background")
         assert "Set cache.backend to redis" in body["error"]["message"]
-        assert (await served.get(f"{RESPONSES}/resp_{'0' * 32}"))[0] == 400
+        assert (await served.get(f"{RESPONSES}/resp_{'0' * 32}"))[0] == 404
 
 
 async def test_a_response_goes_on_while_redis_is_away(redis: RedisServer) -> None:

@@ -40,3 +40,21 @@ async def test_a_program_is_known_for_as_long_as_the_cache_keeps_its_outputs(
             passed_s = ttl_s
             with pytest.raises(UnknownProgram):
                 programs.state("tenant", "p")
+
+
+async def test_a_router_that_starts_without_its_redis_says_so_in_its_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ScriptedPair(ScriptedSettings(vocabulary=30)) as pair:
+        config = Config(
+            {
+                "small": ModelSettings(
+                    MODEL, pairs=(PairSettings(pair.prefill.url, pair.decode.url),)
+                )
+            },
+            embedder=EmbedderSettings("none"),
+            cache=CacheSettings("redis", "redis://:hidden@127.0.0.1:1/0"),
+        )
+        async with run_services(config):
+            assert "Redis is away" in caplog.text
+            assert "hidden" not in caplog.text

@@ -33,7 +33,8 @@ def thresholds(*each: float) -> Tried:
     return Tried(each)
 
 
-TREE = "name: mine\ntree: {shape: [3, 1], models: [a]}\n"
+SHORT = "defaults: {sampling: {max_new_tokens: 128}}\n"
+TREE = f"name: mine\ntree: {{shape: [3, 1], models: [a]}}\n{SHORT}"
 
 
 def written(folder: Path, pair: ScriptedPair, gate: str) -> tuple[Path, Path]:
@@ -42,7 +43,9 @@ def written(folder: Path, pair: ScriptedPair, gate: str) -> tuple[Path, Path]:
         folder / name for name in ("model", "mine.yaml", "other.yaml", "router.yaml")
     )
     topology.write_text(f"{TREE}early_exit: {gate}\n", encoding="utf-8")
-    other.write_text("name: other\ntree: {shape: [2, 1], models: [a]}\n", encoding="utf-8")
+    other.write_text(
+        f"name: other\ntree: {{shape: [2, 1], models: [a]}}\n{SHORT}", encoding="utf-8"
+    )
     pairs = f"[{{prefill: '{pair.prefill.url}', decode: '{pair.decode.url}'}}]"
     config.write_text(
         f"models: {{a: {{path: '{make_checkpoint(model)}', pairs: {pairs}}}}}\n"

@@ -168,7 +168,7 @@ async def test_what_is_said_of_sampling_is_sent_with_the_same_seed_in_all_settin
         )
     asked = {agent_of(one): one.sampling for alias in LIMITS for one in _asked(moa, alias)}
     assert (asked["small"]["temperature"], asked["small"]["max_new_tokens"]) == (0.3, 77)
-    assert asked["root"]["temperature"] == 0.3 and asked["root"]["max_new_tokens"] == 128
+    assert asked["root"]["temperature"] == 0.3 and asked["root"]["max_new_tokens"] > 77
     assert {asked[name]["sampling_seed"] for name in ("small", "root")} == {request_seed(3, 0)}
 
 

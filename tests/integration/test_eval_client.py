@@ -68,12 +68,17 @@ async def test_an_answer_that_is_no_json_is_shown() -> None:
             await client.list_settings()
 
 
-async def test_a_missing_router_is_reported_with_the_url() -> None:
+@pytest.mark.parametrize(
+    ("port", "cause"), [(1, "Connection refused"), (99999, "http://127.0.0.1:99999/ready")]
+)
+async def test_a_missing_router_is_reported_with_the_url_and_without_its_password(
+    port: int, cause: str
+) -> None:
     async with aiohttp.ClientSession() as session:
-        with pytest.raises(
-            EngineUnreachable, match=r"No answer from a router at http://127\.0\.0\.1:1"
-        ):
-            await RouterClient(session, "http://127.0.0.1:1").wait_until_ready(limit_s=5)
+        client = RouterClient(session, f"http://me:hidden@127.0.0.1:{port}")
+        with pytest.raises(EngineUnreachable) as error:
+            await client.wait_until_ready(limit_s=5)
+    assert error.value.args[0] == (f"No answer from a router at http://127.0.0.1:{port}: {cause}.")
 
 
 async def test_an_openai_base_url_will_do_and_latency_is_measured_by_the_clock() -> None:

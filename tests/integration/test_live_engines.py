@@ -3,6 +3,7 @@ is checked first.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import openai
+import pytest
 
 from benchmarks.scripted.server import BootstrapRooms, ScriptedServer, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
@@ -72,7 +74,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(pairs: int = 2) -> AsyncIterator[Fleet]:
+async def fleet(pairs: int = 2, *, host: str = "127.0.0.1") -> AsyncIterator[Fleet]:
     rooms, keys = BootstrapRooms(), {"ops": ApiKey("sk-o", operator=True), "tenant": ApiKey("sk-t")}
     async with AsyncExitStack() as stack:
 
@@ -83,7 +85,7 @@ async def fleet(pairs: int = 2) -> AsyncIterator[Fleet]:
 
         there = [Pair(await started("prefill"), await started("decode")) for _ in range(pairs)]
         config = Config(
-            {"small": ModelSettings(MODEL, pairs=(PairSettings(**there[0].urls),))},
+            {"small": ModelSettings(MODEL, pairs=(PairSettings(**spelled(there[0], host)),))},
             embedder=EmbedderSettings("none"),
             listen=Listen(port=0),
             limits=Limits(
@@ -179,6 +181,56 @@ async def test_a_drain_that_takes_longer_than_is_waited_for_says_what_still_runs
         assert (await at.ask("DELETE", model="small", **first.urls)) == gone
 
 
+def spelled(pair: Pair, host: str, end: str = "") -> dict[str, str]:
+    """Spell the URLs of a pair with another host, or a user."""
+    return {role: url.replace("127.0.0.1", host) + end for role, url in pair.urls.items()}
+
+
+async def test_passwords_of_engine_urls_are_in_no_metric_answer_or_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "shell_router")
+    host = "user:hidden@127.0.0.1"
+    async with fleet(3, host=host) as at:
+        first, second, third = at.pairs
+        added = await at.ask("POST", {"model": "small", "pair": spelled(second, host)})
+        assert added == (201, {"model": "small", **second.urls})
+        listed = await at.ask("GET")
+        assert listed == (
+            200,
+            {
+                "object": "list",
+                "data": [{"model": "small", **pair.urls} for pair in (first, second)],
+            },
+        )
+        gone = spelled(third, host)
+        await third.decode.stop()
+        lost = await at.ask("POST", {"model": "small", "pair": gone})
+        assert lost[0] == 502
+        await third.decode.start()
+        await at.ask("DELETE", model="small", **spelled(second, host))
+        drained = await at.ask("DELETE", model="small", **second.urls)
+        assert drained == (200, {"model": "small", **second.urls, "running": 0})
+        async with at.http.get(f"{at.url}/metrics", headers=OPERATOR) as answer:
+            metrics = await answer.text()
+        assert f'url="{first.prefill.url}"' in metrics
+        assert "hidden" not in metrics + str(lost) + caplog.text
+
+
+async def test_servers_that_were_started_with_another_model_are_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fleet(4) as at:
+        paths = ("/models/small/", "org/Small", "/c/models--org--Small/snapshots/0a1", "/m/large")
+        for pair, path in zip(at.pairs, paths, strict=True):
+            pair.decode.memory.model_path = path
+            if pair is not at.pairs[0]:
+                assert (await at.add(pair))[0] == 201
+        lines = [line for line in caplog.messages if "the model's path is" in line]
+        assert len(lines) == 1
+        assert at.pairs[3].decode.url in lines[0] and "/m/large" in lines[0]
+
+
 async def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     ports = free_ports(2)
     gone = {"prefill": f"http://127.0.0.1:{ports[0]}", "decode": f"http://127.0.0.1:{ports[1]}"}
@@ -191,6 +243,16 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
             ({"model": "small", "pair": []}, 400, "pair"),
             ({"model": "small", "pair": {"prefill": "x"}}, 400, "pair.prefill"),
             (
+                {"model": "small", "pair": {**second.urls, "prefill": "http://127.0.0.1:99999"}},
+                400,
+                "pair.prefill",
+            ),
+            (
+                {"model": "small", "pair": {**second.urls, "decode": "http://h:1?token=x"}},
+                400,
+                "pair",
+            ),
+            (
                 {"model": "small", "pair": {**second.urls, "bootstrap_port": 0}},
                 400,
                 "pair.bootstrap_port",
@@ -200,6 +262,8 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
             ({"model": "large", "pair": second.urls}, 409, None),
             ({"model": "small", "pair": {**second.urls, "launch": {}}}, 409, None),
             ({"model": "small", "pair": first.urls}, 409, None),
+            ({"model": "small", "pair": spelled(first, "localhost", "/")}, 409, None),
+            ({"model": "small", "pair": spelled(first, "user:password@127.0.0.1")}, 409, None),
             (
                 {
                     "model": "small",

@@ -5,12 +5,19 @@ model in later.
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 import orjson
 import pytest
 
-from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
+from benchmarks.scripted.http import Exchange
+from benchmarks.scripted.server import (
+    BootstrapRooms,
+    ScriptedPair,
+    ScriptedServer,
+    ScriptedSettings,
+)
 from launch.sglang_cpu.pair import free_ports
 from shell_router.app import serve_deployment
 from shell_router.config import (
@@ -23,6 +30,7 @@ from shell_router.config import (
     PairSettings,
 )
 from shell_router.config.settings import AccessLogSettings
+from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import ConfigError, EngineStalled
 from tests.fakes.api_server import Api, chat, until
 from tests.fakes.certificates import authority
@@ -140,12 +148,49 @@ async def test_a_wrong_file_of_keys_or_certificate_shows_before_anything_is_star
     assert not lines
 
 
+class Tokenizing(ScriptedServer):
+    """A server that tells its tokenizer's ids, as SGLang's do."""
+
+    def __init__(self, role: Literal["prefill", "decode"], rooms: BootstrapRooms) -> None:
+        super().__init__(replace(SERVERS, role=role), rooms=rooms)
+        self.tokenizer = HfTokenizer.from_folder(MODEL, {})
+        self._routes[b"/tokenize"] = self._tokenize
+
+    def _tokenize(self, exchange: Exchange) -> None:
+        body = orjson.loads(exchange.body)
+        assert body["add_special_tokens"] is False
+        exchange.answer_json({"tokens": self.tokenizer.encode(body["prompt"])})
+
+
+class Shifted(HfTokenizer):
+    """A tokenizer of other ids."""
+
+    def encode(self, text: str) -> list[int]:
+        return [token + 1 for token in super().encode(text)]
+
+
+async def test_a_server_with_another_tokenizer_than_the_models_folder_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rooms = BootstrapRooms()
+    async with Tokenizing("prefill", rooms) as prefill, Tokenizing("decode", rooms) as decode:
+        for tokenizer, warnings in (
+            (HfTokenizer.from_folder(MODEL, {}), 0),
+            (Shifted.from_folder(MODEL, {}), 1),
+        ):
+            decode.tokenizer = tokenizer
+            async with serve_deployment(deployment(small=(prefill.url, decode.url))):
+                lines = [line for line in caplog.messages if "tokenizes otherwise" in line]
+            assert len(lines) == warnings
+        assert decode.url in lines[0]
+
+
 async def test_a_router_none_of_whose_models_has_engines_does_not_start() -> None:
     nothing = ("http://127.0.0.1:1", "http://127.0.0.1:2")
     config = deployment(small=nothing, large=nothing)
     config = replace(config, limits=replace(config.limits, engine_start_s=0.1))
     with pytest.raises(
-        EngineStalled, match=r"engines of small, large were not ready within 0\.1 s"
+        EngineStalled, match=r"of small, large .* within 0\.1 s: .*127\.0\.0\.1:1: .*; .*:1: "
     ):
         async with serve_deployment(config):
             pass

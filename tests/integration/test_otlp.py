@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.resources import Resource
 
 from shell_router.core.spans import CURRENT, SpanContext
@@ -95,12 +95,34 @@ async def test_a_runs_spans_arrive_in_its_clients_trace_with_parents_and_links()
     assert [span.span_id for span in asked.prefilled if span] == [
         span.span_id.hex() for span in updates
     ]
+    assert (run.status.code, chats["root"].status.code) == (Status.STATUS_CODE_OK, 0)
+    kinds = [attributes(span)["openinference.span.kind"] for span in (run, agents["root"])]
+    assert kinds == ["CHAIN", "AGENT"]
+    assert attributes(chats["root"])["openinference.span.kind"] == "LLM"
     assert attributes(chats["root"])["gen_ai.operation.name"] == "chat"
     assert attributes(agents["root"])["gen_ai.agent.name"] == "root"
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in every)
     assert run.start_time_unix_nano <= min(span.start_time_unix_nano for span in every)
     assert counts == {"exported": len(every)}
     assert at.schemas == {SCHEMA}
+
+
+@pytest.mark.parametrize("texts", [False, True])
+async def test_a_run_has_its_question_and_answer_only_if_the_deployment_asks(texts: bool) -> None:
+    async with receiver() as at:
+        export = SpanExport(at.url, lambda outcome, count: None, linger_s=0, texts=texts)
+        async with api(spans=export) as served:
+            status, body = await served.post("/v1/chat/completions", chat("Rain?", user="me"))
+        await asyncio.to_thread(export.close, 60.0)
+        (run,) = at.spans["invoke_workflow duo"]
+    assert status == 200
+    (kept,) = served.services.traces.latest("local", lambda _: True, 2)
+    assert kept.question is None and kept.answer is None  # texts of a thousand runs may be large
+    facts = attributes(run)
+    assert facts["user.id"] != "me"
+    answer = body["choices"][0]["message"]["content"]
+    expected = ("Rain?", answer) if texts else (None, None)
+    assert (facts.get("input.value"), facts.get("output.value")) == expected
 
 
 async def test_an_early_exit_is_a_span_of_its_run_that_links_the_agents_that_agreed() -> None:

@@ -8,7 +8,7 @@ import aiohttp
 import orjson
 import pytest
 
-from benchmarks.scripted.server import ScriptedSettings
+from benchmarks.scripted.server import Fault, ScriptedSettings
 from shell_router.core.engine import Finish, Generation, Hints, Tokens
 from shell_router.engines.address import PairLimits
 from shell_router.engines.sglang import SglangPair
@@ -140,6 +140,33 @@ async def test_a_cache_that_nothing_warms_is_named_with_its_remedy() -> None:
     async with served(ScriptedSettings(cache_tokens=0)) as at:
         with pytest.raises(EngineRejected, match="disable-radix-cache"):
             await at.pair.fleet.probe()
+
+
+@pytest.mark.parametrize(("overlaps", "waits"), [(True, 8), (False, 0)])
+async def test_equal_prompts_wait_for_the_first_where_a_server_overlaps_passes(
+    overlaps: bool, waits: int
+) -> None:
+    async with served(ScriptedSettings(overlaps_passes=overlaps, prefill_s=0.01)) as at:
+        await at.pair.fleet.probe()
+        requests = [generation(f"r{index}", 1200) for index in range(9)]
+        results = await asyncio.gather(*(collect(at.pair, request) for request in requests))
+        assert at.pair.fleet.waited_for_prefix == waits
+        assert sum(finish.cached_tokens == 1199 for _, finish in results) >= waits
+        await at.quiet()
+
+
+async def test_a_request_that_waits_for_a_prompt_that_fails_is_answered() -> None:
+    async with served(ScriptedSettings(overlaps_passes=True)) as at:
+        await at.pair.fleet.probe()
+        at.break_leg("prefill", Fault("status", times=1))
+        requests = [generation(f"r{index}", 1200) for index in range(3)]
+        failed, *others = await asyncio.gather(
+            *(collect(at.pair, request) for request in requests), return_exceptions=True
+        )
+        assert isinstance(failed, EngineRejected)
+        assert not any(isinstance(other, BaseException) for other in others)
+        assert at.pair.fleet.waited_for_prefix == 2
+        await at.quiet()
 
 
 async def test_loads_and_health_are_read_from_both_servers() -> None:

@@ -148,8 +148,9 @@ async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(
         await fails(at, EngineUnreachable, times=BREAKER.failures)
         assert "circuit breaker of the" in caplog.text
         sent = at.decodes[0].requests
-        with pytest.raises(EngineUnavailable, match=r"decode-0 is open.* another 5.0 s"):
+        with pytest.raises(EngineUnavailable, match=r"decode-0 is open.* another 5.0 s") as error:
             await collect(at.pool, generation())
+        assert error.value.retry_s == BREAKER.open_s
         at.now_s += BREAKER.open_s
         await fails(at, EngineUnreachable)  # the trial
         await fails(at, EngineUnavailable)

@@ -1,6 +1,8 @@
 """A request that fails before its first token is sent again unnoticed; later failures are
 reported."""
 
+from dataclasses import replace
+
 import orjson
 import pytest
 
@@ -117,3 +119,42 @@ async def test_a_relayed_request_is_sent_again_under_a_fresh_id(
         assert first["rid"] != second["rid"] and first["bootstrap_room"] != second["bootstrap_room"]
         assert at.pool.fleet.retried == 1
         await at.idle()
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ({"top_logprobs_num": 1, "return_logprob": True}, "top_logprobs_num"),
+        ({"sampling_params": {"regex": "a", "temperature": 0}}, "regex"),
+        ({"sampling_params": {"of_a_later_sglang": 1, "ebnf": "x"}}, "ebnf, of_a_later_sglang"),
+    ],
+)
+async def test_a_server_that_dies_of_a_request_is_the_only_one_that_gets_it(
+    leg: str, body: dict[str, object], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scripted_pool(prefills=2, decodes=2) as at:
+        for server in at.prefills if leg == "prefill" else at.decodes:
+            at.strike(Fault("close"), server)
+        with pytest.raises(EngineUnreachable):
+            await relayed(at, orjson.dumps({"input_ids": [1], "stream": True, **body}))
+        assert at.pool.fleet.retried == 0
+        assert f"may die of its {names}: The {leg} engine" in caplog.text
+        await at.idle()
+
+
+async def test_a_generation_with_a_grammar_that_ended_a_server_is_not_sent_again() -> None:
+    async with scripted_pool() as at:
+        at.strike(Fault("close"), at.decodes[0])
+        asked = replace(generation(), sampling={"max_new_tokens": 8, "json_schema": "{}"})
+        with pytest.raises(EngineUnreachable):
+            await collect(at.pool, asked)
+        assert (at.pool.fleet.retried, at.decodes[0].requests) == (0, 1)
+
+
+async def test_a_request_that_a_living_server_refuses_is_sent_again_with_any_field() -> None:
+    async with scripted_pool() as at:
+        once(Fault("status", status=503), at, "decode")
+        body = {"input_ids": [1], "sampling_params": {"regex": "a"}}
+        assert b"output_ids" in await relayed(at, orjson.dumps(body))
+        assert at.pool.fleet.retried == 1

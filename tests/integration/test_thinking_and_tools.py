@@ -122,6 +122,29 @@ async def test_a_forced_call_has_the_arguments_that_its_schema_asks_for(
     assert after.choices[0].finish_reason in ("length", "stop")
 
 
+async def test_a_loop_of_calls_finds_the_roots_prompt_cached(ai: openai.AsyncOpenAI) -> None:
+    messages = [*ASKED]
+    before = 0
+    for _ in range(4):
+        answer = await ai.chat.completions.create(
+            model="tree",
+            messages=messages,
+            tools=TOOLS,
+            tool_choice="required",
+            max_tokens=120,
+            extra_body={"include_agents": True},
+        )
+        agents: Any = (answer.model_extra or {})["agents"]
+        assert agents["root"]["cached_tokens"] >= before
+        before = agents["root"]["prompt_tokens"]
+        kept = {agents[name]["state"] for name in ("left", "right")}
+        assert kept == ({"kept"} if len(messages) > 1 else {"finished"})
+        message: Any = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        ids = [call.id for call in message.tool_calls]
+        messages += [{"role": "tool", "tool_call_id": id, "content": "Rain."} for id in ids]
+
+
 async def test_an_answer_in_a_schema_follows_the_thinking(ai: openai.AsyncOpenAI) -> None:
     schema = {
         "type": "object",

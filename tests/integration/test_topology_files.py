@@ -33,8 +33,9 @@ def shipped() -> dict[str, Graph]:
 
 
 def test_the_shipped_topologies_are_there(shipped: dict[str, Graph]) -> None:
-    agents = {"tree-9-3-1", "all-to-all-9-9-1", "self-consistency", "plan-solve-verify", "tiny"}
-    steps = {"small-first", "by-request"}
+    agents = {"tree-9-3-1", "all-to-all-9-9-1", "plan-solve-verify", "tiny"}
+    agents |= {"self-consistency", "confidence-vote", "best-of-n"}
+    steps = {"small-first", "by-request", "self-refine"}
     assert set(shipped) == agents | steps
     assert {name for name, one in shipped.items() if isinstance(one, Conditional)} == steps
 
@@ -134,7 +135,7 @@ CHANGES_OF_STEPS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a number for a label": (("start", 0, "when", "label", "effort"), 3),
     "no examples": (("classifiers", "subject"), {"examples": {}}),
     "an unknown subject": (("start", 0, "when", "of"), "answer"),
-    "a step that may be dropped": (("steps", "quick", "on_failure"), "drop"),
+    "a step that several may follow if it fails": (("steps", "quick", "on_failure"), ["careful"]),
 }
 
 

@@ -215,6 +215,41 @@ async def test_an_answer_has_its_schema_whole_and_streamed(
     assert bool(thinking) == (model == "thinker")
 
 
+REFERRING: Any = {
+    **PARAMETERS,
+    "properties": {"city": {"$ref": "#/definitions/city"}},
+    "definitions": {"city": CITY},
+}
+SURE: Any = {"properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+SURE |= {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("model", ["plain", "by-engine", "tree"])
+async def test_tools_with_a_schema_give_calls_or_an_answer_that_obeys_it(
+    model: str, choice: str, ai: openai.AsyncOpenAI
+) -> None:
+    asked: Any = {
+        "model": model,
+        "messages": ASKED,
+        "tools": [{"type": "function", "function": {**FUNCTION, "parameters": REFERRING}}],
+        "tool_choice": choice,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SURE}},
+        "max_tokens": 200,
+        "parallel_tool_calls": False,
+        "frequency_penalty": SOME_PENALTY,
+    }
+    for seed in range(3):
+        answer = await ai.chat.completions.create(**asked, seed=seed)
+        message = answer.choices[0].message
+        arguments = [call.function.arguments for call in message.tool_calls or []]  # type: ignore[union-attr]
+        assert len(arguments) == 1 or (choice == "auto" and not arguments), answer
+        if arguments:
+            assert json.loads(arguments[0])["city"] in ("Bonn", "Kyoto")
+        else:
+            assert isinstance(json.loads(message.content or "")["sure"], bool)
+
+
 async def test_no_successor_reads_thinking(ai: openai.AsyncOpenAI) -> None:
     stream: Any = await ai.chat.completions.create(
         model="tree",

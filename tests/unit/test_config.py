@@ -461,3 +461,40 @@ def test_an_embedder_that_begins_with_a_dot_is_a_folder_from_the_files_own(tmp_p
         tmp_path / "mine"
     )
     assert _load(tmp_path, MODELS + "embedder: {model: Qwen/Qwen3}").embedder.model == "Qwen/Qwen3"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:0",
+        "http://::1:9401",
+        "http://host:abc",
+        "http://[::1",
+        "http:///x",
+        "http://a b:1",
+        "http://xn--a",
+        "http://user:hid@den@host:99999",
+        "http://user:hid/den@host",
+        "ftp://user:hid/den@host",
+        "http://host:1?token=hidden",
+        "http://host:1#hidden",
+    ],
+)
+def test_an_engine_url_that_no_request_can_be_sent_to_is_one_line_with_a_remedy(
+    tmp_path: Path, url: str
+) -> None:
+    pair = f'{{prefill: "{url}", decode: "http://[::1]:30001"}}'
+    error = _error(tmp_path, f"models: {{a: {{path: a, pairs: [{pair}]}}}}\n")
+    assert str(error).startswith(f"{tmp_path / 'router.yaml'}:1: models.a.pairs[0]")
+    assert error.remedy and "\n" not in str(error) and "hid" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "again", ["http://127.0.0.1:80", "http://localhost", "http://127.0.0.1/", "http://u@127.0.0.1"]
+)
+def test_a_pair_is_named_once_in_whichever_spelling(tmp_path: Path, again: str) -> None:
+    decode = 'decode: "http://b:1"'
+    pairs = f'[{{prefill: "http://127.0.0.1", {decode}}}, {{prefill: "{again}", {decode}}}]'
+    error = _error(tmp_path, f"models: {{a: {{path: a, pairs: {pairs}}}}}\n")
+    assert "a pair is there twice" in str(error)

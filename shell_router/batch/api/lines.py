@@ -4,13 +4,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from typing_extensions import TypedDict
 
 from shell_router.batch.api.storage import Fault, on_disk
 from shell_router.batch.journal import append_whole, recover_lines
+from shell_router.core.exact_json import NewValues, Values, write_line
 from shell_router.core.validation import (
     JsonObject,
     Name,
@@ -28,7 +29,7 @@ class LineResult:
     custom_id: str
     request_id: str
     status: int | None = None
-    body: Mapping[str, Any] | None = None
+    body: Values | None = None
     error: Mapping[str, str] | None = None
 
     @property
@@ -45,7 +46,7 @@ class LineResult:
             "response": None if self.status is None else response,
             "error": self.error,
         }
-        return orjson.dumps(line) + b"\n"
+        return write_line(line)
 
 
 class Results:
@@ -109,7 +110,7 @@ class BatchLine:
 
     number: int
     custom_id: str
-    body: Mapping[str, Any]
+    body: Values
     is_answered: bool = False
 
 
@@ -122,7 +123,7 @@ class LineFields(TypedDict):
     custom_id: Name
     method: Literal["POST"]
     url: str
-    body: dict[str, Any]
+    body: NewValues
 
 
 LINE = JsonObject(LineFields, {"custom_id": "It names the line among the results."})

@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args
+from typing import Generic, Literal, ParamSpec, Self, TypeVar, get_args
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from shell_router.batch.journal import lock_file, replace_file
+from shell_router.core.exact_json import NewValues
 from shell_router.errors import (
     ConfigError,
     ShellRouterError,
@@ -46,10 +47,8 @@ async def on_disk(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise StorageFailed(
             "The router could not read or write its files: "
             f"{error.strerror or type(error).__name__}.",
-            remedy=(
-                "Its operator should free space in batches.folder, or make it readable and "
-                "writable."
-            ),
+            remedy="Its operator should free space in batches.folder, or make it readable and "
+            "writable.",
         ) from error
 
 
@@ -104,7 +103,7 @@ class FileRecord:
         expires_at = None if ttl_s is None else int(now + ttl_s)
         return cls(id, tenant, name, purpose, size, now, expires_at)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> NewValues:
         """Return OpenAI's file object."""
         body = {"object": "file", "status": "processed", "status_details": None, **asdict(self)}
         del body["tenant"]
@@ -166,7 +165,7 @@ class BatchRecord:
         """Return the record of the same batch in `status` since `now`."""
         return replace(self, status=status, at={**self.at, status: now})
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> NewValues:
         """Return OpenAI's batch object."""
         errors = {"object": "list", "data": [asdict(fault) for fault in self.faults]}
         return {

@@ -112,10 +112,8 @@ def _not_joined(address: str, error: Exception) -> ConfigError:
     reason = str(error) or "no answer"
     return ConfigError(
         f"There is no Ray cluster at {address} that could be joined: {reason.removesuffix('.')}.",
-        remedy=(
-            "Start one here with `ray start --head`, correct ray.address, or set "
-            "RAY_AUTH_MODE where it asks so."
-        ),
+        remedy="Start one here with `ray start --head`, correct ray.address, or set "
+        "RAY_AUTH_MODE where it asks so.",
     )
 
 
@@ -154,10 +152,8 @@ class RayWorker:
             raise EngineStalled(
                 f"No node of the Ray cluster could take worker {self.number} within "
                 f"{limit_s:g} s: {settings.cpus:g} CPUs and {gpus} GPUs{node}.",
-                remedy=(
-                    "See `ray status`; add nodes, lower ray.cpus, or take the worker out of "
-                    "the pool."
-                ),
+                remedy="See `ray status`; add nodes, lower ray.cpus, or take the worker out of "
+                "the pool.",
             ) from error
         log.info("worker %d runs on the node %s", self.number, self.node)
 

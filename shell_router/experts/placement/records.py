@@ -132,9 +132,7 @@ def experts_per_gpu(experts: int, gpus: int) -> int:
     if gpus < 1 or experts % gpus:
         raise ConfigError(
             f"{experts} experts do not divide over {gpus} GPUs.",
-            remedy=(
-                "Give a number of GPUs that divides the number of experts; SGLang needs one too."
-            ),
+            remedy="Give a number of GPUs that divides the number of experts, as SGLang needs it.",
         )
     return experts // gpus
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import yaml
 
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.statistics import Interval
 from shell_router.early_exit.settings import POLICIES, EarlyExit
 from shell_router.errors import ConfigError, ShellRouterError, require
@@ -25,7 +25,7 @@ from shell_router.lab.evaluation.report import Row
 from shell_router.lab.evaluation.run import run_evaluation
 from shell_router.topology import load_topology
 
-Settings = Mapping[str, Any]
+Settings = Values
 """Keys of an `early_exit` block."""
 OFF = (False, "off")
 
@@ -111,15 +111,13 @@ def compute_loss(row: Row) -> Interval:
     return Interval(*lost)
 
 
-def replace_exit(
-    document: Mapping[str, Any], name: str, settings: Settings | None
-) -> dict[str, Any]:
+def replace_exit(document: Values, name: str, settings: Settings | None) -> NewValues:
     """Return a topology with another early exit wherever it has one, or for all clusters.
 
     Other keys of its blocks stay if they go together with `settings`. None turns early exit off.
     """
-    changed: dict[str, Any] = deepcopy(dict(document)) | {"name": name}
-    holders: list[dict[str, Any]] = [changed, *changed.get("clusters", {}).values()]
+    changed: NewValues = deepcopy(dict(document)) | {"name": name}
+    holders: list[NewValues] = [changed, *changed.get("clusters", {}).values()]
     if settings is None:
         for holder in holders:
             holder["early_exit"] = False

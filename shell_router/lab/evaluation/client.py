@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -15,12 +14,15 @@ import orjson
 
 from shell_router.app import load_config, serve_deployment
 from shell_router.config import Config, Listen
+from shell_router.core.exact_json import NewValues, Values
+from shell_router.engines.server_client import describe_failure
 from shell_router.errors import (
     EngineError,
     EngineStalled,
     EngineUnreachable,
     ShellRouterError,
     Unauthorized,
+    hide_user,
 )
 from shell_router.lab.evaluation.records import EvaluationOptions, Reply, Setting, read_reply
 
@@ -44,7 +46,8 @@ class RouterClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = hide_user(self._url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
         self._clock = clock
@@ -76,29 +79,31 @@ class RouterClient:
         if not all("kind" in model for model in listed["data"]):
             raise _report_no_router(self.url, "its models have no kind")
         return [
-            Setting(model["id"], model["kind"], model.get("engine", "")) for model in listed["data"]
+            Setting(model["id"], model["kind"], model.get("engine", ""))
+            for model in listed["data"]
+            if model["kind"] != "embedder"
         ]
 
-    async def ask(self, body: Mapping[str, Any]) -> Reply:
+    async def ask(self, body: Values) -> Reply:
         """Return the reply to a chat completion's `body`; its trace is fetched untimed."""
         sent_s = self._clock()
         completion, headers = await self._fetch("POST", "/v1/chat/completions", body)
         latency_s = self._clock() - sent_s
         return read_reply(completion, await self.trace(headers["x-trace-id"]), latency_s)
 
-    async def trace(self, trace_id: str) -> Mapping[str, Any]:
+    async def trace(self, trace_id: str) -> Values:
         """Fetch a request's trace. Raises ShellRouterError."""
         return (await self._fetch("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
 
-    async def traces(self, filters: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
+    async def traces(self, filters: Mapping[str, str]) -> Sequence[Values]:
         """Fetch the latest requests, the last first. Raises ShellRouterError."""
         listed, _ = await self._fetch("GET", f"/v1/traces?{urlencode(filters)}")
-        traces: Sequence[Mapping[str, Any]] = listed["data"]
+        traces: Sequence[Values] = listed["data"]
         return traces
 
     async def _fetch(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+        self, method: str, path: str, body: Values | None = None
+    ) -> tuple[NewValues, Mapping[str, str]]:
         """Fetch an object and its headers. Raises ShellRouterError with the router's own words."""
         status, answer, headers = await self._request(method, path, body)
         try:
@@ -119,16 +124,16 @@ class RouterClient:
         raise ShellRouterError(f"The router answered {status}: {words}")
 
     async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, body: Values | None = None
     ) -> tuple[int, bytes, Mapping[str, str]]:
         try:
             async with self._session.request(
-                method, self.url + path, json=body, headers=self._headers, timeout=self._limit
+                method, self._url + path, json=body, headers=self._headers, timeout=self._limit
             ) as response:
                 return response.status, await response.read(), response.headers
         except aiohttp.ClientError as error:
             raise EngineUnreachable(
-                f"No answer from a router at {self.url}: {error}.",
+                f"No answer from a router at {self.url}: {describe_failure(error)}.",
                 remedy="Start one, or correct the URL.",
             ) from error
         except TimeoutError:

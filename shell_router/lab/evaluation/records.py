@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from shell_router.batch.data_sets import Row, read_rows
 from shell_router.batch.questions import Grader, choose_grader, read_answer, read_text
+from shell_router.core.exact_json import Values
 from shell_router.errors import ConfigError, DataError, require
 from shell_router.files.document import read_json_lines
 from shell_router.prediction.scores import Graded
@@ -74,7 +75,7 @@ class Item:
     question: str
     answer: str
     grader: EvaluationGrader
-    facts: Mapping[str, Any]
+    facts: Values
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -203,10 +204,10 @@ class Reply:
     completion_tokens: int
     agents: tuple[ReplyAgent, ...]
     exits: tuple[ExitRecord, ...]
-    trace: Mapping[str, Any]
+    trace: Values
 
 
-def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_s: float) -> Reply:
+def read_reply(completion: Values, trace: Values, latency_s: float) -> Reply:
     """Read a chat completion and its trace, both in the form of docs/reference/api.md."""
     usage = completion["usage"]
     records = trace["agents"]

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from statistics import fmean, median
-from typing import Any
 
 from rich.console import Console
 
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.statistics import (
     METHOD_DIFFERENCE,
     METHOD_SHARE,
@@ -203,7 +203,7 @@ class Report:
     baseline: str
     seeds: tuple[int, ...]
     concurrency: int
-    sampling: Mapping[str, Any]
+    sampling: Values
     asked: int
     wanted: int
     rows: Sequence[Row]
@@ -222,7 +222,7 @@ class Report:
             partial = ""
         return f"Evaluation of {self.data}\n{self.engine}{partial}"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> NewValues:
         """Return the object of `--json`, with rows and intervals as objects."""
         methods = {"accuracy": METHOD_SHARE, "difference": METHOD_DIFFERENCE}
         return {"title": self.title, "partial": self.partial, **asdict(self), "methods": methods}

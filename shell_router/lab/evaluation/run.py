@@ -2,16 +2,16 @@
 
 import asyncio
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shell_router.core.exact_json import NewValues, Values, write_line
 from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
 from shell_router.files.read import suggest
 from shell_router.lab.evaluation.client import RouterClient, connect_router
@@ -126,11 +126,9 @@ def build_record(
     )
 
 
-def request_body(
-    setting: Setting, item: Item, seed: int, options: EvaluationOptions
-) -> dict[str, Any]:
+def request_body(setting: Setting, item: Item, seed: int, options: EvaluationOptions) -> NewValues:
     """Build the body of a request."""
-    sampling: Mapping[str, Any] = {"temperature": options.temperature}
+    sampling: Values = {"temperature": options.temperature}
     if setting.kind != "topology":
         sampling = {"temperature": options.temperature or 0.0, "max_tokens": options.max_tokens}
     return {
@@ -254,5 +252,5 @@ async def _ask_all(
                 finally:  # graded while nothing is asked, as that holds up the event loop
                     records += [build_record(*answer) for answer in answered]
             if options.records is not None:
-                lines = b"".join(orjson.dumps(record) + b"\n" for record in records[written:])
+                lines = b"".join(map(write_line, records[written:]))
                 _write("--records", options.records, "ab", lines)

@@ -65,11 +65,9 @@ class Amount:
             values = getattr(self, name)
             if len(set(values)) < least or min(values) < 1:
                 raise ConfigError(
-                    (
-                        f"{name} must be {least} different numbers or more, all of them above 0, "
-                        "not "
-                        f"{values}."
-                    ),
+                    f"{name} must be {least} different numbers or more, all of them above 0, "
+                    "not "
+                    f"{values}.",
                     remedy=f"Name them as in --{name} 32,128,512.",
                 )
         if self.new_tokens < 8 or self.rounds < 1:
@@ -87,10 +85,8 @@ class Amount:
         lengths = tuple(sorted({size for size in self.lengths if size + written < capacity}))
         if len(lengths) < 3 or not batches:
             raise ConfigError(
-                (
-                    f"{capacity} tokens of context and batches of {limits.decode.max_batch_size} "
-                    "leave too little to time."
-                ),
+                f"{capacity} tokens of context and batches of {limits.decode.max_batch_size} "
+                "leave too little to time.",
                 remedy="Name shorter --lengths or smaller --batches.",
             )
         return Amount(lengths, batches, self.new_tokens, self.rounds)

@@ -245,10 +245,8 @@ def load(file: Path) -> Loaded:
     for alias, model in simulation.models.items():
         if model.profile not in profiles.models:
             raise ConfigError(
-                (
-                    f"{file}: models.{alias} has the profile {model.profile!r}, which "
-                    f"{simulation.profiles} lacks."
-                ),
+                f"{file}: models.{alias} has the profile {model.profile!r}, which "
+                f"{simulation.profiles} lacks.",
                 remedy=f"Choose one of: {', '.join(profiles.models)}.",
             )
         profile = profiles.models[model.profile]

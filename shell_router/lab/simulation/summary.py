@@ -4,15 +4,15 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.errors import DataError
 from shell_router.lab.simulation.run import EngineUse, Simulated
 from shell_router.topology import Topology
 
-Agents = Mapping[str, Mapping[str, Any]]
+Agents = Mapping[str, Values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Figures:
     cut_off: int
 
 
-def compute_figures(topology: Topology, trace: Mapping[str, Any]) -> Figures:
+def compute_figures(topology: Topology, trace: Values) -> Figures:
     """Return a finished run's figures, from its trace as JSON."""
     agents: Agents = trace["agents"]
     finished = {name: agent for name, agent in agents.items() if agent["state"] == "finished"}
@@ -65,7 +65,7 @@ def compute_figures(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     )
 
 
-def count_prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
+def count_prefilled_tokens(agent: Values, at_s: float) -> int:
     """Return the tokens of an agent's prompt that were in the prefix cache at `at_s`.
 
     They come from its updates and its request. Without an update by then they are those that its
@@ -200,7 +200,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return statistics.mean(present) if present else None
 
 
-def split_path_s(trace: Mapping[str, Any]) -> dict[str, float]:
+def split_path_s(trace: Values) -> dict[str, float]:
     """Seconds along a finished run's critical path, by what they were spent on."""
     spent: Counter[str] = Counter()
     for name in trace["overlap"]["critical_path"]:
@@ -316,7 +316,7 @@ def describe_bound(name: str, summary: Summary) -> str:
     return f"{name} is bound by {kind}, {share:.0%} of an answer's time. {engines}"
 
 
-def to_json(summaries: Mapping[str, Summary]) -> dict[str, Any]:
+def to_json(summaries: Mapping[str, Summary]) -> NewValues:
     """Return all figures by simulation."""
     return {
         name: asdict(summary) | {"per_s": summary.per_s, "over_bound": summary.over_bound}

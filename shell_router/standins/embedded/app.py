@@ -1,6 +1,6 @@
 """The HTTP routes of an embedded server, which are the same on both sides."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -10,6 +10,7 @@ import orjson
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
+from shell_router.core.exact_json import Values
 from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.output import EmbeddedAnswer
@@ -78,7 +79,7 @@ class EngineApp:
         return await self._whole({**parse_body(await request.read()), **PREFILL_ONLY})
 
     @asynccontextmanager
-    async def _in_work(self, body: Mapping[str, Any]) -> AsyncIterator[Inflight]:
+    async def _in_work(self, body: Values) -> AsyncIterator[Inflight]:
         """Check and register the request for the length of the block. Raises `InvalidRequest`."""
         pair = self.settings.pair
         limits = RequestLimits(self.lm.context_length, pair.max_total_tokens, self.lm.vocab_size)
@@ -96,7 +97,7 @@ class EngineApp:
                 answer.add(pieces)
                 yield answer
 
-    async def _whole(self, body: Mapping[str, Any]) -> web.Response:
+    async def _whole(self, body: Values) -> web.Response:
         async with self._in_work(body) as inflight, aclosing(self._answers(inflight)) as answers:
             *_, answer = [answer async for answer in answers]
             reason = answer.finish_reason or {}
@@ -112,7 +113,7 @@ class EngineApp:
                 return json_response({**error, "code": code}, code)
             return json_response(answer.render(inflight.cached_tokens))
 
-    async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, body: Values) -> web.StreamResponse:
         """Send the answer's events, and refusals as events, as SGLang does.
 
         SGLang sends the head before it checks the request.

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from shell_router.core.exact_json import NewValues
 from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.sampling import Draw, Grammar
 from shell_router.standins.embedded.wire import GenerateRequest
@@ -72,13 +73,13 @@ class Piece:
     token_id: int | None = None
     logprob: float | None = None
     text: str = ""
-    finish_reason: dict[str, Any] | None = None
+    finish_reason: NewValues | None = None
     input_logprobs: Sequence[float | None] = ()
     drafted: int = 0
     accepted: int = 0
 
 
-def abort_reason(message: str = "Aborted", status_code: int | None = None) -> dict[str, Any]:
+def abort_reason(message: str = "Aborted", status_code: int | None = None) -> NewValues:
     """Return SGLang's finish reason of a request that was aborted."""
     return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}
 
@@ -179,7 +180,7 @@ class EmbeddedAnswer:
         self._input_logprobs: list[list[Any]] = []
         self._completion_tokens = 0
         self._verified = self._drafted = self._accepted = 0
-        self.finish_reason: dict[str, Any] | None = None
+        self.finish_reason: NewValues | None = None
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Take further pieces, and ignore those after a last one."""
@@ -203,9 +204,9 @@ class EmbeddedAnswer:
                 if self._request.return_logprob:
                     self._logprobs.append(self._row(piece.logprob, piece.token_id))
 
-    def render(self, cached_tokens: int) -> dict[str, Any]:
+    def render(self, cached_tokens: int) -> NewValues:
         """Return the dict for the pieces that have come."""
-        meta: dict[str, Any] = {
+        meta: NewValues = {
             "id": self._request.rid,
             "finish_reason": self.finish_reason,
             "prompt_tokens": len(self._request.input_ids),

@@ -68,10 +68,8 @@ def _limit_cores(cores: Collection[int]) -> None:
     available = os.sched_getaffinity(0)
     if missing := set(cores) - available:
         raise ConfigError(
-            (
-                f"there is no core {min(missing)} for it; there are "
-                f"{', '.join(map(str, sorted(available)))}."
-            ),
+            f"there is no core {min(missing)} for it; there are "
+            f"{', '.join(map(str, sorted(available)))}.",
             remedy="Correct embedded.cores.",
         )
     os.sched_setaffinity(0, cores)

@@ -3,13 +3,14 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import ConfigDict, Field, with_config
 from tokenizers import Tokenizer
 from typing_extensions import TypedDict
 
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.sampling import check_sampling
 from shell_router.core.validation import Array, JsonObject, drop_nulls, field_error, parse_object
 from shell_router.errors import InvalidRequest
@@ -44,7 +45,7 @@ class GenerateBody(TypedDict, total=False):
     rid: str
     text: str
     input_ids: Array[int]
-    sampling_params: dict[str, Any]
+    sampling_params: NewValues
     stream: bool
     return_logprob: bool
     return_text_in_logprobs: bool
@@ -147,9 +148,7 @@ def parse_body(raw: bytes) -> GenerateBody:
     return GENERATE.read(parse_object(raw))
 
 
-def read_request(
-    body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestLimits
-) -> GenerateRequest:
+def read_request(body: Values, tokenizer: Tokenizer, limits: RequestLimits) -> GenerateRequest:
     """Check a parsed body in full; raises InvalidRequest where SGLang answers 400."""
     unsupported = next((name for name in UNSUPPORTED if body.get(name)), None)
     if unsupported is not None:
@@ -180,7 +179,7 @@ def read_request(
     )
 
 
-def _input_ids(body: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+def _input_ids(body: Values, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     text = body.get("text")
     sent_ids = body.get("input_ids")
     if text is None and sent_ids is None:
@@ -223,7 +222,7 @@ def _check_lengths(prompt: int, new_tokens: int | None, limits: RequestLimits) -
         )
 
 
-def _read_score_start(body: Mapping[str, Any], prompt: int) -> int | None:
+def _read_score_start(body: Values, prompt: int) -> int | None:
     start = body.get("logprob_start_len")
     if not body.get("return_logprob") or start in (None, -1, prompt):
         return None
@@ -243,10 +242,10 @@ KNOWN = SENT.union(WITHOUT_EFFECT, GRAMMARS, ("custom_params",))
 """The names of `sampling_params` that the embedded engine has."""
 
 
-def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingParams:
+def parse_sampling_params(raw: Values, vocab_size: int) -> SamplingParams:
     """Read `sampling_params`; nulls mean defaults. Raises InvalidRequest as SGLang refuses."""
     path = "sampling_params"
-    sent: dict[str, Any] = drop_nulls(raw)
+    sent: NewValues = drop_nulls(raw)
     for name in sent.keys() - KNOWN:
         raise field_error(f"{path}.{name}", "is unknown here")
     check_sampling(sent, vocab_size, path)
@@ -274,7 +273,7 @@ def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingPa
     return SamplingParams(**params)
 
 
-def _check_lengths_of_output(params: Mapping[str, Any], grammars: Sequence[str]) -> None:
+def _check_lengths_of_output(params: Values, grammars: Sequence[str]) -> None:
     least = params.get("min_new_tokens", 0)
     most = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     others = [*grammars[1:], *(["min_new_tokens"] if least else [])]

@@ -154,10 +154,7 @@ class DecodeEngine:
         preempted = self._preempt_until_step_fits()
         if not preempted and (self._steps > self._preempted_at or not self._running):
             self._kv.allocate_waiting(self._most_growth if self._kv.allocates_per_step else 0)
-        while self._due_steps and all(
-            sequence.due != self._due_steps[0] for sequence in self._due[self._due_steps[0]]
-        ):
-            del self._due[heapq.heappop(self._due_steps)]
+        self._drop_empty_due_steps()
         if not self._running:
             self._job = None
             return
@@ -168,6 +165,13 @@ class DecodeEngine:
         self._job = self._processor.start(
             self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps
         )
+
+    def _drop_empty_due_steps(self) -> None:
+        """Forget the next steps in which no sequence is due any more."""
+        while self._due_steps and all(
+            sequence.due != self._due_steps[0] for sequence in self._due[self._due_steps[0]]
+        ):
+            del self._due[heapq.heappop(self._due_steps)]
 
     def _next_steps(self) -> int:
         if self._host is not None or self._steps == self._preempted_at:

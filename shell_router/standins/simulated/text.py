@@ -4,7 +4,7 @@ import asyncio
 import re
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -12,7 +12,9 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from shell_router.core.control_text import ControlText
 from shell_router.core.engine import NO_OPTIONS
+from shell_router.core.exact_json import Values
 from shell_router.core.predictors import TokenStates
 from shell_router.standins.simulated.processor import Processor
 
@@ -66,6 +68,7 @@ class SimulatedTokenizer:
     """
 
     fingerprint = "simulated"
+    control = ControlText()
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -80,9 +83,9 @@ class SimulatedTokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Values],
         tools: Sequence[Any] = (),
-        options: Mapping[str, Any] = NO_OPTIONS,
+        options: Values = NO_OPTIONS,
     ) -> str:
         """Lay the messages out as ChatML."""
         turns = (

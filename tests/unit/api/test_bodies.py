@@ -50,7 +50,7 @@ def chat(sent: Sent) -> None:
     body = CHAT.read(sent)
     read_models(body)
     read_chat(body, sent, "run", "me", 60.0)
-    find_ignored(body, sent, is_brought=False)
+    find_ignored(body, sent, is_panel=False)
 
 
 def engine_chat(sent: Sent) -> None:
@@ -79,17 +79,6 @@ def agent(sent: Sent) -> None:
     read_agent(AGENT.read(sent), "me", 600.0)
     AGENT.find_unknown(sent)
 
-
-TOOL, CLASHING = (
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {"type": "object", "$defs": {"city": {"type": kind}}},
-        },
-    }
-    for name, kind in (("look", "string"), ("walk", "integer"))
-)
 
 SAMPLING: list[tuple[Sent, str]] = [
     ({"temperature": -0.1}, "temperature"),
@@ -143,13 +132,8 @@ CHATS: list[tuple[Sent, str]] = [
     ({"include_agents": 1}, "include_agents"),
     ({"stream_options": True}, "stream_options"),
     ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
-    ({"n": 2}, "n"),
+    ({"n": 17}, "n"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
-    ({"tools": [TOOL], "regex": "a"}, "tools"),
-    (
-        {"tools": [CLASHING, TOOL], "tool_choice": "required"},
-        "tools[1].function.parameters.$defs.city",
-    ),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"style": "x" * 2**14}}, "chat_template_kwargs"),
     ({"max_thinking_tokens": 0}, "max_thinking_tokens"),
@@ -157,10 +141,8 @@ CHATS: list[tuple[Sent, str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"audio": {}}, "audio"),
-    ({"verbosity": "low"}, "verbosity"),
     ({"top_a": 0.1}, "top_a"),
     ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"temperature": -1}, "temperature"),
     ({"temprature": 1}, "temprature"),
     ({"max_new_tokens": 1}, "max_new_tokens"),
@@ -177,7 +159,6 @@ TOOLS: list[tuple[Sent, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [function(name="a b")]}, "tools[0].function.name"),
     ({"tools": [function(parameters="{}")]}, "tools[0].function.parameters"),
-    ({"tools": [function(parameters={"$defs": [1]})]}, "tools[0].function.parameters.$defs"),
     ({"tools": [function(parameters=deep(300))]}, "tools"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
     ({"tools": [function(name=f"f{at}") for at in range(129)]}, "tools"),
@@ -190,16 +171,8 @@ TOOLS: list[tuple[Sent, str]] = [
 ]
 
 CALLS: list[tuple[Sent, str]] = [
-    (calling({**CALL, "id": None}), "messages[1].tool_calls[0].id"),
+    (calling({**CALL, "id": ""}), "messages[1].tool_calls[0].id"),
     (calling({**CALL, "type": "custom"}), "messages[1].tool_calls[0].type"),
-    (
-        calling({"id": "1", "function": {"name": "f", "arguments": "{"}}),
-        "messages[1].tool_calls[0].function.arguments",
-    ),
-    (
-        calling({"id": "1", "function": {"name": "f", "arguments": "[]"}}),
-        "messages[1].tool_calls[0].function.arguments",
-    ),
     (
         calling({"id": "1", "function": {"arguments": "{}"}}),
         "messages[1].tool_calls[0].function.name",
@@ -259,7 +232,7 @@ MESSAGES: list[tuple[Sent, str]] = [
         "messages[1].content[0].name",
     ),
     ({"messages": [RAIN, {"role": "assistant", "content": "Well"}]}, "messages[1].role"),
-    ({"messages": [{"role": "system", "content": "x"}, RAIN]}, "messages[0].role"),
+    ({"messages": [{"role": "developer", "content": "x"}, RAIN]}, "messages[0].role"),
     (image({"type": "file", "file_id": "f"}), "messages[0].content[0].source.type"),
     (image({"type": "base64", "data": "AAAA"}), "messages[0].content[0].source.media_type"),
     (
@@ -301,7 +274,6 @@ RESPONSES: list[tuple[Sent, str]] = [
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
-    ({"truncation": "auto"}, "truncation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_token": 5}, "max_output_token"),
@@ -356,7 +328,6 @@ ENGINE_CHATS: list[tuple[Sent, str]] = [
     ({"n": 2, "temperature": -1}, "temperature"),
     ({"n": 2, "max_tokens": 0}, "max_tokens"),
     ({"n": 2, "functions": [{}]}, "functions"),
-    ({"n": 2, "verbosity": "low"}, "verbosity"),
     ({"n": 2, "include_agents": True}, "include_agents"),
     ({"n": 2, "max_thinking_tokens": 100}, "max_thinking_tokens"),
     ({"n": 2, "top_logprobs": 3}, "top_logprobs"),
@@ -484,7 +455,6 @@ def test_a_refusal_shows_the_value(fields: Sent, message: str) -> None:
     [
         ("chat", {"messages": []}, "Send at least one user message."),
         ("chat", {"messages": [{}]}, ""),
-        ("message", {"tools": [{"type": "web_search", "name": "x"}]}, "run them in the client"),
         ("response", {"input": [{"type": "item_reference"}]}, "function_call_output"),
         ("embeddings", {"input": [1, 2]}, "check_embedding_ctx_length=False"),
     ],
@@ -494,3 +464,8 @@ def test_a_remedy_belongs_to_the_field_that_is_wrong(kind: str, fields: Sent, re
     with pytest.raises(InvalidField) as refused:
         read({**whole, **fields})
     assert remedy in refused.value.remedy and bool(remedy) == bool(refused.value.remedy)
+
+
+def test_an_empty_array_is_called_one() -> None:
+    with pytest.raises(InvalidField, match=r"input must be .*, not an empty array"):
+        response_translation.RESPONSE.read({"model": "m", "input": []})

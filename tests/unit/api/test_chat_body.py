@@ -17,7 +17,7 @@ def read(**fields: object) -> ChatRequest:
 
 def ignored(**fields: object) -> list[str]:
     sent = {"model": "m", "messages": [USER], **fields}
-    return find_ignored(CHAT.read(sent), sent, is_brought=False)
+    return find_ignored(CHAT.read(sent), sent, is_panel=False)
 
 
 def test_a_plain_body_is_read_with_defaults() -> None:
@@ -26,8 +26,8 @@ def test_a_plain_body_is_read_with_defaults() -> None:
     assert not (chat.stream or chat.include_usage or chat.include_agents)
 
 
-def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+def test_text_parts_are_joined_as_sglang_joins_them_and_developer_counts_as_system() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     instructions = {"role": "developer", "content": "Be brief."}
     chat = read(messages=[instructions, {"role": "user", "content": parts}])
     assert chat.messages == (

@@ -14,6 +14,8 @@ async def test_the_page_is_served_where_it_is_enabled_and_needs_no_key() -> None
         async with served.client.get(served.url + "/ui") as reply:
             assert (reply.status, reply.content_type) == (200, "text/html")
             assert reply.headers["Content-Security-Policy"] == policy(await reply.text())
+        async with served.client.get(served.url) as reply:
+            assert (reply.status, reply.url.path) == (200, "/ui"), "the address leads to it"
         assert (await served.get("/v1/models"))[0] == 401
 
 

@@ -21,8 +21,8 @@ def test_a_line_is_a_question_with_what_it_says_of_itself(tmp_path: Path) -> Non
     line = {
         "question": "How many?",
         "id": "q-1",
-        "answer": "3",
-        "proposers": ["large", "large"],
+        "answer": 3,
+        "proposers": ["large"],
         "skills": ["algebra"],
     }
     (one,) = read(tmp_path, line).asked
@@ -65,13 +65,17 @@ def test_what_a_line_does_not_say_is_open_and_its_id_is_its_number(tmp_path: Pat
             "there is no proposer 'tiny'; there are small, large.",
         ),
         (
+            {"question": "?", "id": "x", "proposers": ["small", "large", "small"]},
+            "proposers names a model twice.",
+        ),
+        (
             {"question": "?", "id": "x", "proposers": "small"},
             "proposers must be a list of texts, not 'small'.",
         ),
         ({"question": "?", "id": "x", "skills": [1]}, "skills must be a list of texts, not [1]."),
         (
-            {"question": "?", "id": "x", "answer": 3},
-            "answer must be text that is not empty, not 3.",
+            {"question": "?", "id": "x", "answer": [3]},
+            "answer must be text that is not empty, not [3].",
         ),
         (
             {"question": "?", "id": "x", "answer": "**"},

@@ -64,3 +64,22 @@ def test_an_output_that_is_empty_or_was_cut_at_its_limit_has_no_vote(
     text: str, is_cut: bool
 ) -> None:
     assert cast_ballot("a", text, 0.5, is_cut=is_cut).answer is None
+
+
+def test_a_vote_by_confidence_lets_one_sure_output_outvote_two_unsure_ones() -> None:
+    ballots = [Ballot("a", "4", 0.4), Ballot("b", "5", 0.9), Ballot("c", "4", 0.3)]
+    by_confidence = elect(ballots, 0, by_confidence=True)
+    assert (by_confidence, source(ballots)) == (ballots[1], "a")
+
+
+@pytest.mark.parametrize(("confidence", "decided"), [(0.6, True), (0.4, False)])
+def test_a_vote_by_confidence_is_decided_once_no_sure_output_can_change_it(
+    confidence: float, decided: bool
+) -> None:
+    ballots = votes("4", "4", confidence=confidence)
+    assert (elect(ballots, 1, by_confidence=True) is not None) is decided
+
+
+def test_an_output_with_an_answer_beats_one_without_however_unsure_it_is() -> None:
+    ballots = [Ballot("a", None, 0.9), Ballot("b", "4", 0.0)]
+    assert elect(ballots, 0, by_confidence=True) is ballots[1]

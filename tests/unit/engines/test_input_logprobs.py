@@ -85,9 +85,6 @@ FIRST, SECOND = [[None, 21, None], [-9.2, 22, None]], [[None, 31, None], [-9.3, 
         ({"return_logprob": False, "logprob_start_len": 0}, False),
         ({"logprob_start_len": 0}, False),
         ({"return_logprob": [False, False], "logprob_start_len": [0, 0]}, False),
-        ({"return_logprob": 1, "logprob_start_len": 0}, False),
-        ({"return_logprob": True, "logprob_start_len": True}, False),
-        ({"return_logprob": True, "logprob_start_len": 0.0}, False),
     ],
 )
 def test_input_log_probabilities_are_wanted_from_a_start_on(

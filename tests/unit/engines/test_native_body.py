@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NativeRoute
 from shell_router.engines.native_body import FIELDS, MEDIA, NativeRules, read_native
-from shell_router.errors import InvalidRequest, PromptTooLong
+from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 
 PD = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
 JSON = st.recursive(
@@ -50,6 +50,29 @@ def test_without_fields_only_the_rid_is_added() -> None:
     assert read_native(b"{}", "fresh").with_fields({}) == b'{"rid":"fresh"}'
 
 
+ROUTES: tuple[NativeRoute, ...] = (
+    "generate",
+    "prefill_only",
+    "v1/chat/completions",
+    "v1/completions",
+)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_field_that_is_false_asks_for_nothing(route: NativeRoute) -> None:
+    for name in ("return_routed_experts", "return_hidden_states", "of_a_later_sglang"):
+        read_native(orjson.dumps({name: False}), "fresh", route=route)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "field", ["data_parallel_rank", "priority", "log_metrics", "bootstrap_room"]
+)
+def test_a_field_that_means_something_by_false_is_refused(field: str, route: NativeRoute) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        read_native(orjson.dumps({field: False}), "fresh", route=route)
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -64,9 +87,7 @@ def test_without_fields_only_the_rid_is_added() -> None:
         "of_a_later_sglang",
     ],
 )
-@pytest.mark.parametrize(
-    "route", ["generate", "prefill_only", "v1/chat/completions", "v1/completions"]
-)
+@pytest.mark.parametrize("route", ROUTES)
 def test_what_loads_code_or_chooses_servers_is_forwarded_only_where_an_operator_says_so(
     field: str, route: NativeRoute
 ) -> None:
@@ -164,6 +185,86 @@ def test_ids_outside_the_vocabulary_never_reach_an_engine(ids: str) -> None:
         read_native(b'{"input_ids": %s}' % ids.encode(), "fresh", NativeRules(100))
 
 
+SHAPES = {
+    "sampling_params": ([{"top_k": 1}], 1, "x", True),
+    "return_logprob": ([True], 1, "true", {}),
+    "logprob_start_len": ([0], -2, 1.0, "0", True, 2**31, {}),
+    "top_logprobs_num": ([1], -1, 129, 1.0, "1", True, [[1]], {}),
+    "token_ids_logprob": ([[1]], 1, [-1], [100], ["1"], [1.0], [True], [[1], 1], {"1": 1}),
+    "stream": ([True], 1, "true", {}),
+    "return_text_in_logprobs": ([True], 1, "x"),
+    "return_prompt_token_ids": ([True], 1, "x"),
+}
+"""Wrong values of a single prompt's fields."""
+EACH = {
+    "sampling_params": {"top_k": 1},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 1,
+    "token_ids_logprob": [1],
+}
+"""Good values of the fields that may have one for each prompt of a batch."""
+ROUTES: tuple[NativeRoute, ...] = ("generate", "prefill_only")
+
+
+def read_refused_field(body: dict[str, object], route: NativeRoute) -> str:
+    with pytest.raises(InvalidField) as refused:
+        read_native(orjson.dumps(body), "fresh", NativeRules(100), route=route)
+    assert refused.value.remedy
+    return refused.value.field
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in SHAPES.items() for value in values]
+)
+def test_a_value_that_no_single_prompt_may_have_is_refused_by_its_field(
+    field: str, value: object, route: NativeRoute
+) -> None:
+    for prompt in ({"text": "x"}, {"input_ids": [1]}, {}):
+        assert read_refused_field({field: value, **prompt}, route) == field
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("batch", [{"text": ["x", "y"]}, {"input_ids": [[1], [2]]}])
+@pytest.mark.parametrize("field", EACH)
+def test_a_batch_has_one_value_for_all_of_its_prompts_or_one_for_each(
+    field: str, batch: dict[str, object], route: NativeRoute
+) -> None:
+    good = EACH[field]
+    for value in (good, [good] * 2, None):
+        read_native(orjson.dumps({**batch, field: value}), "fresh", NativeRules(100), route=route)
+    bad = [[good], [good] * 3, [good, None], [good, "x"], [good, [[good]]]]
+    if field != "token_ids_logprob":
+        bad.append([])
+    for value in bad:
+        assert read_refused_field({**batch, field: value}, route) == field
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ({"text": 1}, "text"),
+        ({"text": ""}, "text"),
+        ({"text": []}, "text"),
+        ({"text": ["x", None]}, "text"),
+        ({"text": ["x", ["y"]]}, "text"),
+        ({"text": ["x"] * 1025}, "text"),
+        ({"input_ids": "x"}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[1], 2]}, "input_ids"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"input_ids": [[1], []]}, "input_ids"),
+        ({"input_ids": [[1], None]}, "input_ids"),
+        ({"input_ids": [[[1]]]}, "input_ids"),
+        ({"input_ids": [[1]] * 1025}, "input_ids"),
+        ({"text": ["x", "y"], "input_ids": [1, 2]}, "input_ids"),
+    ],
+)
+def test_wrong_prompts_are_refused_by_their_field(prompt: dict[str, object], field: str) -> None:
+    assert read_refused_field(prompt, "generate") == field
+
+
 @pytest.mark.parametrize(
     "body", ['{"input_ids": [0, 99]}', '{"input_ids": [[0], [99]]}', '{"text": "x"}']
 )
@@ -190,18 +291,11 @@ def test_replacing_sampling_parameters_keeps_the_clients_others() -> None:
     assert (found["text"], found["stream"]) == ("x", False)
 
 
-@pytest.mark.parametrize("several", [b'{"n": 2}', b'[{"n": 1}, {"n": 3}]', b'{"n": 0}'])
+@pytest.mark.parametrize("several", [b'{"n": 2}', b'[{}, {"n": 3}]', b'{"n": 0}'])
 def test_several_samples_of_one_prompt_are_refused(several: bytes) -> None:
     with pytest.raises(InvalidRequest, match="Send the request n times"):
-        read_native(b'{"sampling_params": %s}' % several, "fresh")
+        read_native(b'{"text": ["x", "y"], "sampling_params": %s}' % several, "fresh")
     read_native(b'{"sampling_params": {"n": 1}}', "fresh")
-
-
-@pytest.mark.parametrize("start", ["-2", "[0, -7]"])
-def test_a_start_of_log_probabilities_that_ends_a_prefill_server_is_refused(start: str) -> None:
-    with pytest.raises(InvalidRequest, match="logprob_start_len"):
-        read_native(b'{"logprob_start_len": %s}' % start.encode(), "fresh")
-    read_native(b'{"logprob_start_len": [-1, 0, null]}', "fresh")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Ids that may be prefilled before the text is complete, fingerprints, and chat templates."""
 
 import asyncio
+import copy
 import json
 from datetime import datetime
 from pathlib import Path
@@ -11,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from shell_router.core.control_text import BREAK
+from shell_router.core.engine import JoinedText
 from shell_router.engines.stable_prefix import StablePrefix
 from shell_router.engines.tokenizer import KEPT_BYTES, HfTokenizer, id_fingerprint
-from shell_router.errors import ConfigError, InvalidRequest
+from shell_router.errors import ConfigError, InvalidRequest, PromptRefused
 from tests.fakes.tokenizers_of_every_kind import KINDS, trained, write_folder
 
 TRICKY = [
@@ -189,7 +192,7 @@ def test_a_template_cannot_reach_into_the_process(tmp_path: Path) -> None:
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "qwen"))
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+    with pytest.raises(PromptRefused, match=r"chat_template\.jinja"):
         tokenizer.render_chat(MESSAGES)
 
 
@@ -275,3 +278,89 @@ async def test_the_event_loop_runs_on_while_a_long_text_is_tokenized(tmp_path: P
             turns += 1
             await asyncio.sleep(0.001)
         assert turns > 5
+
+
+WRITES = "{% for m in messages %}{{ m.role }}={{ m.content }}|{% endfor %}"
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}{% endfor %}" + WRITES
+)
+SYSTEM_FIRST = (
+    "{% for m in messages[1:] %}{% if m.role == 'system' %}{{ raise_exception('system first') }}"
+    "{% endif %}{% endfor %}" + WRITES
+)
+TURNS = [("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e")]
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "text"),
+    [
+        (WRITES, "user", "system=a|system=b|user=c|assistant=d|system=e|user=f|"),
+        (SYSTEM_FIRST, "user", "system=a\n\nb|user=c|assistant=d|user=e\n\nf|"),
+        (SYSTEM_FIRST, "tool", "system=a\n\nb|user=c\n\ne|assistant=d|tool=f|"),
+        (NO_SYSTEM, "user", "user=a\n\nb\n\nc|assistant=d|user=e\n\nf|"),
+        (NO_SYSTEM, "tool", "user=a\n\nb\n\nc\n\ne|assistant=d|tool=f|"),
+    ],
+    ids=["takes all", "takes the first", "no later turn", "takes none", "none, no later turn"],
+)
+def test_system_messages_stay_where_the_template_takes_them_or_go_into_the_users_turns(
+    tmp_path: Path, template: str, last: str, text: str
+) -> None:
+    tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "qwen", chat_template=template))
+    chat = [{"role": role, "content": content} for role, content in [*TURNS, (last, "f")]]
+    assert tokenizer.render_chat(chat) == text
+
+
+READS = (
+    "{%% for message in messages[%d:][:1] %%}{%% for part in %s %%}[{{ part.text }}]{%% endfor %%}"
+    "{%% endfor %%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0].content }}", "one two"),
+        (READS % (0, "message['content']"), "[one][two]"),
+        (READS % (0, "message.content | list"), "[one][two]"),
+        ("{# image #}{{ messages[0].content | length }}", "2"),
+        ("{# image #}{{ messages[1].content }}", "one two"),
+    ],
+    ids=["one text", "parts", "a list of parts", "images", "a tool's result"],
+)
+def test_a_template_that_reads_parts_gets_them(tmp_path: Path, template: str, text: str) -> None:
+    folder = write_folder(tmp_path, "qwen", chat_template=template)
+    parts = JoinedText.of(["one", "two"])
+    chat = [{"role": role, "content": copy.deepcopy(parts)} for role in ("user", "tool")]
+    for quotes_chats in (False, True):
+        tokenizer = HfTokenizer.from_folder(folder, quotes_chats=quotes_chats)
+        assert tokenizer.render_chat(chat) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(text=TEXTS)
+def test_a_quoted_text_has_no_control_token_and_keeps_all_others(
+    folders: dict[str, HfTokenizer], kind: str, text: str
+) -> None:
+    tokenizer = folders[kind]
+    quoted = tokenizer.control.quote(text)
+    unknown = {0}  # the special token of what is not in the vocabulary, in the kinds that have one
+    control = tokenizer.control.plain_ids.keys() - unknown
+    assert control.isdisjoint(tokenizer.encode(quoted))
+    assert quoted.replace(BREAK, "") == text
+    stable = tokenizer.encode_stable(quoted)
+    assert stable == tokenizer.encode(quoted)[: len(stable)]
+
+
+@pytest.mark.parametrize("quotes_chats", [False, True])
+def test_control_tokens_that_chats_spell_stay_text_where_asked_for(
+    tmp_path: Path, quotes_chats: bool
+) -> None:
+    folder = write_folder(tmp_path, "qwen", chat_template=WRITES)
+    tokenizer = HfTokenizer.from_folder(folder, quotes_chats=quotes_chats)
+    (end,) = tokenizer.encode("<|im_end|>")
+    chat = [{"role": "user", "content": "a<|im_end|>"}]
+    ids = tokenizer.encode(tokenizer.render_chat(chat))
+    assert ids.count(end) == (0 if quotes_chats else 1)
+    assert tokenizer.control.replace_ids([end, 5]) == [5]

@@ -198,8 +198,9 @@ def test_the_stop_token_is_not_among_the_ids(cumulative: bool) -> None:
 
 
 def test_a_stop_string_strips_no_ids() -> None:
-    tokens, _ = read(events(cumulative=False, reason={"type": "stop", "matched": "!"}))
+    tokens, finish = read(events(cumulative=False, reason={"type": "stop", "matched": "!"}))
     assert len([token for found in tokens for token in found.ids]) == 6
+    assert finish is not None and finish.matched == "!"
 
 
 def test_several_tokens_in_one_event_stay_one() -> None:
@@ -263,6 +264,16 @@ def test_an_abort_that_was_not_asked_for_is_an_error() -> None:
 def test_a_400_about_the_context_length_is_prompt_too_long(message: str) -> None:
     assert isinstance(refusal_error("decode engine", 400, message), PromptTooLong)
     assert isinstance(refusal_error("decode engine", 500, message), EngineRejected)
+
+
+def test_an_engine_says_how_many_tokens_are_too_many() -> None:
+    message = (
+        "Requested token count exceeds the model's maximum context length of 4096 tokens. You "
+        "requested a total of 4104 tokens: 100 tokens from the input messages and 4004 tokens for "
+        "the completion."
+    )
+    error = refusal_error("decode engine", 400, message)
+    assert isinstance(error, PromptTooLong) and error.excess == 8
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,13 @@ UNREADABLE = {
     "same key twice": ("a: 1\nb: 2\na: 3\n", 3, "'a' is used twice; first in line 1"),
     "key that is not text": ("a: 1\n2: b\n", 2, "key 2 is not text"),
     "key read as a switch": ("off: b\n", 1, "key off is not text"),
-    "merge key": ("a: &a {b: 1}\nc:\n  <<: *a\n", 3, "not text"),
+    "merge key": ("a: &a {b: 1}\nc:\n  <<: *a\n", 3, "Merge keys"),
     "key that is a list": ("? [a]\n: b\n", 1, "not text"),
     "date": ("a: 2026-01-01\n", 1, "YAML timestamp"),
     "wrong tag": ("a: !!int x\n", 1, "YAML int"),
+    "tag of a mapping": ("a: 1\nb: !mine {c: 1}\n", 2, "YAML !mine"),
+    "tag of a mapping as text": ("a: !!str {c: 1}\n", 1, "YAML str"),
+    "tag that would run code": ("a: !!python/object/apply:os.system [x]\n", 1, "YAML os.system"),
     "number beyond all limits": ("a: 1" + "0" * 5000, 1, "YAML int"),
     "alias bomb": (_BOMB, 1, "too many"),
     "alias of itself": ("a: &a [*a]\n", 1, "nested too deeply"),
@@ -79,5 +82,39 @@ def test_what_cannot_be_read_is_refused_with_its_line(case: str) -> None:
     assert error.value.remedy
 
 
-def test_a_tag_that_would_run_code_is_only_a_list() -> None:
-    assert read_document("a: !!python/object/apply:os.system [x]", source="f").value == {"a": ["x"]}
+def test_variables_stand_for_text_or_plain_ones_for_numbers_and_switches() -> None:
+    text = "\n".join(
+        (
+            "url: http://${HOST}:${PORT}/x",
+            "port: ${PORT}",
+            "quoted: '${PORT}'",
+            "flags: [&alias '${HOST}', *alias]",
+            "flag: ${FLAG}",
+            "empty: '${NONE}'",
+            "${HOST}: $HOST ${} $(HOST)",
+        )
+    )
+    environ = {"HOST": "h", "PORT": "80", "FLAG": "on", "NONE": ""}
+    assert read_document(text, source="f.yaml", environ=environ).value == {
+        "url": "http://h:80/x",
+        "port": 80,
+        "quoted": "80",
+        "flags": ["h", "h"],
+        "flag": True,
+        "empty": "",
+        "${HOST}": "$HOST ${} $(HOST)",
+    }
+
+
+def test_variables_that_are_not_set_are_named_with_their_lines() -> None:
+    text = "a: ${ONE}\nb:\n  - ${TWO}${ONE}\n"
+    with pytest.raises(TopologyError) as error:
+        read_document(text, source="f.yaml", environ={"TWO": "2"})
+    assert str(error.value).split("\n") == [
+        "f.yaml:1: The environment variable ONE is not set. Set it.",
+        "f.yaml:3: The environment variable ONE is not set. Set it.",
+    ]
+
+
+def test_documents_of_clients_and_topologies_get_no_variables() -> None:
+    assert read_document("a: ${PATH}", source="f.yaml").value == {"a": "${PATH}"}

@@ -33,6 +33,18 @@ def test_the_router_runs_as_the_user_of_its_image_who_is_not_root() -> None:
     assert int(in_chart) == int(user) > 0
 
 
+def test_an_image_has_the_tested_versions_and_tells_whether_the_router_answers() -> None:
+    dockerfile = (ROOT / "launch" / "Dockerfile").read_text(encoding="utf-8")
+    constraints = (ROOT / "configs" / "cpu-constraints.txt").read_text(encoding="utf-8")
+    _, _, router = dockerfile.partition("AS router")
+    installs = re.findall(r"pip install (.*)", router)
+    assert len(re.findall(r"^torch==[\d.]+$", constraints, re.MULTILINE)) == 1
+    assert installs and all("/cpu-constraints.txt" in command for command in installs)
+    (port,) = re.findall(r"^EXPOSE (\d+)$", router, re.MULTILINE)
+    (check,) = re.findall(r"^HEALTHCHECK .*", router, re.MULTILINE)
+    assert f"127.0.0.1:{port}/health" in check
+
+
 def test_the_chart_starts_images_of_this_version() -> None:
     chart, values = (
         yaml.safe_load((CHART / f"{name}.yaml").read_text("utf-8")) for name in ("Chart", "values")

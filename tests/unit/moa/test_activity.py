@@ -6,7 +6,6 @@ from time import monotonic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import EngineUnreachable
 from shell_router.moa.choosing import ModelChooser
@@ -104,7 +103,7 @@ async def test_while_a_request_runs_its_agents_count_until_each_has_ended() -> N
     await gates.until_waiting(1)
     assert {model: chooser.activity.sum_tokens(model) for model in MODELS} == {
         "small": 0,
-        "large": DEFAULT_MAX_NEW_TOKENS,
+        "large": 512,
     }
     gates.open("root")
     await running

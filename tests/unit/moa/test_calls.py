@@ -1,17 +1,19 @@
 """Tools of a graph's root: what prompts hold, and which part of an output is a call."""
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import llguidance
 import pytest
 
 from shell_router.core.events import AgentTokens
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import InvalidField
-from shell_router.moa.calls import CallReader, ToolOffer
+from shell_router.moa.calls import CallReader, ToolOffer, constrain_calls
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa
@@ -41,10 +43,16 @@ TALK: tuple[dict[str, Any], ...] = (
 
 
 def read(
-    text: str, step: int, *, must_call: bool = False, parallel: bool = True
+    text: str,
+    step: int,
+    *,
+    must_call: bool = False,
+    parallel: bool = True,
+    has_schema: bool = False,
 ) -> tuple[str, list[tuple[str, str]]]:
     model = ScriptedMoa(call_mark="<tool_call>").models["small"]
-    reader = CallReader(ToolOffer(TOOLS, must_call, parallel), model)
+    offer = ToolOffer(TOOLS, must_call, parallel)
+    reader = CallReader(offer, model, is_constrained=must_call or has_schema)
     shown = "".join(reader.feed(text[at : at + step]) for at in range(0, len(text), step))
     rest, calls = asyncio.run(reader.finish())
     return shown + rest, [(call.name, call.arguments) for call in calls]
@@ -68,7 +76,109 @@ def test_calls_are_read_however_the_output_is_cut(step: int) -> None:
         '[{"name": "weather", "parameters": {"city": "Bonn"}}, {"name": "time", "parameters": {}}]'
     )
     assert read(listed, step, must_call=True) == ("", [weather, time])
-    assert read(listed[:-5], step, must_call=True) == (listed[:-5], [])
+    assert read(listed[:-5], step, must_call=True) == ("", [weather])
+    nested = '[{"name": "weather", "parameters": {"then": [{"name": "time"}, {"name": "ti'
+    assert read(nested, step, must_call=True) == ("", []), "a part of a cut call is no call"
+    assert read("No.", step, must_call=True) == ("No.", []), "an engine without grammars wrote it"
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("null", "{}"),
+        ('{"at": "a\nb"}', '{"at":"a\\nb"}'),
+        ('{"at": "a </tool_call> b"}', '{"at":"a </tool_call> b"}'),
+        ('{"at": 12345678901234567890123}', '{"at":12345678901234567890123}'),
+    ],
+    ids=["null", "line feed", "mark", "long integer"],
+)
+def test_arguments_are_read_as_the_model_meant_them(written: str, arguments: str) -> None:
+    call = f'<tool_call>\n{{"name": "time", "arguments": {written}}}\n</tool_call>'
+    assert read(f"{call}{CALL}", 7)[1] == [("time", arguments), ("weather", '{"city":"Bonn"}')]
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/who"}, "sure": {"type": "boolean"}},
+    "required": ["name", "sure"],
+    "additionalProperties": False,
+    "$defs": {"who": {"enum": ["Bob", "time"]}},
+}
+LOOK = '{"name": "time", "parameters": {"at": 1}}'
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("written", "text", "calls"),
+    [
+        (LOOK, "", ["time"]),
+        (f" [ {LOOK}, {LOOK}]", "", ["time", "time"]),
+        (f"[{LOOK}, {LOOK[:20]}", "", ["time"]),
+        (LOOK[:20], "", []),
+        ('{"name": "Bob", "sure": true}', '{"name": "Bob", "sure": true}', []),
+        ('{"name": "time", "sure": true}', '{"name": "time", "sure": true}', []),
+        ("[1, 2", "[1, 2", []),
+        ('{"na', '{"na', []),
+    ],
+)
+def test_an_output_with_a_schema_holds_calls_or_an_answer(
+    step: int, written: str, text: str, calls: list[str]
+) -> None:
+    shown, read_calls = read(written, step, has_schema=True)
+    assert (shown, [name for name, _ in read_calls]) == (text, calls)
+
+
+def test_an_answer_with_a_schema_is_shown_while_it_is_written() -> None:
+    model = ScriptedMoa(call_mark="<tool_call>").models["small"]
+    reader = CallReader(ToolOffer(TOOLS), model, is_constrained=True)
+    assert [reader.feed(text) for text in ('{"na', 'me": "B', 'ob"')] == ["", '{"name": "B', 'ob"']
+
+
+@pytest.mark.parametrize(
+    ("must_call", "parallel", "accepted"),
+    [
+        (False, True, ["answer", "call", "array of a call", "calls"]),
+        (False, False, ["answer", "call", "array of a call"]),
+        (True, True, ["array of a call", "calls"]),
+        (True, False, ["array of a call"]),
+    ],
+)
+def test_a_grammar_lets_calls_of_the_tools_and_the_answer_through(
+    must_call: bool, parallel: bool, accepted: list[str]
+) -> None:
+    parameters = {"type": "object", "properties": {"at": {"$ref": "#/definitions/A"}}}
+    parameters |= {"required": ["at"], "additionalProperties": False}
+    tools = [
+        {
+            "function": {
+                "name": name,
+                "parameters": {**parameters, "definitions": {"A": {"enum": of}}},
+            }
+        }
+        for name, of in (("time", [1]), ("weather", ["Bonn"]))
+    ]
+    offer = ToolOffer(tuple(tools), must_call, parallel)
+    schema = constrain_calls({"json_schema": json.dumps(ANSWER)}, offer)["json_schema"]
+    tokenizer = llguidance.LLTokenizer("byte")
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+    outputs = {
+        "answer": '{"name": "Bob", "sure": true}',
+        "call": LOOK,
+        "array of a call": f"[{LOOK}]",
+        "calls": f'[{LOOK}, {{"name": "weather", "parameters": {{"at": "Bonn"}}}}]',
+        "arguments of another tool": LOOK.replace("1", '"Bonn"'),
+        "another answer": '{"name": "Ann", "sure": true}',
+        "nothing": "[]",
+    }
+    let_through = []
+    for name, output in outputs.items():
+        matcher = llguidance.LLMatcher(tokenizer, grammar)
+        tokens = list(output.encode())
+        read = matcher.validate_tokens(tokens)
+        matcher.consume_tokens(tokens[:read])
+        if read == len(tokens) and matcher.is_accepting():
+            let_through.append(name)
+    assert let_through == accepted
 
 
 async def ask(
@@ -99,16 +209,25 @@ async def test_the_root_alone_is_offered_tools_and_its_call_is_no_text() -> None
     assert streamed == answer.text
 
 
-async def test_the_conversation_goes_on_with_the_results() -> None:
-    """The root gets them as they are; the others, whose templates may know no tools, as text."""
+async def test_in_every_request_the_others_read_the_results_as_text() -> None:
+    """The root gets them as they are; the templates of others may know no tools."""
     moa = ScriptedMoa({"left": "L", "right": "R"}, call_mark="<tool_call>")
-    await ask(moa, messages=TALK)
+    await ask(moa, replace(TREE, fan_out="request"), messages=TALK)
     called = '<assistant>I call weather with {"city": "Bonn"}'
     returned = "<user>weather returned: rain\nweather returned: wind<assistant>"
     assert moa.prompt_of("left") == f"<user>How is it?{called}{returned}"
     assert moa.prompt_of("root").endswith(
         "<user>How is it?LR Sum up.<assistant><tool>rain<tool>wind<assistant>"
     )
+
+
+async def test_in_one_turn_the_roots_prompt_grows_at_its_end() -> None:
+    moa = ScriptedMoa(call_mark="<tool_call>")
+    for messages in (TALK[:1], TALK[:3], TALK):
+        await ask(moa, messages=messages)
+    first, second, third = [prompt.removesuffix("<assistant>") for prompt in moa.prompts("large")]
+    assert second == f"{first}<assistant><tool>rain" and third == f"{second}<tool>wind"
+    assert set(moa.prompts("small")) == {"<user>How is it?<assistant>"}
 
 
 async def test_agreement_is_not_forwarded_past_an_agent_with_tools() -> None:
@@ -122,6 +241,8 @@ async def test_agreement_is_not_forwarded_past_an_agent_with_tools() -> None:
     assert answer.calls and answer.agents["root"].state == "finished"
     without = await ask(moa, topology, offer=None)
     assert without.agents["root"].state == "skipped", "the leaves agree"
+    result = await ask(moa, topology, offer=None, messages=TALK)
+    assert result.agents["root"].state == "finished", "the leaves have not read the result"
 
 
 class Pythonic:
@@ -162,8 +283,8 @@ async def test_calls_of_other_formats_are_read_by_the_models_servers() -> None:
     forced = ScriptedMoa({"root": '[{"name": "time", "parameters": {}}]'}, call_parser=parser)
     answer = await ask(forced, offer=ToolOffer(TOOLS, must_call=True))
     assert [call.name for call in answer.calls] == ["time"] and len(parser.asked) == 2
-    with pytest.raises(InvalidField, match="--tool-call-parser"):
-        await ask(ScriptedMoa(call_parser=Pythonic(None)))
+    answer = await ask(ScriptedMoa(call_parser=Pythonic(None)))
+    assert "--tool-call-parser" in answer.warning
 
 
 async def test_text_before_a_known_mark_is_streamed_and_not_sent_to_the_parser() -> None:
@@ -180,22 +301,58 @@ async def test_text_before_a_known_mark_is_streamed_and_not_sent_to_the_parser()
     )
 
 
-async def test_what_cannot_call_tools_is_refused() -> None:
-    with pytest.raises(InvalidField, match=r"models\.large\.tool_call_parser"):
-        await ask(ScriptedMoa())
-    vote = replace(TREE.root, votes=True, model="vote")
-    with pytest.raises(InvalidField, match="votes"):
-        await ask(
-            ScriptedMoa(call_mark="<tool_call>"),
-            replace(TREE, agents={**TREE.agents, "root": vote}),
-        )
-    moa = ScriptedMoa(call_mark="<tool_call>")
-    moa.models["medium"] = replace(moa.models["medium"], call_mark=None)
-    with_fallback = replace(
-        TREE, agents={**TREE.agents, "root": replace(TREE.root, fallbacks=("medium",))}
-    )
-    with pytest.raises(InvalidField, match=r"models\.medium\.tool_call_parser"):
-        await ask(moa, with_fallback)
+async def test_a_root_whose_format_of_calls_is_unknown_answers_in_text_with_a_warning() -> None:
+    events = Recorder()
+    moa = ScriptedMoa({"root": Script(f"It is {CALL}", piece_words=1)})
+    answer = await ask(moa, events=events)
+    assert (answer.text, answer.calls) == (f"It is {CALL}", ())
+    assert "models.large.tool_call_parser" in answer.warning
+    pieces = [event.text for event in events.of(AgentTokens) if event.agent == "root"]
+    assert len(pieces) > 2, "nothing is held back"
     moa = ScriptedMoa({"root": '[{"name": "time", "parameters": {}}]'})
     answer = await ask(moa, offer=ToolOffer(TOOLS, must_call=True))
     assert [call.name for call in answer.calls] == ["time"], "a constrained output needs no parser"
+    assert not answer.warning
+
+
+@pytest.mark.parametrize("constrained", ["request", "topology"])
+async def test_a_root_with_a_schema_calls_or_answers(constrained: str) -> None:
+    moa = ScriptedMoa({"root": LOOK})
+    sampling = {"json_schema": json.dumps(ANSWER)}
+    topology = TREE
+    request = {"sampling": sampling}
+    if constrained == "topology":
+        root = replace(TREE.root, sampling=sampling)
+        topology = replace(TREE, agents={**TREE.agents, "root": root})
+        request = {}
+    answer = await ask(moa, topology, **request)
+    assert (answer.text, [call.name for call in answer.calls], answer.warning) == ("", ["time"], "")
+    sent = json.loads(moa.engines["large"].generated[-1].sampling["json_schema"])
+    assert sent["$defs"]["answer."]["properties"]["sure"] == {"type": "boolean"}
+
+
+async def test_calls_that_must_come_take_the_place_of_any_constraint() -> None:
+    moa = ScriptedMoa({"root": f"[{LOOK}]"})
+    root = replace(TREE.root, sampling={"regex": "yes"})
+    topology = replace(TREE, agents={**TREE.agents, "root": root})
+    answer = await ask(moa, topology, offer=ToolOffer(TOOLS, must_call=True))
+    assert [call.name for call in answer.calls] == ["time"]
+    assert "regex" not in moa.engines["large"].generated[-1].sampling
+    with pytest.raises(InvalidField, match="tools cannot go with regex"):
+        await ask(moa, topology)
+    await ask(moa, topology, sampling={"json_schema": "{}"})
+    assert "regex" not in moa.engines["large"].generated[-1].sampling, "the client's form holds"
+
+
+@pytest.mark.parametrize("constrained", ["tools cannot", "json_schema is no JSON"])
+async def test_a_constraint_that_calls_cannot_join_is_refused(constrained: str) -> None:
+    sampling = {"ebnf": "root ::= x"} if "tools" in constrained else {"json_schema": "$$ANY$$"}
+    with pytest.raises(InvalidField, match=constrained):
+        await ask(ScriptedMoa(), sampling=sampling)
+
+
+async def test_a_root_that_votes_is_offered_no_tools() -> None:
+    vote = replace(TREE.root, votes="majority", model="vote")
+    topology = replace(TREE, agents={**TREE.agents, "root": vote})
+    with pytest.raises(InvalidField, match="votes"):
+        await ask(ScriptedMoa(call_mark="<tool_call>"), topology)

@@ -143,7 +143,7 @@ async def test_a_topology_without_choices_asks_for_lengths_and_for_no_scores() -
 
 
 async def test_a_model_whose_context_is_too_short_is_not_considered() -> None:
-    moa = ChoosingMoa(FixedPredictor(scores={"small": 0.9, "large": 0.1}), context_length=140)
+    moa = ChoosingMoa(FixedPredictor(scores={"small": 0.9, "large": 0.1}), context_length=100)
     moa.models["large"] = type(moa.models["large"])(
         "large", moa.engines["large"], moa.tokenizers["large"], 4096
     )
@@ -161,7 +161,7 @@ async def test_what_the_client_wants_written_has_to_fit_too() -> None:
 
 
 async def test_what_no_model_takes_is_refused_before_any_event() -> None:
-    moa, events = ChoosingMoa(LARGE, context_length=140), Recorder()
+    moa, events = ChoosingMoa(LARGE, context_length=100), Recorder()
     with pytest.raises(PromptTooLong):
         await moa.executor.run(PLAIN, ask("word " * 100), events.emit)
     assert events.events == []

@@ -7,7 +7,7 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, PrefillCost
+from shell_router.core.engine import Generation, PrefillCost
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
@@ -18,6 +18,7 @@ from shell_router.core.events import (
     PrefillIncrement,
     PromptReady,
 )
+from shell_router.core.marks import REASONING_PARSERS, ReasoningMarks
 from shell_router.core.predictors import TokenStates
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import (
@@ -29,9 +30,10 @@ from shell_router.errors import (
     UnknownModel,
 )
 from shell_router.moa.executor import Executor
+from shell_router.moa.prompt import CUT_MARK
 from shell_router.routing.holdout import Compared, HoldoutSettings
 from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
-from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
+from tests.fakes.moa import Recorder, ScriptedMoa, WordTokenizer, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script
 
 LEAF = Prompt()
@@ -60,6 +62,22 @@ TWO_BRANCHES = topology(
 )
 
 
+async def test_a_models_own_sampling_is_below_the_topologys_and_the_requests() -> None:
+    moa = ScriptedMoa()
+    for name, model in moa.models.items():
+        moa.models[name] = replace(model, sampling={"temperature": 0.6, "top_p": 0.9, "top_k": 20})
+    graph = topology(
+        agent("a"), agent("root", "a", model="large", sampling={"temperature": 0.3, "top_p": 0.5})
+    )
+    await moa.executor.run(graph, ask(sampling={"temperature": 0}), print)
+    sent = {
+        agent_of(request): [request.sampling[name] for name in ("temperature", "top_p", "top_k")]
+        for engine in moa.engines.values()
+        for request in engine.generated
+    }
+    assert sent == {"a": [0.6, 0.9, 20], "root": [0, 0.5, 20]}
+
+
 async def test_the_root_answers_from_its_precursors_outputs_in_slot_order() -> None:
     moa = ScriptedMoa({"a": "first words", "b": "other words", "root": "the answer"})
     answer = await moa.executor.run(
@@ -67,6 +85,16 @@ async def test_the_root_answers_from_its_precursors_outputs_in_slot_order() -> N
     )
     assert answer.text == "the answer"
     assert moa.prompt_of("root") == "<user>Q: Why? [1: first words] [2: other words] So?<assistant>"
+
+
+async def test_a_slot_has_the_text_of_its_precursor_and_takes_no_more_than_it_may() -> None:
+    moa = ScriptedMoa({"a": "one two three four", "b": "five", "root": "the answer"})
+    root = agent("root", "a", "b")
+    prompt = replace(root.prompt, slots={"b": " ({index}. {output})"}, slot_tokens=3)
+    graph = topology(agent("a"), agent("b"), replace(root, prompt=prompt))
+    await moa.executor.run(graph, ask("Why?"), print)
+    wanted = f"<user>Q: Why? [1: one two three{CUT_MARK}] (2. five) So?<assistant>"
+    assert moa.prompt_of("root") == wanted
 
 
 async def test_usage_sums_all_agents() -> None:
@@ -362,6 +390,23 @@ async def test_a_failed_agent_fails_the_request_by_default_and_ends_all_others()
     assert [(e.agent, e.dropped) for e in events.of(AgentErred)] == [("a", False)]
 
 
+async def test_the_root_of_a_failed_run_is_not_asked_and_the_remedy_is_for_the_agent_that_failed() -> (
+    None
+):
+    broken = Script("never", error=EngineUnreachable("The engine is gone"))
+    gates, events = Gates("a"), Recorder()
+    moa = ScriptedMoa({"a": broken}, pace=gates.pace)
+    graph = topology(agent("a"), agent("b"), agent("root", "a", "b", model="large"))
+    running = asyncio.create_task(moa.executor.run(graph, ask(), events.emit))
+    await events.until(lambda seen: bool(seen.of(AgentFinished)))
+    gates.open("a")
+    with pytest.raises(AgentFailed, match=r"is gone\. Ask again, or set on_failure: drop"):
+        await running
+    assert not moa.engines["large"].generated
+    with pytest.raises(AgentFailed, match=r"is gone\. Ask again\.$"):
+        await ScriptedMoa({"root": broken}).executor.run(graph, ask(), print)
+
+
 async def test_the_error_of_a_lone_agent_is_raised_as_it_is() -> None:
     moa = ScriptedMoa({"a": Script("never", error=EngineUnreachable("The engine is gone."))})
     with pytest.raises(EngineUnreachable, match="engine is gone"):
@@ -428,9 +473,75 @@ async def test_a_question_too_long_for_any_agent_is_refused_before_anything_runs
 
 
 async def test_a_prompt_that_outgrows_the_context_fails_by_name() -> None:
-    moa = ScriptedMoa({"a": "word " * 150}, context_length=DEFAULT_MAX_NEW_TOKENS + 72)
+    moa = ScriptedMoa({"a": "word " * 150}, context_length=160)
     with pytest.raises(PromptTooLong, match="'root'"):
         await moa.executor.run(topology(agent("a"), agent("root", "a")), ask(), print)
+
+
+@pytest.mark.parametrize("question", ["word", "word " * 150])
+async def test_without_a_limit_each_agent_may_write_what_its_context_leaves(question: str) -> None:
+    moa = ScriptedMoa(context_length=400)
+    graph = topology(
+        agent("a"), agent("b", sampling={"max_new_tokens": 9}), agent("root", "a", "b")
+    )
+    await moa.executor.run(graph, ask(question), print)
+    asked = {agent_of(request): request for request in moa.engines["small"].generated}
+    limits = {name: request.sampling["max_new_tokens"] for name, request in asked.items()}
+    left = {name: 400 - len(request.input_ids) for name, request in asked.items()}
+    assert limits == {**left, "b": 9}
+
+
+async def test_outputs_that_it_reads_may_leave_an_agent_less_than_its_limit() -> None:
+    moa = ScriptedMoa({"a": "word " * 100}, context_length=300)
+    await moa.executor.run(
+        topology(agent("a"), agent("root", "a")), ask(sampling={"max_new_tokens": 250}), print
+    )
+    root = next(one for one in moa.engines["small"].generated if agent_of(one) == "root")
+    assert root.sampling["max_new_tokens"] == 300 - len(root.input_ids) < 250
+    with pytest.raises(PromptTooLong, match="'root' asks for 300 tokens"):
+        await moa.executor.run(
+            topology(agent("a"), agent("root", "a")), ask(sampling={"max_new_tokens": 300}), print
+        )
+
+
+@pytest.mark.parametrize("reasoning", [None, REASONING_PARSERS["qwen3"]])
+async def test_an_engine_with_less_room_than_the_context_gets_a_limit_that_fits_it(
+    reasoning: ReasoningMarks | None,
+) -> None:
+    moa = ScriptedMoa(reasoning=reasoning)
+    said = Script("<think>hm</think>It is 4." if reasoning else "It is 4.")
+
+    def answer(request: Generation) -> Script:
+        refusal = PromptTooLong("You requested too many tokens.")
+        refusal.excess = len(request.input_ids) + request.sampling["max_new_tokens"] - 4000
+        return said if refusal.excess <= 0 else Script("", error=refusal)  # type: ignore[arg-type]
+
+    moa.engines["small"].answer = answer
+    graph = topology(agent("root"))
+    text = (await moa.executor.run(graph, ask(), print)).text
+    first, second = moa.engines["small"].generated
+    assert text == "It is 4."
+    assert second.sampling["max_new_tokens"] == 4000 - len(second.input_ids)
+    assert not second.rid.startswith(first.rid)
+    with pytest.raises(PromptTooLong, match="Agent 'root' cannot ask 'small': You requested"):
+        await moa.executor.run(graph, ask(sampling={"max_new_tokens": 4010}), print)
+
+
+async def test_a_fallback_with_more_room_goes_before_a_shorter_output() -> None:
+    moa = ScriptedMoa({"a": "word " * 100}, context_length=300)
+    moa.models["large"] = replace(moa.models["large"], context_length=4096)
+    graph = topology(agent("a"), agent("root", "a", fallbacks=("medium", "large")))
+    answer = await moa.executor.run(graph, ask(sampling={"max_new_tokens": 250}), print)
+    assert answer.agents["root"].model == "large"
+    assert [one.sampling["max_new_tokens"] for one in moa.engines["large"].generated] == [250]
+
+
+async def test_a_prompt_that_leaves_no_token_is_refused() -> None:
+    moa = ScriptedMoa(context_length=200)
+    room = 200 - len(WordTokenizer().encode("<user><assistant>"))
+    await moa.executor.run(topology(agent("root")), ask("." * (room - 1)), print)
+    with pytest.raises(PromptTooLong, match="has a prompt of 200 tokens"):
+        await moa.executor.run(topology(agent("root")), ask("." * room), print)
 
 
 async def test_models_that_are_not_configured_are_named_before_anything_runs() -> None:
@@ -447,7 +558,8 @@ async def test_the_clients_sampling_goes_to_the_root_alone() -> None:
     )
     await moa.executor.run(graph, ask(sampling={"temperature": 0}), print)
     leaf, root = moa.engines["small"].generated
-    assert root.sampling == {"top_k": 5, "temperature": 0, "max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
+    left = 4096 - len(root.input_ids)
+    assert root.sampling == {"top_k": 5, "temperature": 0, "max_new_tokens": left}
     assert (leaf.sampling["temperature"], "top_k" in leaf.sampling) == (1, False)
 
 

@@ -19,7 +19,7 @@ from shell_router.errors import (
 from shell_router.moa.agent import AgentTask, RunContext, Source
 from shell_router.moa.expectations import LatencyEstimates
 from shell_router.moa.incremental import complete_prompt
-from shell_router.moa.prompt import Part, Slot
+from shell_router.moa.prompt import CUT_MARK, Part, Slot
 from shell_router.routing.increments import ChunkTokens, Remainder
 from shell_router.topology import Prefill
 from tests.fakes.moa import Recorder, WordTokenizer
@@ -232,6 +232,28 @@ async def test_a_slot_that_ended_is_sent_without_waiting_for_the_next() -> None:
     assert " indeed" in scene.sent()[0]
     second.end(End.FINISHED)
     await task
+
+
+@pytest.mark.parametrize(
+    ("written", "taken"),
+    [(" yes" * 5, " yes" * 5), (" yes" * 6, " yes" * 5 + CUT_MARK), ("", "")],
+    ids=("full", "over", "empty"),
+)
+@pytest.mark.parametrize("piece_words", [1, 4])
+async def test_a_slot_takes_no_more_of_an_output_than_it_may(
+    written: str, taken: str, piece_words: int
+) -> None:
+    scene = Scene("Q.", Slot("a", " [", "]", most_tokens=5), " So?", chunk_tokens=2)
+    writer = await scene.log("a")
+    task = scene.start()
+    words = written.split()
+    for at in range(0, len(words), piece_words):
+        scene.write(writer, "".join(f" {word}" for word in words[at : at + piece_words]))
+        for _ in range(8):
+            await asyncio.sleep(0)
+    writer.end(End.FINISHED)
+    assert scene.tokenizer.decode(await task) == f"Q. [{taken}] So?"
+    assert all(f"Q. [{taken}] So?".startswith(sent) for sent in scene.sent())
 
 
 async def test_a_complete_prompt_is_never_sent_as_an_update() -> None:

@@ -193,7 +193,7 @@ async def test_an_output_that_broke_off_is_continued_from_its_tokens() -> None:
     (continued,) = again.engines["medium"].generated
     ids = again.tokenizers["medium"].encode("red green blue red")
     assert continued.input_ids[-len(ids) :] == ids
-    assert continued.sampling["max_new_tokens"] == 128 - len(ids)
+    assert continued.sampling["max_new_tokens"] == 4096 - len(continued.input_ids)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,8 @@ async def test_an_output_whose_rules_count_from_its_beginning_is_asked_for_again
         again, MemoryJournals(store.records[: at + 1]), "second", sampling=sampling
     )
     (request,) = (one for one in again.engines["large"].generated if agent_of(one) == "root")
-    assert request.sampling["max_new_tokens"] == 128 and answer.text == TEXTS["root"]
+    assert request.sampling["max_new_tokens"] == 4096 - len(request.input_ids)
+    assert answer.text == TEXTS["root"]
 
 
 async def test_an_output_for_another_prompt_is_not_repeated() -> None:

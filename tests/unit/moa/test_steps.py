@@ -2,21 +2,26 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
+    EngineStalled,
     EngineUnreachable,
+    InvalidField,
+    PromptRefused,
     PromptTooLong,
 )
+from shell_router.moa.calls import ToolOffer
 from shell_router.moa.executor import Executor
 from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_topology
-from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
+from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script
 from tests.fakes.topologies import parse_steps
 
@@ -130,6 +135,28 @@ steps:
     )
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "{}"),
+        ("prompt: {prefix: 'Q {question}', slot: ' [{output}]'}", "Q {}"),
+        ("prompt: {slot: ' [{output}]', suffix: ' So'}", "{} So"),
+    ],
+)
+@pytest.mark.parametrize("question", ["short?", "why?"])
+async def test_a_step_that_reads_nothing_is_asked_as_an_agent_without_precursors(
+    question: str, prompt: str, said: str
+) -> None:
+    moa = ScriptedMoa({"a": " \n"})
+    text = f"""start: [{{when: {{matches: short}}, go: b}}, {{go: a}}]
+steps:
+  a: {{model: small, then: b}}
+  b: {{model: large, precursors: [a], {prompt}}}
+"""
+    await moa.executor.run(steps(text), ask(question), print)
+    assert moa.prompt_of("b") == f"<user>{said.format(question)}<assistant>"
+
+
 def prompts(moa: ScriptedMoa, model: str) -> list[str]:
     return [
         moa.tokenizers[model].decode(request.input_ids) for request in moa.engines[model].generated
@@ -167,11 +194,8 @@ steps:
     request = ask(sampling={"sampling_seed": 3, "max_new_tokens": 7})
     await moa.executor.run(steps(text), request, print)
     (first,), (second,) = moa.engines["small"].generated, moa.engines["medium"].generated
-    assert first.sampling == {
-        "sampling_seed": 3,
-        "stream_interval": 32,
-        "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
-    }
+    left = 4096 - len(first.input_ids)
+    assert first.sampling == {"sampling_seed": 3, "stream_interval": 32, "max_new_tokens": left}
     assert second.sampling == {"sampling_seed": 3, "max_new_tokens": 7, "stream_interval": 32}
 
 
@@ -372,6 +396,94 @@ async def test_what_is_refused_before_the_first_step_has_begun_is_refused_before
     with pytest.raises(PromptTooLong):
         await ScriptedMoa(context_length=60).executor.run(steps(), ask("a " * 100), events.emit)
     assert not events.events
+
+
+REFINE = Path("topologies/self-refine.yaml").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("critics", "ran", "answering"),
+    [
+        (["all right: PASS"], ["draft", "critic"], "draft"),
+        (
+            ["a PASSAGE is wrong", "PASS"],
+            ["draft", "critic", "revision", "second-critic"],
+            "revision",
+        ),
+        (
+            ["wrong", "wrong"],
+            ["draft", "critic", "revision", "second-critic", "second-revision"],
+            "second-revision",
+        ),
+    ],
+)
+async def test_a_critic_that_passes_ends_the_request_with_the_output_that_it_read(
+    critics: list[str], ran: list[str], answering: str
+) -> None:
+    scripts = dict(zip(("critic", "second-critic"), critics, strict=False))
+    moa = ScriptedMoa({step: f"it is {step}" for step in ran} | scripts)
+    events = Recorder()
+    request = ask(sampling={"max_new_tokens": 7})
+    answer = await moa.executor.run(steps(REFINE), request, events.emit)
+    assert (answer.text, list(answer.agents)) == (f"it is {answering}", ran)
+    assert events.of(StepChosen)[-1].root == answering
+    held = answering != "second-revision"  # it streams: nothing can follow it
+    assert [event.text for event in events.of(StepChosen) if event.text] == [answer.text] * held
+    limits = {
+        step: request.sampling["max_new_tokens"]
+        for model in moa.engines.values()
+        for request in model.generated
+        if (step := agent_of(request)) in ran
+    }
+    assert limits == {step: 256 if "critic" in step else 7 for step in ran}
+
+
+async def test_an_answer_that_another_step_may_replace_calls_no_tools() -> None:
+    offer = ToolOffer(({"type": "function", "function": {"name": "f", "parameters": {}}},))
+    with pytest.raises(InvalidField, match="another step can follow"):
+        await ScriptedMoa().executor.run(steps(REFINE), replace(ask(), offer=offer), print)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineUnreachable("gone"), EngineStalled("silent"), PromptRefused("no such role")]
+)
+async def test_another_way_is_taken_from_a_step_that_fails(error: Any) -> None:
+    text = """start: router
+steps:
+  router: {model: small, then: [{when: {matches: sums}, go: sums}, {go: other}], on_failure: other}
+  sums: {model: medium}
+  other: {model: large, precursors: [router], then: check}
+  check: {model: medium, answer: other, on_failure: end}
+"""
+    moa, events = (
+        ScriptedMoa(
+            {
+                "router": Script("x y", error=error),
+                "other": "it is 2",
+                "check": Script("x", error=error),
+            }
+        ),
+        Recorder(),
+    )
+    answer = await moa.executor.run(steps(text), ask("How much?"), events.emit)
+    assert (answer.text, list(answer.agents)) == ("it is 2", ["other"])
+    assert chosen(events)[1:] == [
+        ("router", 3, "other"),
+        ("other", 1, "check"),
+        ("check", 2, "end"),
+    ]
+    assert events.of(StepChosen)[1].why == f"it failed: {error}"
+    assert moa.prompt_of("other") == "<user>How much?<assistant>"
+    rids = [request.rid for engine in moa.engines.values() for request in engine.generated]
+    assert len({rid.rpartition(".")[0] for rid in rids}) == 3  # an abort is for all that begin so
+
+
+async def test_the_fallback_of_a_step_takes_the_place_of_its_model() -> None:
+    text = "start: a\nsteps: {a: {model: small, fallbacks: [large]}}"
+    moa = ScriptedMoa({"a": "it is 2"})
+    moa.engines["small"].answer = lambda _: Script("x", error=EngineUnreachable("gone"))
+    answer = await moa.executor.run(steps(text), ask(), print)
+    assert (answer.text, answer.agents["a"].model) == ("it is 2", "large")
 
 
 async def test_a_step_that_fails_fails_the_request() -> None:

@@ -2,20 +2,25 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from time import monotonic
 
 import pytest
 
-from shell_router.core.events import AgentFinished, AgentStopped, AggregationSkipped
+from shell_router.api.frames import list_warnings
+from shell_router.core.events import AgentFinished, AgentStopped, AggregationSkipped, Degraded
 from shell_router.core.predictors import TokenStates
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import AgentFailed, EngineUnreachable
 from shell_router.moa.executor import Executor
-from shell_router.moa.requests import AgentUsage
+from shell_router.moa.requests import AgentUsage, Answer
 from shell_router.topology import Topology, parse_topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script
 
+BY_CONFIDENCE = Path("topologies/confidence-vote.yaml").read_text("utf-8")
+BEST_OF_N = Path("topologies/best-of-n.yaml").read_text("utf-8")
 SAYS_4, SAYS_5 = "2 plus 2 is 4 Answer: 4", "no idea at all Answer: 5"
 
 
@@ -55,6 +60,104 @@ async def test_the_answer_of_most_is_forwarded_and_no_model_is_asked_for_it() ->
     assert {agent_of(request) for request in moa.engines["small"].generated} == set(
         proposers("", "", "")
     )
+
+
+@pytest.mark.parametrize(("vote", "winner"), [("confidence", SAYS_5), ("majority", SAYS_4)])
+async def test_the_shipped_vote_by_confidence_lets_the_sure_outvote_the_many(
+    vote: str, winner: str
+) -> None:
+    file = BY_CONFIDENCE.replace("vote: confidence", f"vote: {vote}")
+    unsure, sure = Script(SAYS_4, logprob=-2.0), Script(SAYS_5, logprob=-0.1)
+    moa = ScriptedMoa(proposers(unsure, sure, unsure, sure, unsure))
+    answer = await moa.executor.run(parse_topology(file, source="vote.yaml"), ask(), print)
+    assert answer.text == winner
+
+
+async def choose_best(
+    judge: str | Script, *said: str | Script, sampling: Mapping[str, object] | None = None
+) -> tuple[Answer, ScriptedMoa, Recorder]:
+    """Run the shipped topology in which a judge chooses."""
+    moa, events = ScriptedMoa({**proposers(*said), "judge": judge}), Recorder()
+    graph = parse_topology(BEST_OF_N, source="best.yaml")
+    answer = await moa.executor.run(graph, ask("Why?", sampling=sampling or {}), events.emit)
+    return answer, moa, events
+
+
+POEMS = (SAYS_5, "Answer: 4\n\n  a second one ", "a third. Answer: 5", SAYS_5)
+
+
+@pytest.mark.parametrize(
+    "judge", ["2", "**2**", "Answer 2", "2.", "I like 1, 3 and 4 less.\nAnswer: 2", "Draft-2: 2"]
+)
+async def test_the_output_whose_number_the_judge_writes_is_the_answer_word_for_word(
+    judge: str,
+) -> None:
+    answer, moa, events = await choose_best(judge, *POEMS)
+    assert answer.text == POEMS[1]
+    assert answer.agents["best"] == AgentUsage("vote", 0, 0, 0, "skipped")
+    assert list_warnings(answer, "best") == {}
+    (forwarded,) = events.of(AggregationSkipped)
+    assert (forwarded.agent, forwarded.source) == ("best", "proposer-2")
+    assert not events.of(Degraded)
+    assert f"Answer 2:\n{POEMS[1]}" in moa.prompt_of("judge")
+
+
+@pytest.mark.parametrize(
+    "judge", ["none of them", "0", "5", "-1", "1 or 3", "2.5", Script("2", reason="length")]
+)
+async def test_the_majority_chooses_with_a_warning_if_the_judge_names_no_output(
+    judge: str | Script,
+) -> None:
+    answer, _, events = await choose_best(judge, SAYS_4, SAYS_5, SAYS_5, SAYS_5)
+    assert answer.text == SAYS_5
+    (warning,) = list_warnings(answer, "best")["warnings"]
+    assert "'judge'" in warning
+    assert "named no output" in warning
+    assert [(event.agent, event.what) for event in events.of(Degraded)] == [("judge", "judge")]
+
+
+@pytest.mark.parametrize("lost", ["", Script("Answer: 5", error=EngineUnreachable("gone."))])
+async def test_a_judge_cannot_choose_an_output_that_is_not_there(lost: str | Script) -> None:
+    answer, _, events = await choose_best("2", SAYS_4, lost, SAYS_4, SAYS_4)
+    assert answer.text == SAYS_4
+    assert [event.what for event in events.of(Degraded)] == ["judge"]
+    assert len(list_warnings(answer, "best")["warnings"]) == 2
+
+
+async def test_outputs_keep_their_numbers_if_one_before_them_is_lost() -> None:
+    answer, moa, _ = await choose_best("3", "", *POEMS[1:])
+    assert answer.text == POEMS[2]
+    assert f"Answer 3:\n{POEMS[2]}" in moa.prompt_of("judge")
+
+
+async def test_the_majority_chooses_if_the_judge_fails() -> None:
+    gone = Script("2", error=EngineUnreachable("gone."))
+    answer, _, _ = await choose_best(gone, SAYS_5, SAYS_4, SAYS_5, SAYS_5)
+    assert answer.text == SAYS_5
+    (warning,) = list_warnings(answer, "best")["warnings"]
+    assert "'judge'" in warning
+    with pytest.raises(AgentFailed, match="'best' has no output to count"):
+        await choose_best("1", "", "", "", "")
+
+
+async def test_the_clients_form_holds_for_the_outputs_and_not_for_the_judge() -> None:
+    _, moa, _ = await choose_best("1", *POEMS, sampling={"stop": ["x"], "max_new_tokens": 7})
+    asked = {
+        agent_of(one): one.sampling for engine in moa.engines.values() for one in engine.generated
+    }
+    assert asked["proposer-1"]["stop"] == ["x"]
+    assert asked["proposer-1"]["max_new_tokens"] == 7
+    assert "stop" not in asked["judge"]
+    assert asked["judge"]["max_new_tokens"] == 256
+
+
+async def test_of_a_judge_that_an_early_exit_skips_the_agreed_output_is_forwarded() -> None:
+    file = BEST_OF_N + "early_exit: {policy: in_flight, threshold: 0.5, skip_aggregation: on}\n"
+    moa = ScriptedMoa({**proposers(*[SAYS_4] * 4), "judge": "5"})
+    answer = await moa.executor.run(parse_topology(file, source="best.yaml"), ask(), print)
+    assert answer.text == SAYS_4
+    assert answer.agents["judge"].state == "skipped"
+    assert list_warnings(answer, "best") == {}
 
 
 async def test_nothing_is_predicted_of_an_agent_that_votes() -> None:
@@ -139,6 +242,18 @@ async def test_an_output_cut_at_its_limit_is_forwarded_only_if_there_is_no_other
     assert (await moa.executor.run(panel(), ask(), print)).text == "Answer: 4"
     answer = await ScriptedMoa(proposers(cut, cut)).executor.run(panel(2), ask(), print)
     assert (answer.text, answer.reason) == ("Answer: 5", "length")
+
+
+async def test_blank_outputs_have_no_vote_and_are_never_forwarded() -> None:
+    moa = ScriptedMoa(proposers("", " \n", SAYS_5))
+    answer = await moa.executor.run(panel(), ask(), print)
+    assert answer.text == SAYS_5
+    assert [spent.state for spent in answer.agents.values()] == ["failed"] * 2 + [
+        "finished",
+        "skipped",
+    ]
+    with pytest.raises(AgentFailed, match="no output to count"):
+        await ScriptedMoa(proposers("", "", "")).executor.run(panel(), ask(), print)
 
 
 async def test_failed_voters_have_no_vote_and_a_vote_of_none_fails() -> None:

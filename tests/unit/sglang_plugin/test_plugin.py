@@ -44,6 +44,7 @@ class ServerArguments:
     enable_eplb: bool = False
     ep_num_redundant_experts: int = 0
     elastic_ep_backend: str | None = None
+    model_path: str = "small"
 
 
 def test_a_prefill_only_request_may_enter_the_cache() -> None:

@@ -29,7 +29,48 @@ WRONG = {
     "unknown key without a likeness": ("zzz: 1\n" + AGENTS, 1, "Known: name, description, tree"),
     "bad name": ("name: a b\n" + AGENTS, 1, "name must be a name of letters"),
     "bad agent id": ("agents:\n  'a/b': {model: m}\n", 2, "must be a name of letters"),
-    "name of the wrong kind": ("name: 7\n" + AGENTS, 1, "name must be a name of letters, .* not 7"),
+    "name of the wrong kind": ("name: 7\n" + AGENTS, 1, "name must be a name of letters .* not 7"),
+    "a name of other letters": ("name: größe\n" + AGENTS, 1, "letters a to z"),
+    "a precursor by another key": (
+        "agents:\n  a: {model: m}\n  b: {model: m, reads: [a]}\n",
+        3,
+        "Unknown key 'reads'.*precursors",
+    ),
+    "a sampling parameter with a fault": (
+        "defaults: {sampling: {temprature: 0.2}}\n" + AGENTS,
+        1,
+        "defaults.sampling.temprature.*'temperature'",
+    ),
+    "a sampling parameter by OpenAI's name": (
+        "agents:\n  a: {model: m, sampling: {max_tokens: 2}}\n",
+        2,
+        "agents.a.sampling.max_tokens.*'max_new_tokens'",
+    ),
+    "a seed by OpenAI's name": (
+        "tree: {shape: [2, 1], models: [m], root: {sampling: {seed: 2}}}\n",
+        1,
+        "tree.root.sampling.seed.*'sampling_seed'",
+    ),
+    "a placeholder as text": (
+        "defaults: {prompt: {prefix: 'Q: {{question}}'}}\n" + AGENTS,
+        1,
+        "{{question}} is text.*Write {question}",
+    ),
+    "an output as text": (
+        "tree: {shape: [2, 1], models: [m], root: {prompt: {slot: '{{output}}'}}}\n",
+        1,
+        "{{output}} is text",
+    ),
+    "more outputs than agents": (
+        "tree: {shape: [3, 1], models: [m]}\nearly_exit: {policy: quorum, min_completed: 5}\n",
+        2,
+        "min_completed is above the number of agents",
+    ),
+    "more outputs than a cluster's agents": (
+        AGENTS + "clusters: {x: {agents: [a, b], early_exit: {min_completed: 3}}}\n",
+        1,
+        "min_completed is above the number of agents",
+    ),
     "empty model": ("agents:\n  a: {model: ' '}\n", 2, "agents.a.model must be a model alias"),
     "nothing to choose from": (
         "agents:\n  a: {model: []}\n",
@@ -92,6 +133,12 @@ WRONG = {
         "agents:\n  a:\n    model: m\n    prompt:\n      slot: '{output}'\n",
         5,
         "has a slot",
+    ),
+    "text for the slot of no precursor": (
+        "agents:\n  a: {model: m}\n  b:\n    model: m\n    precursors: [a]\n"
+        "    prompt: {slots: {aa: '{output}'}}\n",
+        6,
+        "'aa' is no precursor",
     ),
     "slot of a proposer": (
         "tree:\n  shape: [2, 1]\n  models: [m]\n  proposer: {prompt: {slot: '{output}'}}\n",
@@ -218,6 +265,29 @@ WRONG = {
         "tree:\n  models: [m]\n  shape: [1, 1]\n  root: {vote: majority}\n",
         3,
         "'root' votes, but reads fewer",
+    ),
+    "a judge that does not read all others": (
+        "agents:\n  a: &m {model: m}\n  b: *m\n  j: {model: m, precursors: [a]}\n"
+        "  d:\n    vote: judge\n    precursors: [a, b, j]\n",
+        6,
+        "'j' is the judge of 'd', but does not read just the others",
+    ),
+    "a judge that reads more than the others": (
+        "agents:\n  a: &m {model: m}\n  b: *m\n  j: {model: m, precursors: [a, b]}\n"
+        "  d:\n    vote: judge\n    precursors: [a, j]\n",
+        6,
+        "does not read just the others",
+    ),
+    "a judge that votes": (
+        "agents:\n  a: &m {model: m}\n  b: *m\n  j: {vote: majority, precursors: [a, b]}\n"
+        "  d:\n    vote: judge\n    precursors: [a, b, j]\n",
+        6,
+        "'j' is the judge of 'd'",
+    ),
+    "a judge in a tree": (
+        "tree:\n  models: [m]\n  shape: [3, 1]\n  root: {vote: judge}\n",
+        3,
+        "'proposer-3' is the judge of 'root'",
     ),
     "a vote with a model": (
         AGENTS + "  d: {vote: majority, precursors: [a, c], model: m}\n",

@@ -72,7 +72,7 @@ def test_a_step_of_an_agent_is_a_topology_of_one_and_one_of_a_topology_holds_all
 
 def test_only_roots_of_steps_that_nothing_follows_answer_as_they_write() -> None:
     assert steps().answering == {"careful", "whole/root"}
-    assert steps().steps["quick"].may_be_last and not steps().steps["quick"].is_last
+    assert "quick" in steps().may_answer and not steps().steps["quick"].is_last
 
 
 def test_steps_stand_after_those_that_lead_to_them_and_wait_for_them() -> None:
@@ -85,7 +85,7 @@ def test_steps_stand_after_those_that_lead_to_them_and_wait_for_them() -> None:
 def test_a_bare_id_is_a_rule_without_condition() -> None:
     read = parse_steps("start: a\nsteps: {a: {model: m, then: b}, b: {model: m}}", source="f.yaml")
     assert read.start == (Rule("a"),) and read.steps["a"].then == (Rule("b"),)
-    assert not read.steps["a"].may_be_last and read.steps["b"].is_last
+    assert "a" not in read.may_answer and read.steps["b"].is_last
 
 
 GOOD = "start: a\nsteps:\n  a: {model: m}\n"
@@ -112,7 +112,7 @@ WRONG = {
     "a step that may be dropped": (
         "start: a\nsteps:\n  a: {model: m, on_failure: drop}\n",
         3,
-        "Unknown key",
+        "'drop' is not a step",
     ),
     "a reserved name": (GOOD + "  end: {model: m}\n", 4, "named 'end', a reserved name"),
     "neither model nor topology": (
@@ -270,6 +270,22 @@ WRONG = {
         "start: a\nsteps:\n  a: {model: m, then: c}\n  c: {model: m, precursors: [a, a]}\n",
         4,
         "steps.c.precursors: it names 'a' twice",
+    ),
+    "an answer that may not have run": (
+        "start: a\nsteps:\n  a: {model: m, then: [{when: {matches: x}, go: b}, {go: c}]}\n"
+        "  b: {model: m, then: c}\n  c: {model: m, answer: b}\n",
+        5,
+        "answers with 'b', which need not have run before it",
+    ),
+    "an answer that may have failed": (
+        "start: a\nsteps:\n  a: {model: m, then: b, on_failure: b}\n  b: {model: m, answer: a}\n",
+        4,
+        "answers with 'a', which need not have run before it",
+    ),
+    "a failure that leads nowhere": (
+        "start: a\nsteps:\n  a: {model: m, on_failure: end}\n",
+        3,
+        "If step 'a' fails, there is no answer",
     ),
     "a precursor that runs later": (
         "start: a\nsteps:\n  a: {model: m, then: c, precursors: [c]}\n  c: {model: m}\n",

@@ -29,6 +29,13 @@ def test_answers_and_errors_go_to_files_of_their_own(tmp_path: Path) -> None:
     assert (kept.completed, kept.failed) == (1, 2)
 
 
+def test_a_result_is_one_line_to_every_reader_of_text() -> None:
+    text = "roses\u2028are\u2029red\x85violets\n\x1c\x0bare"
+    line = LineResult("x", "r", 200, {"answer": text}).as_line().decode()
+    assert len(line.splitlines()) == 1
+    assert json.loads(line)["response"]["body"]["answer"] == text
+
+
 def test_a_line_has_the_shape_that_openais_clients_expect() -> None:
     assert json.loads(BAD.as_line()) == {
         "id": "batch_req_r2",

@@ -62,7 +62,10 @@ def test_a_lines_own_grader_holds_unless_one_is_asked_for(tmp_path: Path) -> Non
         ('["question"]', "not a JSON object"),
         ('{"answer": "4"}', "question must be text that is not empty, not None"),
         ('{"question": "2 + 2?"}', "answer must be text that is not empty, not None"),
-        ('{"question": "2 + 2?", "answer": 4}', "answer must be text that is not empty, not 4"),
+        (
+            '{"question": "2 + 2?", "answer": true}',
+            "answer must be text that is not empty, not True",
+        ),
         ('{"question": " ", "answer": "4"}', "question must be text that is not empty"),
         (
             '{"question": "2 + 2?", "answer": "4", "grader": "kind"}',

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from shell_router.cli import main
-from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.errors import ConfigError, DataError
 from shell_router.lab.simulation.run import Simulated, simulate
 from shell_router.lab.simulation.settings import (
@@ -211,16 +210,6 @@ def test_a_second_layer_that_is_cut_off_entirely_is_not_reported() -> None:
     )
     assert found.second_layer_s is None
     assert found.completed["large"] == 0
-
-
-def test_an_output_without_a_limit_ends_where_sglangs_would() -> None:
-    tiny = load_topology(ROOT / "topologies/tiny.yaml", models=MODELS)
-    alone = replace(
-        tiny, agents={tiny.root.id: replace(tiny.root, precursors=(), sampling={})}, clusters=()
-    )
-    asked = Workload(1, {model: Length(tokens=1000) for model in MODELS})
-    (one,) = simulate(replace(simulation(), workload=asked), alone, COSTS).runs
-    assert one.trace["agents"][tiny.root.id]["decoded_tokens"] == DEFAULT_MAX_NEW_TOKENS
 
 
 def test_a_simulation_ends_with_its_last_answer() -> None:
