@@ -4,8 +4,8 @@ import asyncio
 import time
 import zlib
 from array import array
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import orjson
@@ -49,7 +49,7 @@ class ScriptedSettings:
     output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic
     clock. `adapters` names the LoRA adapters that it was started with. With `memory_saver` it gives
     its memory back and takes it again; with `cpu_backup` its weights are kept meanwhile.
-    `overlaps_passes` is what it reports of its scheduler.
+    `server_info` is what it reports besides of its settings.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -69,7 +69,7 @@ class ScriptedSettings:
     device: Literal["cuda", "cpu"] = "cuda"
     memory_saver: bool = False
     cpu_backup: bool = False
-    overlaps_passes: bool = False
+    server_info: Mapping[str, Any] = field(default_factory=dict)
     fault: Fault | None = None
 
     def __post_init__(self) -> None:

@@ -184,7 +184,8 @@ class ScriptedServer:
             "device": self.settings.device,
             "enable_memory_saver": self.settings.memory_saver,
             "enable_weights_cpu_backup": self.settings.cpu_backup,
-            "disable_overlap_schedule": not self.settings.overlaps_passes,
+            "disable_overlap_schedule": True,
+            **self.settings.server_info,
         }
         exchange.answer_json(
             {**info, "context_length": self.settings.context_length, "internal_states": [{}]}

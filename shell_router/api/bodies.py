@@ -26,9 +26,10 @@ from shell_router.api.fields import (
     OpenAISampling,
     PanelFields,
     SharedFields,
+    TierField,
 )
 from shell_router.api.services import SETTINGS
-from shell_router.core.engine import UNSTREAMED_INTERVAL, value
+from shell_router.core.engine import TIERS, UNSTREAMED_INTERVAL, ServiceTier, value
 from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.core.sampling import check_depth
 from shell_router.core.validation import field_error, parse_object, show
@@ -185,6 +186,12 @@ def read_end_user(body: EndUserFields) -> str | None:
     if not key:
         return None
     return blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def read_tier(body: TierField, highest: ServiceTier) -> ServiceTier:
+    """Return the class of a request, whose key allows `highest`."""
+    asked = body.get("service_tier", "default")
+    return max(asked if asked in TIERS else "default", highest, key=TIERS.index)
 
 
 def read_labels(metadata: Values) -> Mapping[str, str]:

@@ -30,6 +30,7 @@ from shell_router.api.bodies import (
     read_end_user,
     read_models,
     read_object,
+    read_tier,
     read_wish,
 )
 from shell_router.api.choices import forward_choices, open_choice
@@ -59,10 +60,10 @@ from shell_router.api.runs import (
     read_position,
     require_no_key,
 )
-from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
+from shell_router.api.services import KEY, SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, stream_run
 from shell_router.api.translation import CompletionTranslation, TranslatedFrames, Translation
-from shell_router.core.engine import Relay
+from shell_router.core.engine import TIERS, Hints, Relay, ServiceTier
 from shell_router.core.exact_json import Values
 from shell_router.core.sampling import require_possible
 from shell_router.core.validation import field_error, parse_object
@@ -199,7 +200,8 @@ async def completions(request: Request) -> Reply:
     if relay is not None and relay.chat is not None:
         permit(request, (model,))
         bodies = read_completion(body, sent, model)
-        return await forward(request, relay, "v1/completions", bodies, None, read_end_user(body))
+        hints = Hints(request[TENANT], end_user=read_end_user(body))
+        return await forward(request, relay, "v1/completions", bodies, None, hints)
     check_asks_nothing(sent, NOT_COMPLETED, "is not served")
     prompt = read_prompt(body)
     if not isinstance(prompt, str):
@@ -221,9 +223,12 @@ async def answer_chat(
 
     An output `fits_context` if its limit may be lowered to what its prompt leaves of the context.
     """
-    sent, other_tools = drop_other_tools(sent, "function")
-    note_ignored(request, other_tools)
+    sent, ignored = drop_other_tools(sent, "function")
     body = CHAT.read(sent)
+    tier = read_tier(body, request[KEY].service_tier)
+    if body.get("service_tier", tier) in TIERS[: TIERS.index(tier)]:
+        ignored.append("service_tier")
+    note_ignored(request, ignored)
     wish = read_wish(body, request.headers)
     relay = find_relay(request, body)
     if relay is not None:
@@ -231,9 +236,9 @@ async def answer_chat(
         context = request.app[SERVICES].models[find_only_model(body)].context_length
         if fits_context and body.get("max_completion_tokens", 0) >= context:
             sent = {**sent, "max_completion_tokens": None}
-        return await forward_to_engine(request, body, sent, relay, translation)
+        return await forward_to_engine(request, body, sent, relay, translation, tier)
     chat, target = await request.app[CHATS].read(body, sent, request[TENANT])
-    chat = replace(chat, fits_context=fits_context)
+    chat = replace(chat, fits_context=fits_context, tier=tier)
     permit(request, target.permitted, target.name)
     call = ChatCall(request, sent, body, translation, background, wish, chat, target)
     for fits, answer in PRODUCTS:
@@ -271,6 +276,7 @@ async def forward_to_engine(
     sent: Values,
     relay: Relay,
     translation: Translation | None,
+    tier: ServiceTier,
 ) -> Reply:
     """Have the model's engines answer on their own OpenAI route."""
     model = find_only_model(body)
@@ -279,8 +285,8 @@ async def forward_to_engine(
     defaults = request.app[SERVICES].models[model].sampling
     unset = {name: value for name, value in defaults.items() if sent.get(name) is None}
     bodies = read_engine_chat(body, {**sent, **unset}, model, relay.chat)
-    end_user = read_end_user(body)
-    return await forward(request, relay, "v1/chat/completions", bodies, translation, end_user)
+    hints = Hints(request[TENANT], end_user=read_end_user(body), tier=tier)
+    return await forward(request, relay, "v1/chat/completions", bodies, translation, hints)
 
 
 async def run_choices(call: ChatCall) -> Reply:

@@ -214,7 +214,18 @@ class InertFields(TypedDict, total=False):
     prompt_cache_options: NoEffect
     prompt_cache_retention: NoEffect
     safety_identifier: NoEffect
-    service_tier: NoEffect
+
+
+class TierField(TypedDict, total=False):
+    """OpenAI's classes of requests."""
+
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "scale", "priority"],
+        Field(
+            description="Which requests go first where they wait for an engine: `priority` before "
+            "`default`, and `flex` after all others. A key may limit it."
+        ),
+    ]
 
 
 class ForwardedFields(TypedDict, total=False):
@@ -232,6 +243,7 @@ class ChatBody(
     ToolFields,
     EndUserFields,
     InertFields,
+    TierField,
     total=False,
 ):
     """A chat completion."""

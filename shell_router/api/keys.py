@@ -20,7 +20,7 @@ from shell_router.errors import (
     UnsupportedMediaType,
 )
 
-LOCAL = ApiKey(key="", tenant="local", operator=True)
+LOCAL = ApiKey(key="", tenant="local", service_tier="priority", operator=True)
 """The key of callers on this machine where no keys are set."""
 
 OPERATORS = frozenset({"/metrics", "/v1/engines"})

@@ -133,6 +133,7 @@ def _agent_of(
     return AgentRequest(
         tenant=chat.tenant,
         end_user=chat.end_user,
+        tier=chat.tier,
         program=program,
         agent=agent,
         model=models[0] if len(models) == 1 else AUTO,

@@ -110,7 +110,7 @@ async def forward(
     route: NativeRoute,
     bodies: Sequence[bytes],
     translation: Translation | None = None,
-    end_user: str | None = None,
+    hints: Hints | None = None,
 ) -> Reply:
     """Answer with the engines' answer to `bodies`, which are the choices of one request."""
     require_no_key(request, "what an engine answers itself")
@@ -119,7 +119,7 @@ async def forward(
             "The body holds a lazy answer's marker.", remedy="Send the text that it stands for."
         )
     affinity = request.headers.get("x-routing-key")
-    hints = Hints(request[TENANT], end_user=end_user)
+    hints = hints or Hints(request[TENANT])
     answer = NativeAnswer(request, translation)
     admission = request.app[ADMISSION]
     admission.count(request, len(bodies) - 1)

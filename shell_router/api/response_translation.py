@@ -15,6 +15,7 @@ from shell_router.api.fields import (
     NoEffect,
     SharedFields,
     StopField,
+    TierField,
     Tokens,
 )
 from shell_router.api.replies import list_shared_fields
@@ -124,7 +125,7 @@ class Reasoning(TypedDict):
     effort: NotRequired[str | None]
 
 
-class SameFields(SharedFields, StopField, EndUserFields, total=False):
+class SameFields(SharedFields, StopField, EndUserFields, TierField, total=False):
     """Fields that mean the same in a chat completion."""
 
     metadata: Labels

@@ -13,6 +13,7 @@ from annotated_types import Interval
 from pydantic import Field
 
 from shell_router.config.models import FromEnvironment, TlsClient
+from shell_router.core.engine import ServiceTier
 from shell_router.errors import SettingError, require
 from shell_router.files.types import (
     DISTINCT,
@@ -89,6 +90,10 @@ class ApiKey:
     native_fields: Annotated[
         tuple[str, ...], "Fields that it may send to engines besides `limits.native_fields`."
     ] = ()
+    service_tier: Annotated[
+        ServiceTier,
+        "The highest class of requests that it may ask for: `priority`, `default` or `flex`.",
+    ] = "default"
     operator: Annotated[
         Switch, "Whether it may read `/metrics`, and change topologies and engine pairs."
     ] = False

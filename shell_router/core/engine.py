@@ -23,6 +23,10 @@ def value(cls: type[T]) -> type[T]:
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
+ServiceTier = Literal["priority", "default", "flex"]
+TIERS: tuple[ServiceTier, ...] = ("priority", "default", "flex")
+
+
 @value
 class Hints:
     """Optional hints for schedulers.
@@ -36,6 +40,7 @@ class Hints:
             (Chimera, section 3.4).
         end_user: The tenant's own user or conversation, whose requests tend to share prefixes;
             without meaning without the tenant.
+        tier: Which requests of the queue go first; those of `flex` wait while others do.
     """
 
     user: str | None = None
@@ -45,6 +50,7 @@ class Hints:
     output_tokens: float | None = None
     total_tokens: float | None = None
     end_user: str | None = None
+    tier: ServiceTier = "default"
 
 
 NO_HINTS = Hints()

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from shell_router.core.engine import ChatServing, Generation, PrefillCost
+from shell_router.core.engine import ChatServing, Generation, PrefillCost, ServiceTier
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.engines.address import PairAddress
 from shell_router.engines.fleet import Fleet
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
@@ -17,6 +18,10 @@ from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
 from shell_router.routing.failures import RetrySettings
 
 log = logging.getLogger(__name__)
+
+
+_PRIORITIES: Mapping[ServiceTier, int] = {"priority": 1, "default": 0, "flex": -1}
+"""Numbers so close that SGLang interrupts no request for another."""
 
 
 class PairFleet(Fleet[PairAddress]):
@@ -54,6 +59,7 @@ class PairFleet(Fleet[PairAddress]):
         self.draw = draw
         self.room = room
         self._rid = rid
+        self._priority_signs: dict[ServerClient, int] = {}
 
     def clients_of(self, address: PairAddress) -> tuple[ServerClient, ...]:
         """See `Fleet.clients_of`; the prefill server comes first."""
@@ -99,18 +105,27 @@ class PairFleet(Fleet[PairAddress]):
     async def _probe(self, servers: Sequence[ServerClient]) -> None:
         contracts = await asyncio.gather(*(server.knows_contract() for server in servers))
         for server, route in zip(servers, contracts, strict=True):
+            info: NewValues = {}
+            with suppress(EngineError):  # servers without this route are no SGLang
+                info = await server.info()
+            self._priority_signs[server] = _read_priority_sign(info)
             if server in self.prefill_only:
                 only = self.prefill_only[server]
-                with suppress(EngineError):  # servers without this route are no SGLang
-                    info = await server.info()
-                    only.overlaps_passes = info.get("disable_overlap_schedule") is False
-                    if info.get("grammar_backend") == "xgrammar":
-                        log.warning(
-                            "%s: xgrammar lets one client's grammar block the server for minutes; "
-                            "start it with --grammar-backend llguidance",
-                            server,
-                        )
+                only.overlaps_passes = info.get("disable_overlap_schedule") is False
+                if info.get("grammar_backend") == "xgrammar":
+                    log.warning(
+                        "%s: xgrammar lets one client's grammar block the server for minutes; "
+                        "start it with --grammar-backend llguidance",
+                        server,
+                    )
                 await only.probe(route=route)
+
+    def tier_fields(self, tier: ServiceTier) -> Values:
+        """Return the field of a request's class, if all servers schedule by priority."""
+        signs = set(self._priority_signs.values())
+        if len(signs) != 1 or 0 in signs:
+            return {}
+        return {"priority": signs.pop() * _PRIORITIES[tier]}
 
     @property
     def prefill_ways(self) -> tuple[PrefillWay, ...]:
@@ -139,6 +154,7 @@ class PairFleet(Fleet[PairAddress]):
         """See `Fleet.forget`."""
         for server in servers:
             self.prefill_only.pop(server, None)
+            self._priority_signs.pop(server, None)
 
     async def version(self) -> str:
         """Return the version that the first decode server gives; raises EngineError."""
@@ -147,6 +163,13 @@ class PairFleet(Fleet[PairAddress]):
         if "version" not in info:
             raise wire_error(server.name, "server_info without a version")
         return str(info["version"])
+
+
+def _read_priority_sign(info: Values) -> int:
+    """Return by what SGLang multiplies a higher priority; 0 if it does not schedule by it."""
+    if not info.get("enable_priority_scheduling"):
+        return 0
+    return -1 if info.get("schedule_low_priority_values_first") else 1
 
 
 async def chat_of(servers: Sequence[ServerClient]) -> ChatServing | None:

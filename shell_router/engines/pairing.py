@@ -115,7 +115,8 @@ class Attempts:
             raise self._last or refusal from None
         fleet.retried += self.made > 0
         address = fleet.prefill_only[to_prefill.engine].bootstrap
-        return Pair(to_prefill, to_decode, {**address, "bootstrap_room": fleet.room()})
+        tier = fleet.tier_fields(self.request.hints.tier)
+        return Pair(to_prefill, to_decode, {**address, "bootstrap_room": fleet.room(), **tier})
 
     async def wait_after(self, pair: Pair, error: EngineError) -> None:
         """Return when the attempt after `pair` is due; raise `error` if it was the last."""

@@ -167,7 +167,14 @@ class ModelChooser:
             own = self.estimates.get_output_tokens(model, None, name, request.tenant)
         total = forecast.total_tokens.get(model)
         return model, Hints(
-            request.tenant, request.program, None, name, own, total, request.end_user
+            request.tenant,
+            request.program,
+            None,
+            name,
+            own,
+            total,
+            request.end_user,
+            request.tier,
         )
 
     async def forecast(self, queries: Sequence[ForecastQuery], emit: Emit) -> Sequence[Forecast]:

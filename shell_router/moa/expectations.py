@@ -183,7 +183,14 @@ def expect_outputs(
         if tokens is not None and len(later_tokens) == len(later):
             total = forecast.total_tokens.get(agent.model, tokens + sum(later_tokens))
         hints[agent.id] = Hints(
-            request.tenant, request.id, topology.name, agent.id, tokens, total, request.end_user
+            request.tenant,
+            request.id,
+            topology.name,
+            agent.id,
+            tokens,
+            total,
+            request.end_user,
+            request.tier,
         )
     return hints
 

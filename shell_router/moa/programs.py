@@ -433,6 +433,7 @@ class Programs:
             request.timeout_s,
             chat_template_kwargs=request.chat_template_kwargs,
             end_user=request.end_user,
+            tier=request.tier,
         )
         written = list[str]()
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shell_router.core.engine import FinishReason, value
+from shell_router.core.engine import FinishReason, ServiceTier, value
 from shell_router.core.events import AgentStopped
 from shell_router.core.exact_json import Values
 from shell_router.moa.calls import ToolCall, ToolOffer
@@ -104,6 +104,7 @@ class MoaRequest:
         fits_context: Lower limits of outputs to what prompts leave of the contexts.
         journal: The run goes on where an earlier one broke off.
         end_user: As in `Hints`.
+        tier: As in `Hints`.
         turn: Set by the executor.
     """
 
@@ -122,6 +123,7 @@ class MoaRequest:
     fits_context: bool = False
     journal: RunJournal | None = None
     end_user: str | None = None
+    tier: ServiceTier = "default"
     turn: Turn = Turn()
 
     @property
@@ -168,6 +170,7 @@ class AgentRequest:
         is_read: Others read it, so that it fails if it ends inside its thinking.
         journal: The agent goes on where an earlier attempt broke off.
         end_user: As in `Hints`.
+        tier: As in `Hints`.
     """
 
     tenant: str
@@ -187,6 +190,7 @@ class AgentRequest:
     is_read: bool = True
     journal: RunJournal | None = field(default=None, compare=False)
     end_user: str | None = None
+    tier: ServiceTier = "default"
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -182,16 +182,20 @@ def sort_key(entry: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
     """Return the full key of a waiting request; the lowest is next.
 
     Requests that have waited `age_s` come first, the longest waiting before all (Gimbal, Algorithm
-    2, line 4). Then come the other requests of clients. Prefill-only updates come last, however
-    long they wait, because they only make a later request faster.
+    2, line 4). Then come the other requests of clients by their tiers. Those of `flex` come after
+    all of these, and prefill-only updates last, however long they wait: an update only makes a
+    later request faster.
     """
     order = ORDERS[queue.settings.order]
     key = (*order.key(entry, queue), entry.arrived_s)
+    tier = entry.features.hints.tier
     if entry.features.update:
-        return (2, *key)
+        return (4, *key)
+    if tier == "flex":
+        return (3, *key)
     if order.ages and now_s - entry.arrived_s >= queue.settings.age_s:
         return (0, entry.arrived_s)
-    return (1, *key)
+    return (1 if tier == "priority" else 2, *key)
 
 
 class RequestQueue:

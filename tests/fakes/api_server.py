@@ -109,6 +109,7 @@ class ScriptedRelay:
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
     affinities: list[str | None] = field(default_factory=list)
     end_users: list[str | None] = field(default_factory=list)
+    tiers: list[str] = field(default_factory=list)
     fields: list[tuple[str, ...]] = field(default_factory=list)
     left_early: int = 0
     placed: tuple[Placement, ...] = ()
@@ -132,6 +133,7 @@ class ScriptedRelay:
         self.forwarded.append((route, body))
         self.affinities.append(affinity)
         self.end_users.append(hints.end_user)
+        self.tiers.append(hints.tier)
         self.fields.append(tuple(fields))
         self._ended = False
         try:

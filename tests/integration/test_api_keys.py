@@ -38,6 +38,8 @@ SETTINGS = ApiSettings(
         "carol": ApiKey(key="sk-c", tokens_per_minute=10),
         "dora": ApiKey(key="sk-d", routes=("/v1/models",)),
         "edna": ApiKey(key="sk-e", native_fields=("return_hidden_states", "image_url")),
+        "fred": ApiKey(key="sk-f", service_tier="flex"),
+        "gwen": ApiKey(key="sk-g", service_tier="priority"),
         "ops": ApiKey(key="sk-o", operator=True),
     },
     max_agents_per_tenant=4,
@@ -53,7 +55,9 @@ def bearing(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer sk-{name[0]}"}
 
 
-ALICE, BOB, CAROL, DORA, EDNA, OPS = map(bearing, ("alice", "bob", "carol", "dora", "edna", "ops"))
+ALICE, BOB, CAROL, DORA, EDNA, FRED, GWEN, OPS = map(
+    bearing, ("alice", "bob", "carol", "dora", "edna", "fred", "gwen", "ops")
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -332,3 +336,48 @@ async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restar
                 await asyncio.open_connection(
                     *url.removeprefix("https://").split(":"), ssl=UNKNOWING
                 )
+
+
+@pytest.mark.parametrize("model", ["small", "duo"])
+@pytest.mark.parametrize("route", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize(
+    ("key", "asked", "given"),
+    [
+        (GWEN, {"service_tier": "priority"}, "priority"),
+        (GWEN, {"service_tier": "auto"}, "default"),
+        (GWEN, {}, "default"),
+        (BOB, {"service_tier": "priority"}, "default"),
+        (BOB, {"service_tier": "flex"}, "flex"),
+        (FRED, {"service_tier": "default"}, "flex"),
+        (FRED, {}, "flex"),
+    ],
+)
+async def test_requests_have_the_class_they_ask_for_as_far_as_their_key_allows(
+    served: Api,
+    model: str,
+    route: str,
+    key: dict[str, str],
+    asked: dict[str, str],
+    given: str,
+) -> None:
+    body = chat(model=model, **asked)
+    if route == "/v1/responses":
+        body["input"] = body.pop("messages")
+    for engine in served.moa.engines.values():
+        engine.generated.clear()
+    async with served.client.post(served.url + route, json=body, headers=key) as answer:
+        assert answer.status == 200
+        is_lowered = asked.get("service_tier", given) not in (given, "auto")
+        assert ("service_tier" in answer.headers.get("x-ignored-fields", "")) == is_lowered
+    engines = served.moa.engines.values()
+    assert {one.hints.tier for engine in engines for one in engine.generated} == {given}
+
+
+async def test_chats_that_an_engine_answers_itself_have_their_class_too() -> None:
+    relay = ScriptedRelay(chat=ChatServing())
+    keys = {"gwen": ApiKey(key="sk-g", service_tier="priority"), "bob": "sk-b"}
+    async with api(settings=ApiSettings(keys=keys), relays={"small": relay}) as running:
+        body = chat(model="small", logprobs=True, service_tier="priority")
+        for key in (GWEN, BOB):
+            assert (await running.post(CHAT, body, **key))[0] == 200
+    assert relay.tiers == ["priority", "default"]

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from benchmarks.scripted.server import Fault, ScriptedSettings
-from shell_router.core.engine import Finish, Generation, Hints, Tokens
+from shell_router.core.engine import TIERS, Finish, Generation, Hints, Tokens
 from shell_router.engines.address import PairLimits
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
@@ -146,7 +146,8 @@ async def test_a_cache_that_nothing_warms_is_named_with_its_remedy() -> None:
 async def test_equal_prompts_wait_for_the_first_where_a_server_overlaps_passes(
     overlaps: bool, waits: int
 ) -> None:
-    async with served(ScriptedSettings(overlaps_passes=overlaps, prefill_s=0.01)) as at:
+    info = {"disable_overlap_schedule": not overlaps}
+    async with served(ScriptedSettings(server_info=info, prefill_s=0.01)) as at:
         await at.pair.fleet.probe()
         requests = [generation(f"r{index}", 1200) for index in range(9)]
         results = await asyncio.gather(*(collect(at.pair, request) for request in requests))
@@ -156,7 +157,7 @@ async def test_equal_prompts_wait_for_the_first_where_a_server_overlaps_passes(
 
 
 async def test_a_request_that_waits_for_a_prompt_that_fails_is_answered() -> None:
-    async with served(ScriptedSettings(overlaps_passes=True)) as at:
+    async with served(ScriptedSettings(server_info={"disable_overlap_schedule": False})) as at:
         await at.pair.fleet.probe()
         at.break_leg("prefill", Fault("status", times=1))
         requests = [generation(f"r{index}", 1200) for index in range(3)]
@@ -167,6 +168,34 @@ async def test_a_request_that_waits_for_a_prompt_that_fails_is_answered() -> Non
         assert not any(isinstance(other, BaseException) for other in others)
         assert at.pair.fleet.waited_for_prefix == 2
         await at.quiet()
+
+
+BY_PRIORITY = {"enable_priority_scheduling": True}
+LOW_FIRST = {**BY_PRIORITY, "schedule_low_priority_values_first": True}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "priorities"),
+    [
+        (BY_PRIORITY, BY_PRIORITY, [1, 0, -1]),
+        (LOW_FIRST, LOW_FIRST, [-1, 0, 1]),
+        (BY_PRIORITY, {}, [None] * 3),
+        ({}, BY_PRIORITY, [None] * 3),
+        (BY_PRIORITY, LOW_FIRST, [None] * 3),
+    ],
+)
+async def test_servers_that_all_schedule_by_priority_get_the_requests_class(
+    prefill: dict[str, bool], decode: dict[str, bool], priorities: list[int | None]
+) -> None:
+    pair = [ScriptedSettings(server_info=info, log_bodies=9) for info in (prefill, decode)]
+    async with apart(*pair) as at:
+        await at.pair.fleet.probe()
+        for tier in TIERS:
+            await collect(at.pair, replace(generation(tier), hints=Hints(tier=tier)))
+        for server in (at.servers.prefill, at.servers.decode):
+            bodies = [orjson.loads(body) for body in server.bodies]
+            sent = {body["rid"]: body.get("priority") for body in bodies}
+            assert [sent[tier] for tier in TIERS] == priorities
 
 
 async def test_loads_and_health_are_read_from_both_servers() -> None:

@@ -59,7 +59,9 @@ class AdaptedPair:
 def adapted_sglang(
     sglang_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AdaptedPair]:
-    """A second pair of the model, with more adapters than a batch takes."""
+    """A second pair of the model, with more adapters than a batch takes, that schedules by
+    priority.
+    """
     venv = built_environment()
     if venv is None:
         pytest.skip(f"real SGLang is not built for these tests: {BUILD_COMMAND}")
@@ -77,6 +79,7 @@ def adapted_sglang(
         "--lora-paths",
         *(f"{name}={path}" for name, path in adapters.items()),
         *("--max-loras-per-batch", "2", "--lora-backend", "torch_native"),
+        "--enable-priority-scheduling",
         *("--tool-call-parser", "qwen25"),  # as the first pair: the router asks for one parser
     )
     with cpu_pair(sglang_model, venv, folder / "pair", options=options) as servers:

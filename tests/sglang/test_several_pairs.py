@@ -21,7 +21,7 @@ from shell_router.config import (
     ModelSettings,
     PairSettings,
 )
-from shell_router.core.engine import Finish, Generation, Tokens
+from shell_router.core.engine import TIERS, Finish, Generation, Hints, ServiceTier, Tokens
 from shell_router.engines.sglang import SglangPair, random_rid
 from tests.fakes.pairs_under_test import address_of
 from tests.sglang.conftest import AdaptedPair
@@ -126,4 +126,20 @@ async def test_servers_of_two_pairs_work_together_and_outlive_a_dead_prefill(
     for affinity in "abcdef":
         assert await answer(pool, affinity) == answers["a", 0]
     assert pool.fleet.retried >= 1
+    await pool.aclose()
+
+
+async def test_a_pair_that_schedules_by_priority_takes_each_class(second: CpuPair) -> None:
+    pool = SglangPair(address_of(second))
+    await pool.fleet.probe()
+    assert pool.fleet.tier_fields("priority") == {"priority": 1}
+
+    async def write(tier: ServiceTier) -> Finish:
+        request = Generation(random_rid(), PROMPT, GREEDY, hints=Hints(tier=tier))
+        *_, finish = [event async for event in pool.generate(request)]
+        assert isinstance(finish, Finish)
+        return finish
+
+    finishes = await asyncio.gather(*map(write, TIERS))
+    assert [finish.completion_tokens for finish in finishes] == [8] * 3
     await pool.aclose()

@@ -126,6 +126,19 @@ def test_updates_wait_behind_real_requests_however_long_they_have_waited() -> No
         assert first(order, update, real, now_s=500.0) == 1
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_tiers_go_before_any_order_and_flex_waits_for_all_others(order: str) -> None:
+    flex = QueueEntry(asked(1, tier="flex"), 0.0)
+    default = QueueEntry(asked(5), 0.5)
+    priority = QueueEntry(asked(900, tier="priority"), 1.0)
+    update = QueueEntry(replace(asked(1, tier="priority"), update=True), 0.0)
+    assert first(order, flex, default, priority, update, now_s=1.0) == 2
+    assert first(order, flex, default, update, now_s=500.0) == 1
+    assert first(order, update, flex, now_s=500.0) == 1
+    aged = first(order, default, priority, now_s=QueueSettings().age_s + 0.7)
+    assert aged == (0 if ORDERS[order].ages else 1)
+
+
 ARRIVALS = st.lists(
     st.tuples(
         st.floats(0, 20),
