@@ -132,6 +132,7 @@ class PanelFields(TypedDict, total=False):
     models: Models
     quorum: Annotated[int, Ge(1)]
     grace_s: Annotated[float, Interval(ge=0, le=86_400)]
+    root_reserve_s: Annotated[float, Interval(ge=1, le=86_400)]
     criteria: str
 
 

@@ -121,7 +121,8 @@ def _panel(
     if criteria := _criteria(block, judge_fields):
         escaped = criteria.replace("{", "{{").replace("}", "}}")
         judge["prompt"] = {"prefix": f"{AGGREGATOR.prefix}\n\nJudge them by this: {escaped}"}
-    return {"name": PANEL, "agents": {**agents, "judge": judge}, "clusters": {"panel": cluster}}
+    panel = {"name": PANEL, "agents": {**agents, "judge": judge}, "clusters": {"panel": cluster}}
+    return panel | {name: block[name] for name in ("root_reserve_s",) if block.get(name)}
 
 
 def _member(block: Values, limit: int | None) -> Values:

@@ -158,7 +158,7 @@ class ExitScored:
 
 @value
 class AggregationSkipped:
-    """The agent did not run, because its precursors agree; it forwards the output of `source`."""
+    """The agent forwards the output of `source`: its precursors agree, or it had no time left."""
 
     at_s: float
     agent: str
@@ -171,12 +171,13 @@ class AggregationSkipped:
 class AgentStopped:
     """The agent was cut off and its output discarded, or it did not run.
 
-    Its cluster exited, no agent needs it any more, or its output was kept in an earlier request.
+    Its cluster exited, no agent needs it any more, the deadline came, or its output was kept in an
+    earlier request. The text of a root that the deadline cuts off stays the answer.
     """
 
     at_s: float
     agent: str
-    why: Literal["early_exit", "unneeded", "kept"]
+    why: Literal["early_exit", "unneeded", "deadline", "kept"]
     model: str = "unknown"
 
 

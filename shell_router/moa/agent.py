@@ -256,6 +256,11 @@ class AgentRun:
         """The output so far."""
         return "".join(self._texts)
 
+    @property
+    def reasoning(self) -> str:
+        """The thinking so far, if it is separated from the output."""
+        return "" if self._thinking is None else self._thinking.text
+
     def start(self) -> None:
         """Announce the agent, which from now on waits for its engine or its precursors."""
         self._emit(AgentStarted(self._clock(), self.task.agent, self.task.model.alias))
@@ -375,13 +380,11 @@ class AgentRun:
 
     async def _finish(self, finish: Finish) -> AgentOutput:
         """Release what was held back, report the end, and return the output."""
-        reasoning = ""
         reasoning_tokens = 0
         if self._thinking is not None:
             answer = self._thinking.finish(needs_answer=self.task.is_read)
             if answer.ids or answer.text:
                 self._accept(answer)
-            reasoning = self._thinking.text
             reasoning_tokens = self._thinking.tokens
         calls: tuple[ToolCall, ...] = ()
         warning = ""
@@ -411,7 +414,7 @@ class AgentRun:
             finish,
             confidence,
             self.progress.token_s,
-            reasoning,
+            self.reasoning,
             reasoning_tokens,
             calls,
             warning,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
-from shell_router.core.engine import ServedModel
+from shell_router.core.engine import Finish, ServedModel
 from shell_router.core.events import (
     AgentErred,
     AgentStarted,
@@ -49,7 +49,7 @@ from shell_router.moa.cluster_exit import ClusterExit, Verdict
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import Leave
 from shell_router.moa.incremental import CompletePrompt, complete_prompt
-from shell_router.moa.journal import RunJournal
+from shell_router.moa.journal import OutputLeft, RunJournal
 from shell_router.moa.planning import Plan, Resources, plan_fallback, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encode_text
 from shell_router.moa.requests import AgentUsage, Answer, CutOff, FanOut, MoaRequest
@@ -60,6 +60,11 @@ from shell_router.routing.increments import Remainder
 from shell_router.topology import VOTE, Agent, Cluster, Graph, Topology
 
 log = logging.getLogger(__name__)
+
+ANSWER_S = 0.2
+"""The time before the deadline at which a root that keeps time is cut off, so that the answer still
+goes out.
+"""
 
 _NUMBER = r"(?:(?<!\w)-)?[0-9]+"
 
@@ -109,9 +114,11 @@ class Executor:
             f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
             remedy="Allow more time, or ask a topology with fewer agents or steps.",
         )
+        # a step has the deadline of its request
+        ends_s = request.ends_s or asyncio.get_running_loop().time() + request.timeout_s
         with Deadline(request.timeout_s, late=late):
             async with self._turns.open(topology, request) as turn:
-                request = replace(request, turn=turn)
+                request = replace(request, turn=turn, ends_s=ends_s)
                 if isinstance(topology, Topology):
                     answer = await self._run(topology, request, emit)
                 else:
@@ -138,6 +145,7 @@ class Executor:
         topology = plan.outline.topology
         is_single = len(plan.tasks) == 1 and not topology.clusters and not topology.root.fallbacks
         is_single = is_single and not plan.refusals and not request.turn.kept.outputs
+        is_single = is_single and not topology.root_reserve_s  # it may end with its text so far
         context = RunContext(resources.chooser.estimates, self.cache, emit, self.clock)
         with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
@@ -272,6 +280,8 @@ class GraphRun:
         self._exits = self._open_exits(embedder)
         self._members: dict[str, _Member] = {}
         self._news = asyncio.Event()
+        self._is_late = False
+        self._late_answer: AgentOutput | None = None
 
     def _open_exits(self, embedder: Embedder | None) -> dict[str, ClusterExit]:
         """Return the early exit that judges each agent whose cluster has one."""
@@ -296,10 +306,12 @@ class GraphRun:
     async def answer(self) -> Answer:
         """Run all agents and return the root's answer."""
         await self._open_members()
+        timers: list[asyncio.TimerHandle] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for member in self._members.values():
                     member.work = group.create_task(self._run_agent(member))
+                timers = self._set_timers()
             answer = self._conclude()
             turn = self._plan.outline.request.turn
             if turn.name and not turn.kept.outputs:
@@ -309,6 +321,8 @@ class GraphRun:
             first = failed.exceptions[0]
             raise first from first.__cause__
         finally:
+            for timer in timers:
+                timer.cancel()
             # members and their tasks refer to each other and to this object: without this, their
             # texts would stay until the garbage collector runs
             for member in self._members.values():
@@ -338,9 +352,9 @@ class GraphRun:
             self._estimates.observe_fate(
                 self._topology.name, name, decoded=is_decoded, read=is_read
             )
-        root = self._members[self._root].output
-        assert root is not None
-        return _make_answer(root, usage)
+        output = self._late_answer or self._members[self._root].output
+        assert output is not None
+        return _make_answer(output, usage)
 
     async def _collect_reads(self) -> FanOut:
         """Return the outputs that the root has read."""
@@ -373,11 +387,17 @@ class GraphRun:
         if agent.votes:
             self._cut_unneeded()
         if agent.id != self._root:
+            if self._is_late:
+                self._begin_reserve()
             await self._judge(agent.id, output)
             return
-        for other in self._members.values():
-            if other.output is not None and other is not member:
-                other.cancel()  # its cluster's judgement comes too late
+        self._end_judgements()
+
+    def _end_judgements(self) -> None:
+        """Cancel the agents that have ended, and whose clusters' judgements come too late."""
+        for member in self._members.values():
+            if member.output is not None:
+                member.cancel()
 
     async def _produce(self, member: _Member) -> AgentOutput:
         """Return the output of the agent's model.
@@ -397,7 +417,8 @@ class GraphRun:
                     return await self._attempt(member)
             except (EngineError, PromptRefused) as error:
                 failure = error
-                if member.run is not None and member.run.progress.decoded:
+                has_begun = member.run is not None and member.run.progress.decoded
+                if has_begun or isinstance(error, OutputLeft):
                     break
         assert failure is not None, "the agent has no run because of it"
         raise failure
@@ -475,6 +496,12 @@ class GraphRun:
 
     def _fail(self, member: _Member, error: ShellRouterError) -> None:
         """Note that the agent failed, and raise the run's error unless it can be dropped."""
+        if isinstance(error, OutputLeft) and self._topology.root_reserve_s:
+            self._begin_reserve()  # it was cut off then
+            if member.is_running:
+                self._cut_root()
+            if not member.is_running:
+                return
         agent = member.agent
         is_root = agent.id == self._root
         is_dropped = not is_root and agent.on_failure == "drop"
@@ -500,6 +527,72 @@ class GraphRun:
                 f"Agent {agent.id!r} of {self._topology.name!r} failed: {error}",
                 remedy="Ask again." if is_root else remedy,
             ) from error
+
+    # --- the root's time
+
+    def _set_timers(self) -> list[asyncio.TimerHandle]:
+        reserve_s = self._topology.root_reserve_s
+        if not reserve_s:
+            return []
+        ends_s = self._plan.outline.request.ends_s
+        loop = asyncio.get_running_loop()
+        return [
+            loop.call_at(ends_s - reserve_s, self._begin_reserve),
+            loop.call_at(ends_s - ANSWER_S, self._cut_root),
+        ]
+
+    def _begin_reserve(self) -> None:
+        """Cut off all agents but the root as soon as it has an output to read."""
+        self._is_late = True
+        voters = self._members[self._root].agent.voters
+        if any(self._members[name].output is not None for name in voters):
+            self._cut_below()
+
+    def _cut_below(self) -> None:
+        for name, member in self._members.items():
+            if name != self._root and member.is_running:
+                member.error = "It was cut off to leave the root time before the deadline."
+                self._cut(name, "deadline")
+
+    def _cut_root(self) -> None:
+        """Cut off the root; its text so far is the answer, or else the nearest finished output.
+
+        Without either, the root keeps the time that is left.
+        """
+        root = self._members[self._root]
+        source = self._find_nearest()
+        text = "" if root.run is None else root.run.text
+        if not root.is_running or not (source or text.strip()):
+            return
+        warning = f"The deadline cut {self._root!r} off: the answer is its text so far."
+        if source and not text.strip():
+            output = self._members[source].output
+            assert output is not None
+            text += output.text
+            warning = f"The deadline left {self._root!r} no time: {source!r} answers in its place."
+            self._emit(
+                AggregationSkipped(
+                    self._clock(), self._root, source, output.text, output.confidence
+                )
+            )
+        reasoning = "" if root.run is None else root.run.reasoning
+        finish = Finish("length", 0, 0, 0)
+        self._late_answer = AgentOutput(text, finish, None, reasoning=reasoning, warning=warning)
+        self._cut_below()
+        self._cut(self._root, "deadline")
+        self._end_judgements()
+
+    def _find_nearest(self) -> str:
+        """Return the agent below the root whose output is the nearest to it; "" without any."""
+        agents = [self._root]
+        known = {self._root}
+        for agent in agents:
+            if self._members[agent].output is not None:
+                return agent
+            voters = [name for name in self._topology.agents[agent].voters if name not in known]
+            agents += voters
+            known.update(voters)
+        return ""
 
     # --- votes
 

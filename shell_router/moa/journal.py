@@ -283,6 +283,10 @@ class RunJournal:
         del self._waiting[: len(records)]
 
 
+class OutputLeft(EngineError):
+    """An earlier attempt cut this output off, and this attempt has not."""
+
+
 class JournaledEngine:
     """The engine of a model behind a run's journal (core.engine.Engine)."""
 
@@ -310,7 +314,7 @@ class JournaledEngine:
             if end == "":
                 journal.pass_end(recorded.end_number)
                 await asyncio.sleep(ORDER_S)  # the run leaves it here, as before
-                raise EngineError(f"The output of {name!r} was left before, and is needed now.")
+                raise OutputLeft(f"The output of {name!r} was left before, and is needed now.")
             if end is not None:
                 raise EngineError(end)
         finally:

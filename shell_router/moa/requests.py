@@ -11,8 +11,8 @@ from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.journal import RunJournal
 from shell_router.topology import Prefill
 
-CutOff = Literal["early_exit", "unneeded"]
-AgentState = Literal["finished", "skipped", "kept", "early_exit", "unneeded", "failed"]
+CutOff = Literal["early_exit", "unneeded", "deadline"]
+AgentState = Literal["finished", "skipped", "kept", CutOff, "failed"]
 
 
 @value
@@ -23,7 +23,7 @@ class AgentUsage:
         completion_tokens: If the agent was cut off, those decoded by then.
         token_s: Seconds per token after its first ones, None if there were no more.
         finish_reason: Why its own output ended, None if it was forwarded or cut off.
-        error: Why it gave no output, if it failed.
+        error: Why it gave no output, if it failed or was cut off at the deadline.
     """
 
     model: str
@@ -106,6 +106,7 @@ class MoaRequest:
         end_user: As in `Hints`.
         tier: As in `Hints`.
         turn: Set by the executor.
+        ends_s: The deadline by the event loop's clock; set by the executor.
     """
 
     id: str
@@ -125,6 +126,7 @@ class MoaRequest:
     end_user: str | None = None
     tier: ServiceTier = "default"
     turn: Turn = Turn()
+    ends_s: float = 0.0
 
     @property
     def turn_messages(self) -> tuple[Values, ...]:
@@ -210,7 +212,8 @@ class Answer:
         confidence: The geometric mean of the output's token probabilities, None if not measured.
         reasoning: The thinking before the output, if the model's is separated.
         calls: The tool calls at its end.
-        warning: Why it holds no calls, if tools were offered in vain.
+        warning: Why it holds no calls, if tools were offered in vain, or is not the root's complete
+            output.
         matched: The stop string that ended it.
     """
 

@@ -75,6 +75,7 @@ class AgentTrace:
     first_tokens: int = 0
     tokens: int = 0
     end: End | None = None
+    forwards: str = ""
 
     @property
     def state(self) -> str:
@@ -242,10 +243,8 @@ class Trace:
     def writer(self) -> str:
         """The agent that wrote the answer: the root, or the agent whose output it forwards."""
         writer = self.root
-        while (agent := self.agents.get(writer)) and isinstance(
-            agent.end, events.AggregationSkipped
-        ):
-            writer = agent.end.source
+        while (agent := self.agents.get(writer)) and agent.forwards:
+            writer = agent.forwards
         return writer
 
     @property
@@ -293,7 +292,10 @@ class Trace:
                 | events.AgentStopped()
                 | events.AgentErred()
             ):
-                self._agent(event.agent, event.at_s).end = event
+                agent = self._agent(event.agent, event.at_s)
+                agent.end = event
+                if isinstance(event, events.AggregationSkipped):
+                    agent.forwards = event.source
             case events.ModelChosen():
                 self.choices.append(event)
             case events.StepChosen():

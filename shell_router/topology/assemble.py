@@ -106,6 +106,7 @@ def assemble(file: Values, *, name: str) -> Topology:
         prefill=Prefill(**file.get("prefill", {})),
         description=file.get("description", ""),
         fan_out=file.get("fan_out", "turn"),
+        root_reserve_s=file.get("root_reserve_s", 0.0),
     )
     return replace(topology, clusters=tuple(_clusters(topology, file)))
 

@@ -66,7 +66,7 @@ CLASHES = (
     ),
     (
         "steps",
-        ("clusters", "early_exit", "prefill", "on_failure"),
+        ("clusters", "early_exit", "prefill", "on_failure", "root_reserve_s"),
         "'{key}' does not go with 'steps'.",
         "Remove it here, and write it in the topology that a step names.",
     ),

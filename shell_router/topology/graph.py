@@ -117,7 +117,7 @@ class Topology:
     """A checked graph without cycles, with one root that every agent reaches.
 
     `agents` is in topological order, precursors first; the root is last. An agent is in at most one
-    cluster.
+    cluster. `root_reserve_s` is 0 where no time is kept for the root.
     """
 
     name: str
@@ -126,6 +126,7 @@ class Topology:
     prefill: Prefill = Prefill()
     description: str = ""
     fan_out: FanOut = "turn"
+    root_reserve_s: float = 0.0
 
     @property
     def keeps_proposals(self) -> bool:

@@ -129,6 +129,12 @@ DEFAULTS = _block(
     {"model": Annotated[MODELS, "As an agent's."], **SHARED},
 )
 
+RESERVE = Annotated[
+    float,
+    Interval(ge=1, le=86_400),
+    "Seconds before the request's deadline that are kept for the root.",
+]
+
 FALLBACKS = Annotated[
     Array[ALIAS],
     Len(0, 16),
@@ -299,6 +305,7 @@ TOPOLOGY = _block(
         "prefill": _block("prefill", class_text(Prefill), list_described_fields(Prefill)),
         "defaults": DEFAULTS,
         "on_failure": SHARED["on_failure"],
+        "root_reserve_s": RESERVE,
         "fan_out": Annotated[
             FanOut,
             "'turn' runs the agents below the root once for each user message and keeps their "

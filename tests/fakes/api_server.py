@@ -257,6 +257,7 @@ class Heard:
     text: str = ""
     warnings: list[str] = field(default_factory=list)
     error: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
 
     def take(self, body: Mapping[str, Any]) -> None:
         """Take in a whole answer, or the data of an event."""
@@ -270,6 +271,11 @@ class Heard:
             parts.append({"text": delta})
         elif body.get("type") in ("response.completed", "response.incomplete"):
             self.warnings += body["response"].get("warnings", ())
+        ended = [body, delta if isinstance(delta, dict) else {}, *body.get("choices", ())]
+        ended.append((body.get("response") or body).get("incomplete_details") or {})
+        for end in ended:
+            reason = end.get("finish_reason") or end.get("stop_reason") or end.get("reason")
+            self.reason = reason or self.reason
         self.text += "".join([part.get("content") or "" for part in deltas])
         self.text += "".join([part.get("text", "") for part in parts])
 

@@ -18,6 +18,7 @@ from shell_router.core.events import AgentFinished, AgentStopped, AgentTokens, E
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import AgentFailed, EngineUnreachable
+from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.journal import RecordedGeneration, RunJournal
 from shell_router.moa.programs import Programs
@@ -453,4 +454,21 @@ def test_pieces_are_joined_without_copying_what_was_joined_before() -> None:
     assert joined == [
         (0, Tokens((0, 1), "0 1 ", (-0.5, -0.5))),
         (1, Tokens((2, 3), "2 3 ", (-0.5, -0.5))),
+    ]
+
+
+@pytest.mark.parametrize("held", ["b", "sum", "root"])
+def test_what_the_deadline_cut_off_is_cut_off_again(held: str) -> None:
+    topology, store, again = replace(tree(), root_reserve_s=5.0), MemoryJournals(), moa_of()
+
+    async def attempt_twice() -> tuple[Answer, Answer]:
+        moa = moa_of(pace=Gates(held).pace)
+        first = await attempt(moa, store, topology=topology, timeout_s=60)
+        repeated = MemoryJournals(store.records)
+        return first, await attempt(again, repeated, "second", topology, timeout_s=60)
+
+    first, second = run_virtual(attempt_twice())
+    assert (second.text, second.reason) == (first.text, first.reason) and not asked(again)
+    assert [used.state for used in second.agents.values()] == [
+        used.state for used in first.agents.values()
     ]

@@ -103,6 +103,7 @@ WRONG = {
     ),
     "steps and a tree": (GOOD + "tree: {shape: [2, 1], models: [m]}\n", 2, "described twice"),
     "clusters": (GOOD + "clusters: {x: {agents: [a]}}\n", 4, "'clusters' does not go with 'steps'"),
+    "reserve": (GOOD + "root_reserve_s: 5\n", 4, "'root_reserve_s' does not go with 'steps'"),
     "prefill": (GOOD + "prefill: {incremental: on}\n", 4, "'prefill' does not go with 'steps'"),
     "a default that does not hold": (
         GOOD + "defaults: {on_failure: drop}\n",
