@@ -16,7 +16,7 @@ from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import answer_chat
 from shell_router.api.frames import ChatFrames
 from shell_router.api.replies import json_reply, stream_error
-from shell_router.api.response_translation import ResponseTranslation, as_chat
+from shell_router.api.response_translation import OWN_FIELDS, ResponseTranslation, as_chat
 from shell_router.api.runs import KEPT_RUNS, Run, make_reuse_error, read_end
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
 from shell_router.api.streaming import (
@@ -27,7 +27,7 @@ from shell_router.api.streaming import (
     open_stream,
     stream_run,
 )
-from shell_router.api.translation import TranslatedFrames
+from shell_router.api.translation import TranslatedFrames, name_own_fields
 from shell_router.core.exact_json import NewValues, Values, parse_json
 from shell_router.core.validation import field_error, show
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
@@ -71,8 +71,9 @@ class BackgroundResponse:
             return await current._show_end(end)
         if state is not None and state.is_leased and not current.stream:
             return current.describe("queued" if state.last == state.first else "in_progress")
-        _, chat = as_chat(parse_json(current.head))
-        return await answer_chat(current.request, chat, None, current._run)
+        _, chat, places = as_chat(parse_json(current.head))
+        with name_own_fields(OWN_FIELDS, places):
+            return await answer_chat(current.request, chat, None, current._run)
 
     async def cancel(self) -> None:
         """Seal the journal, which ends the run with its next record; an end stays as it is."""

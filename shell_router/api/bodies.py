@@ -31,7 +31,7 @@ from shell_router.api.fields import (
 from shell_router.api.services import SETTINGS
 from shell_router.core.engine import TIERS, UNSTREAMED_INTERVAL, ServiceTier, value
 from shell_router.core.exact_json import NewValues, Values, write_json
-from shell_router.core.sampling import check_depth
+from shell_router.core.sampling import LEAST_TOP_P, check_depth
 from shell_router.core.validation import field_error, parse_object, show
 from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.http.app import Request
@@ -162,6 +162,8 @@ def read_sampling(body: Values) -> NewValues:
                 raise field_error(name, f"cannot go with {constraint}", "Send only one of them.")
             constraint = name
             params[native] = text
+    if params.get("top_p") == 0:
+        params["top_p"] = LEAST_TOP_P
     return params
 
 

@@ -5,7 +5,7 @@ Texts may hold markers, which stand for lazy answers.
 
 import re
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, tee
 from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
@@ -218,16 +218,17 @@ def name_calls(messages: Sequence[Any]) -> list[Any]:
 
     Results without an id answer the calls without one in their order.
     """
-    called = count()
-    answered = count()
+    given = {call.get("id") for message in messages for call in message.get("tool_calls") or ()}
+    fresh = (f"call-{number}" for number in count())
+    called, answered = tee(name for name in fresh if name not in given)
     named = list(messages)
     for at, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         if not all(call.get("id") for call in calls):
-            calls = [{**call, "id": call.get("id") or f"call-{next(called)}"} for call in calls]
+            calls = [{**call, "id": call.get("id") or next(called)} for call in calls]
             named[at] = {**message, "tool_calls": calls}
         elif message["role"] == "tool" and not message.get("tool_call_id"):
-            named[at] = {**message, "tool_call_id": f"call-{next(answered)}"}
+            named[at] = {**message, "tool_call_id": next(answered)}
     return named
 
 

@@ -35,7 +35,7 @@ from shell_router.api.fields import (
 )
 from shell_router.core.engine import ChatServing
 from shell_router.core.exact_json import Values, write_json
-from shell_router.core.sampling import RANGES
+from shell_router.core.sampling import LEAST_TOP_P, RANGES
 from shell_router.core.validation import JsonObject, field_error
 from shell_router.engines.native_body import RANKS
 
@@ -203,6 +203,8 @@ def write_choices(
         name: value for name, value in sent.items() if value is not None and name not in left_out
     }
     whole |= own
+    if whole.get("top_p") == 0:
+        whole["top_p"] = LEAST_TOP_P
     if choices == 1:
         return [as_json(whole)]
     if rid is not None:

@@ -50,7 +50,7 @@ class SamplingFields(TypedDict, total=False):
     """Sampling parameters that all routes have."""
 
     temperature: Annotated[float, RANGES["temperature"]]
-    top_p: Annotated[float, RANGES["top_p"]]
+    top_p: Annotated[float, Interval(ge=0, le=1)]
     min_p: Annotated[float, RANGES["min_p"]]
     frequency_penalty: Annotated[float, RANGES["frequency_penalty"]]
     presence_penalty: Annotated[float, RANGES["presence_penalty"]]

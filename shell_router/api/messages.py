@@ -16,7 +16,13 @@ from shell_router.api.conversation import FunctionName, drop_other_tools, read_a
 from shell_router.api.fields import NoEffect, SharedFields, Tokens
 from shell_router.api.replies import anthropic_error, json_reply, note_ignored
 from shell_router.api.services import SERVICES
-from shell_router.api.translation import Events, ItemTranslation, Kind, count_reasoning
+from shell_router.api.translation import (
+    Events,
+    ItemTranslation,
+    Kind,
+    count_reasoning,
+    name_own_fields,
+)
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.validation import Array, JsonObject, Name
 from shell_router.http.app import Reply, Request
@@ -182,16 +188,32 @@ MESSAGES = JsonObject(
     },
 )
 BILLING = "x-anthropic-billing-header:"
+REMINDER = "<system-reminder>"
+"""The begin of a text that Claude Code adds to its tools' results."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def as_chat(body: MessagesBody) -> NewValues:
-    """Return the chat completion's body that asks for the same as a validated body."""
+OWN_FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "max_thinking_tokens": "thinking.budget_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "user": "metadata.user_id",
+}
+"""A message's fields, by those of a chat completion."""
+
+
+def as_chat(body: MessagesBody) -> tuple[NewValues, Sequence[str]]:
+    """Return the chat completion's body that asks for the same as a validated body.
+
+    The second is the path of what each message of the chat was made from.
+    """
     chat: NewValues = {
         name: value for name, value in body.items() if name in SharedFields.__annotations__
     }
     chat["max_completion_tokens"] = body["max_tokens"]
-    chat["messages"] = _read_messages(body)
+    chat["messages"], places = _read_messages(body)
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if "tools" in body:
@@ -206,7 +228,7 @@ def as_chat(body: MessagesBody) -> NewValues:
     chat["user"] = body.get("metadata", {}).get("user_id")
     if body.get("stream"):
         chat["stream_options"] = {"include_usage": True}
-    return chat
+    return chat, places
 
 
 def _read_thinking(body: MessagesBody) -> NewValues:
@@ -239,21 +261,23 @@ def _read_tool(tool: CustomTool) -> NewValues:
     return {"type": "function", "function": function}
 
 
-def _read_messages(body: MessagesBody) -> list[NewValues]:
+def _read_messages(body: MessagesBody) -> tuple[list[NewValues], list[str]]:
     messages: list[NewValues] = []
+    places: list[str] = []
     if "system" in body:
         system = body["system"]
         if not isinstance(system, str):  # a changing block would end the prefix cache's use
             system = [part for part in system if not str(part.get("text")).startswith(BILLING)]
         messages.append({"role": "system", "content": _read_parts(system)})
-    for message in body["messages"]:
-        content = message["content"]
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        places.append("system")
+    for at, message in enumerate(body["messages"]):
+        blocks = _list_blocks(message["content"])
         if message["role"] == "assistant":
             messages.append(_read_assistant(blocks))
         else:
             messages += _read_user(blocks, message["role"])
-    return messages
+        places += [f"messages[{at}]"] * (len(messages) - len(places))
+    return messages, places
 
 
 def _read_parts(content: str | Parts) -> str | list[NewValues]:
@@ -278,19 +302,30 @@ def _read_part(block: TextBlock | ImageBlock) -> NewValues:
 
 
 def _read_user(blocks: Sequence[Any], role: str) -> list[NewValues]:
-    """Return a user's message behind the results of calls, each a message of its own in a chat."""
-    results = []
-    parts = []
+    """Return a user's message behind the results of calls, each a message of its own in a chat.
+
+    Reminders beside results belong to the last of them: they ask nothing, so the turn goes on.
+    """
+    results: list[Any] = []
+    others: list[Any] = []
     for block in blocks:
-        if block["type"] == "tool_result":
-            content = _read_parts(block.get("content") or "")
-            result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
-            results.append(result)
-        else:
-            parts.append(_read_part(block))
-    if results and not parts:
-        return results
-    return [*results, {"role": role, "content": parts}]
+        (results if block["type"] == "tool_result" else others).append(block)
+    if results and all(str(block.get("text")).startswith(REMINDER) for block in others):
+        last = results.pop()
+        shown = [*_list_blocks(last.get("content") or ""), *others]
+        results.append({**last, "content": shown})
+        others = []
+    messages: list[NewValues] = []
+    for block in results:
+        content = _read_parts(block.get("content") or "")
+        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+    if others or not results:
+        messages.append({"role": role, "content": [_read_part(block) for block in others]})
+    return messages
+
+
+def _list_blocks(content: str | Sequence[Any]) -> Sequence[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _read_assistant(blocks: Sequence[Any]) -> NewValues:
@@ -409,7 +444,9 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 async def count_tokens(request: Request) -> Reply:
     """Count the tokens of a message's prompt; see `count_prompt`."""
     sent, _ = drop_other_tools({"max_tokens": 1, **await read_object(request)}, "custom")
-    tokens = await count_prompt(request, as_chat(MESSAGES.read(sent)))
+    chat, places = as_chat(MESSAGES.read(sent))
+    with name_own_fields(OWN_FIELDS, places):
+        tokens = await count_prompt(request, chat)
     return json_reply(request, {"input_tokens": tokens})
 
 
@@ -419,4 +456,6 @@ async def create_message(request: Request) -> Reply:
     body = MESSAGES.read(sent)
     warnings = note_ignored(request, [*other_tools, *MESSAGES.find_unknown(sent)])
     translation = MessageTranslation(request.app[SERVICES].new_id(), sent, warnings)
-    return await answer_chat(request, as_chat(body), translation, fits_context=True)
+    chat, places = as_chat(body)
+    with name_own_fields(OWN_FIELDS, places):
+        return await answer_chat(request, chat, translation, fits_context=True)

@@ -1,6 +1,6 @@
 """OpenAI's responses as chat completions, and chat completions as responses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, Required
 
 from annotated_types import MinLen
@@ -168,8 +168,19 @@ STATEFUL = {
 }
 
 
-def as_chat(sent: Values) -> tuple[ResponseBody, NewValues]:
+OWN_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""A response's fields, by those of a chat completion."""
+
+
+def as_chat(sent: Values) -> tuple[ResponseBody, NewValues, Sequence[str]]:
     """Return the validated body, and that of the chat completion that asks for the same.
+
+    The last is the path of what each message of the chat was made from.
 
     Raises:
         InvalidField: A field is wrong, or needs a stored state.
@@ -183,9 +194,10 @@ def as_chat(sent: Values) -> tuple[ResponseBody, NewValues]:
     chat: NewValues = {
         name: value for name, value in body.items() if name in SameFields.__annotations__
     }
-    messages = _read_items(body["input"])
+    messages, places = _read_items(body["input"])
     if "instructions" in body:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
+        places.insert(0, "instructions")
     chat["messages"] = messages
     chat["max_completion_tokens"] = body.get("max_output_tokens")
     tools = body.get("tools", [])
@@ -197,7 +209,7 @@ def as_chat(sent: Values) -> tuple[ResponseBody, NewValues]:
     chat["reasoning_effort"] = body.get("reasoning", {}).get("effort")
     if body.get("stream") or body.get("background"):
         chat["stream_options"] = {"include_usage": True}
-    return body, chat
+    return body, chat, places
 
 
 def _read_choice(choice: Any) -> Any:
@@ -222,11 +234,13 @@ def _read_tool(tool: Values) -> NewValues:
     return {"type": "function", "function": function}
 
 
-def _read_items(items: str | list[Item]) -> list[NewValues]:
+def _read_items(items: str | list[Item]) -> tuple[list[NewValues], list[str]]:
+    """Return the chat's messages, and the path of the item that each begins with."""
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        return [{"role": "user", "content": items}], ["input"]
     messages: list[NewValues] = []
-    for item in items:
+    places: list[str] = []
+    for at, item in enumerate(items):
         match item["type"]:
             case "message":
                 content = _read_parts(item["content"])
@@ -236,7 +250,9 @@ def _read_items(items: str | list[Item]) -> list[NewValues]:
                 messages.append({**result, "content": _read_parts(item["output"])})
             case "function_call":
                 _add_call(messages, item)
-    return messages
+        if len(messages) > len(places):
+            places.append(f"input[{at}]")
+    return messages, places
 
 
 def _add_call(messages: list[NewValues], item: CallItem) -> None:

@@ -10,6 +10,7 @@ from shell_router.api.chat import answer_chat, count_prompt
 from shell_router.api.conversation import drop_other_tools
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.response_translation import (
+    OWN_FIELDS,
     RESPONSE,
     STATEFUL,
     ResponseTranslation,
@@ -17,13 +18,14 @@ from shell_router.api.response_translation import (
 )
 from shell_router.api.runs import KEY_HEADER, make_reuse_error, read_key, read_position
 from shell_router.api.services import SERVICES
+from shell_router.api.translation import name_own_fields
 from shell_router.http.app import Reply, Request
 
 
 async def create_response(request: Request) -> Reply:
     """Answer in the shape of OpenAI's responses, by way of a chat completion."""
     sent, ignored = drop_other_tools(await read_object(request), "function")
-    body, chat = as_chat(sent)
+    body, chat, places = as_chat(sent)
     ignored += RESPONSE.find_unknown(sent, STATEFUL)
     if body.get("truncation") == "auto":
         ignored.append("truncation")
@@ -48,13 +50,16 @@ async def create_response(request: Request) -> Reply:
         return await response.show(state)
     translation = ResponseTranslation(id, created, sent, warnings)
     translation.place = read_position(request) if is_streamed else None
-    return await answer_chat(request, chat, translation)
+    with name_own_fields(OWN_FIELDS, places):
+        return await answer_chat(request, chat, translation)
 
 
 async def count_input_tokens(request: Request) -> Reply:
     """Count the tokens of a response's prompt; see `count_prompt`."""
     sent, _ = drop_other_tools(await read_object(request), "function")
-    tokens = await count_prompt(request, as_chat(sent)[1])
+    _, chat, places = as_chat(sent)
+    with name_own_fields(OWN_FIELDS, places):
+        tokens = await count_prompt(request, chat)
     return json_reply(request, {"object": "response.input_tokens", "input_tokens": tokens})
 
 

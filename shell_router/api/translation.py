@@ -1,7 +1,9 @@
 """Chat completions in the forms of other APIs, whose answers are items that follow each other."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import orjson
@@ -13,9 +15,36 @@ from shell_router.core.engine import error_message
 from shell_router.core.events import Event
 from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.engines.wire import EventSplitter
-from shell_router.errors import EngineAborted
+from shell_router.errors import EngineAborted, InvalidField
 from shell_router.moa.requests import Answer
 from shell_router.topology import INLINE
+
+
+@contextmanager
+def name_own_fields(names: Mapping[str, str], places: Sequence[str]) -> Iterator[None]:
+    """Have errors name fields of the client's body instead of the chat's that was made from it.
+
+    Args:
+        names: The client's fields, by the chat's.
+        places: The path of what each message of the chat was made from.
+    """
+    try:
+        yield
+    except InvalidField as error:
+        field = _name_own_field(error.field, names, places)
+        message = error.args[0].replace(error.field, field)
+        raise InvalidField(message, field=field, remedy=error.remedy) from None
+
+
+def _name_own_field(field: str, names: Mapping[str, str], places: Sequence[str]) -> str:
+    message = re.fullmatch(r"messages\[(\d+)\](\.(?:role|content)\b.*)?.*", field)
+    if message is not None and int(message[1]) < len(places):
+        return places[int(message[1])] + (message[2] or "")
+    name = re.match(r"\w+", field)
+    if name is None or name[0] not in names:
+        return field
+    return names[name[0]] + field[name.end() :].removeprefix(".json_schema")
+
 
 Kind = Literal["reasoning", "message", "function_call"]
 Events = Sequence[tuple[str, Values]]

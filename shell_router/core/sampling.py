@@ -106,6 +106,8 @@ RANGES: Mapping[str, Range] = {
 """The ranges that SGLang 0.5.23 checks in `SamplingParams.verify`, by its names. Numbers must also
 fit into 32 bits, except seeds.
 """
+LEAST_TOP_P = 1e-6
+"""Stands for OpenAI's `top_p: 0`, which SGLang refuses: the most probable token alone."""
 
 
 def check_sampling(

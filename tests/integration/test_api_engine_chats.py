@@ -69,6 +69,12 @@ async def test_a_models_own_sampling_is_sent_where_the_client_sets_none() -> Non
         assert (sent["temperature"], sent["top_p"]) == (1, 0.9)
 
 
+async def test_top_p_0_which_sglang_refuses_is_sent_as_its_least() -> None:
+    async with served_chats() as (ai, at, _):
+        await ai.chat.completions.create(**asked(tools=[WEATHER], top_p=0))
+        assert 0 < at.decode.sent[0][1]["top_p"] < 1e-5
+
+
 async def test_a_stream_of_calls_passes_and_so_do_fields_of_the_engines_own() -> None:
     async with served_chats() as (ai, at, _):
         extra = {"return_token_ids": True}

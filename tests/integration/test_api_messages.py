@@ -60,8 +60,8 @@ async def test_a_topology_answers_whole_and_streamed_in_the_published_order_of_e
 
 
 def test_the_tenants_user_is_in_the_metadata() -> None:
-    assert as_chat(MESSAGES.read(asked(metadata={"user_id": "ann"})))["user"] == "ann"
-    assert as_chat(MESSAGES.read(asked(metadata={})))["user"] is None
+    assert as_chat(MESSAGES.read(asked(metadata={"user_id": "ann"})))[0]["user"] == "ann"
+    assert as_chat(MESSAGES.read(asked(metadata={})))[0]["user"] is None
 
 
 async def test_an_answer_cut_at_its_limit_says_so_and_a_failed_stream_ends_with_an_error() -> None:

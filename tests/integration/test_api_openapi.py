@@ -113,7 +113,8 @@ async def test_every_field_of_every_body_is_described_and_sampling_fields_with_t
             if native in RANGES and name in body.names:
                 limits = RANGES[native]
                 described_as = schema["properties"][name]
-                lowest = "exclusiveMinimum" if limits.open else "minimum"
+                is_open = limits.open and native != "top_p"
+                lowest = "exclusiveMinimum" if is_open else "minimum"
                 least = max(limits.low, 1) if native == "max_new_tokens" else limits.low
                 assert (described_as[lowest], described_as["maximum"]) == (least, limits.high)
     assert BODIES["POST /generate"].names == GENERATE_FIELDS

@@ -83,3 +83,85 @@ async def test_parts_are_joined_as_sglang_joins_them(
     assert await prompt_of(route, body) == prompt
     on_graph = await prompt_of(route, {**body, "model": "graph"})
     assert on_graph.endswith(prompt.partition("<user>")[2])
+
+
+USER = {"role": "user", "content": "q"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (RESPONSES, {"input": [USER, ASSISTANT]}, "input[1].role"),
+        (RESPONSES, {"input": [ASSISTANT]}, "input[0].role"),
+        (
+            RESPONSES,
+            {
+                "instructions": "s",
+                "input": [
+                    USER,
+                    {"type": "reasoning", "summary": []},
+                    {"type": "function_call_output", "call_id": "c", "output": "r"},
+                ],
+            },
+            "input[2]",
+        ),
+        (
+            RESPONSES,
+            {"input": "q", "text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+        ),
+        ("/v1/messages", {"max_tokens": 9, "messages": [USER, ASSISTANT]}, "messages[1].role"),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "system": "s",
+                "messages": [
+                    USER,
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "c", "content": "r"}],
+                    },
+                ],
+            },
+            "messages[1]",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "messages": [USER],
+                "output_config": {"format": {"type": "json_schema"}},
+            },
+            "output_config.format.schema",
+        ),
+    ],
+)
+async def test_an_error_names_the_field_that_the_client_sent(
+    route: str, body: dict[str, Any], param: str
+) -> None:
+    async with api(topologies=(GRAPH,)) as served:
+        for model in ("small", "graph"):
+            status, answer = await served.post(route, {"model": model, **body})
+            error = answer["error"]
+            assert status == 400
+            assert error.get("param", param) == param and param in error["message"]
+
+
+@pytest.mark.parametrize("model", ["small", "graph"])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (CHAT, {"messages": [USER]}),
+        (RESPONSES, {"input": "q"}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 9}),
+    ],
+)
+async def test_top_p_0_takes_the_most_probable_token_alone(
+    model: str, route: str, body: dict[str, Any]
+) -> None:
+    moa = ScriptedMoa()
+    async with api(moa, topologies=(GRAPH,)) as served:
+        assert (await served.post(route, {"model": model, "top_p": 0, **body}))[0] == 200
+    assert 0 < moa.engines["small"].generated[0].sampling["top_p"] < 1e-5

@@ -125,6 +125,24 @@ async def test_a_loop_of_five_steps_takes_seventeen_agent_runs(kind: type[ChatLo
         assert count("shell_router_agents_started_total", {"model": "small"}) == 4
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"), [("<system-reminder>Be brief.</system-reminder>", "kept"), ("Stop.", "")]
+)
+async def test_a_reminder_beside_results_begins_no_turn_and_a_users_text_does(
+    text: str, kept: str
+) -> None:
+    loop = MessagesLoop()
+    async with api(calling(), topologies=(TREE,)) as served:
+        _, body = await step(served, loop)
+        loop.go_on(body, "seen")
+        loop.items[-1]["content"].append({"type": "text", "text": text})
+        header, _ = await step(served, loop)
+        assert header == kept
+        asked = served.moa.engines["large"].generated[-1]
+        prompt = served.moa.tokenizers["large"].decode(asked.input_ids)
+        assert (f"seen\n{text}" in prompt) == bool(kept) and text in prompt
+
+
 async def test_a_stream_says_in_its_head_and_its_events_what_was_kept() -> None:
     loop = ChatLoop()
     async with api(calling(), topologies=(TREE,)) as served:

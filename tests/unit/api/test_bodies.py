@@ -66,11 +66,11 @@ def completion(sent: Sent) -> None:
 def message(sent: Sent) -> None:
     body = messages.MESSAGES.read(sent)
     messages.MESSAGES.find_unknown(sent)
-    chat(messages.as_chat(body))
+    chat(messages.as_chat(body)[0])
 
 
 def response(sent: Sent) -> None:
-    _, translated = response_translation.as_chat(sent)
+    _, translated, _ = response_translation.as_chat(sent)
     response_translation.RESPONSE.find_unknown(sent)
     chat(translated)
 
@@ -84,7 +84,7 @@ SAMPLING: list[tuple[Sent, str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shell_router.api.conversation import read_messages, read_tools
+from shell_router.api.conversation import name_calls, read_messages, read_tools
 from shell_router.api.fields import CHAT
 from shell_router.errors import InvalidField
 from shell_router.moa.calls import ToolOffer
@@ -94,6 +94,19 @@ def test_results_without_ids_answer_calls_without_ids_in_their_order() -> None:
     assert len({*ids}) == 2 and [turn["tool_call_id"] for turn in turns[2:]] == ids
     with pytest.raises(InvalidField, match="answers no earlier call"):
         read(question, unnamed, *results, results[0])
+
+
+def test_an_id_that_a_call_is_given_is_no_other_calls() -> None:
+    look = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chat = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [{**look, "id": "call-0"}, look]},
+        {"role": "tool", "content": "new"},
+        {"role": "tool", "content": "old", "tool_call_id": "call-0"},
+    ]
+    _, called, new, _ = name_calls(chat)
+    ids = [call["id"] for call in called["tool_calls"]]
+    assert ids[0] == "call-0" != ids[1] == new["tool_call_id"]
 
 
 def test_a_tool_keeps_the_strict_that_it_was_sent_with() -> None:

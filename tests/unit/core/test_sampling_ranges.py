@@ -63,6 +63,7 @@ CASES = [
 
 
 OTHERWISE = {
+    ("top_p", 0),  # OpenAI's range has it
     ("max_new_tokens", 0),  # an answer has a token; SGLang prefills alone for 0
     *(("stream_interval", number) for _, number in CASES),  # the router's own
 }
