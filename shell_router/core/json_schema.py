@@ -47,6 +47,19 @@ def refers_to_itself(schema: Any) -> bool:
     return False
 
 
+def allows_long_numbers(schema: Any) -> bool:
+    """Tell whether `enum` or `const` has a number over 64 bits, in whose place another is written.
+
+    Raises what `move_schema` does.
+    """
+    for part, _, _ in _list_parts(schema, "#", ""):
+        values = part.get("enum")
+        for value in [part.get("const"), *(values if isinstance(values, list) else ())]:
+            if isinstance(value, int | float) and abs(value) >= 2**63:
+                return True
+    return False
+
+
 def _list_parts(part: Any, at: str, base: str) -> Iterator[tuple[NewValues, str, str]]:
     """Yield all objects with their pointers and the URIs that their references begin from."""
     if isinstance(part, dict):

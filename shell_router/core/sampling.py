@@ -13,7 +13,7 @@ import annotated_types
 import orjson
 
 from shell_router.core.exact_json import write_json
-from shell_router.core.json_schema import refers_to_itself
+from shell_router.core.json_schema import allows_long_numbers, refers_to_itself
 from shell_router.core.patterns import bound_steps
 from shell_router.errors import InvalidField, PromptTooLong
 
@@ -241,7 +241,7 @@ def _is_schema(value: Any, _: float) -> bool:
     try:
         schema = orjson.loads(value)
         check_depth(schema, "")
-        return not refers_to_itself(schema)
+        return not (refers_to_itself(schema) or allows_long_numbers(schema))
     except orjson.JSONDecodeError as error:
         return "depth limit" not in str(error)
     except InvalidField:
@@ -296,8 +296,8 @@ _STOP_PATTERNS: Rule = (
 _SCHEMA: Rule = (
     _is_schema,
     f"must be text of at most {MAX_SAMPLING_BYTES} characters that nests no deeper than "
-    f"{MAX_DEPTH} levels, with short names, few optional properties in an object and nothing that "
-    "refers to itself alone",
+    f"{MAX_DEPTH} levels, with short names, few optional properties in an object, nothing that "
+    "refers to itself alone, and no `enum` or `const` of over 64 bits",
     "Send it as text; flatten it, or leave parts of it out.",
 )
 _PATTERN: Rule = (

@@ -242,3 +242,24 @@ def test_a_schema_takes_integers_beyond_64_bits_on_an_engines_own_route() -> Non
         "rid",
         route="v1/chat/completions",
     )
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_taken"),
+    [
+        ({"enum": [2**63 - 1, -(2**63) + 1, "x"]}, True),
+        ({"properties": {"enum": {"const": 5}, "const": {"maximum": 2**70}}}, True),
+        ({"enum": ["x", 2**70]}, False),
+        ({"items": {"const": -(2**70)}}, False),
+        ({"$defs": {"a": {"anyOf": [{"enum": [2**64]}]}}}, False),
+    ],
+)
+def test_numbers_that_engines_would_write_as_others_are_refused(
+    schema: dict[str, object], is_taken: bool
+) -> None:
+    sampling = {"json_schema": write_json(schema).decode()}
+    if is_taken:
+        check_sampling(sampling)
+        return
+    with pytest.raises(InvalidField, match="64 bits"):
+        check_sampling(sampling)
