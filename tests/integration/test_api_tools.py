@@ -177,7 +177,7 @@ async def test_tools_that_the_router_cannot_run_are_left_out_and_named(
 
 
 LONG = 12345678901234567890123
-LIMITED: dict[str, Any] = {"type": "object", "properties": {"at": {"enum": [LONG]}}}
+LIMITED: dict[str, Any] = {"type": "object", "properties": {"at": {"maximum": LONG}}}
 
 
 @pytest.mark.parametrize("model", ["small", "duo"])
@@ -188,10 +188,14 @@ async def test_integers_of_tools_keep_all_digits(route: Route, model: str) -> No
         sent = {"model": model, **route.ask("required")}
         (tool,) = sent["tools"]
         function = tool.get("function", tool)
-        function["input_schema" if "input_schema" in function else "parameters"] = LIMITED
+        schema = "input_schema" if "input_schema" in function else "parameters"
+        function[schema] = LIMITED
         async with served.stream(sent, path=route.path) as answer:
             assert answer.status == 200
             assert str(LONG) in (await answer.text())
+        function[schema] = {"type": "object", "properties": {"at": {"enum": [LONG]}}}
+        status, body = await served.post(route.path, sent)
+        assert status == 400 and "64 bits" in body["error"]["message"]
     engine = moa.engines["small" if model == "small" else "large"]
     assert str(LONG) in engine.generated[-1].sampling["json_schema"]
 
