@@ -18,6 +18,7 @@ from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
 from shell_router.core.events import AgentTokens, Emit, Event
+from shell_router.core.sampling import require_possible
 from shell_router.core.validation import field_error
 from shell_router.errors import PrecursorTimeout, UnknownProgram
 from shell_router.http.app import Request, Response
@@ -49,6 +50,7 @@ async def read_program(
     Raises:
         InvalidField: A marker is altered or another program's, or the chat has tools.
         AgentFailed: An agent that a topology would read has failed.
+        PromptTooLong: The messages with their outputs are too long for the longest context.
         PrecursorTimeout: It has written nothing in time.
     """
     if chat.offer is not None or any(turn.keys() - PLAIN for turn in chat.messages):
@@ -67,7 +69,10 @@ async def read_program(
         prefill = read_prefill(body.get("prefill"))
         return _agent_of(chat, models, program, agent, turns, prefill, is_lazy=wish.is_lazy)
     texts = await _outputs(request, program, reads, chat.timeout_s)
-    for model in request.app[SERVICES].models.values():
+    served = request.app[SERVICES].models.values()
+    characters = sum(len(_text_of(part, texts)) for _, parts in turns for part in parts)
+    require_possible(characters, max([model.context_length for model in served]))
+    for model in served:
         texts = {agent: model.tokenizer.control.quote(text) for agent, text in texts.items()}
     messages = tuple(
         {"role": role, "content": "".join(_text_of(segment, texts) for segment in segments)}

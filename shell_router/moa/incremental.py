@@ -20,6 +20,7 @@ from typing import TypeVar
 from agent_cache import End, LogKey, LogRead, LogTimeout
 from shell_router.core.engine import UNSTREAMED_INTERVAL, Generation
 from shell_router.core.events import Degraded, PrefillIncrement
+from shell_router.core.sampling import require_possible
 from shell_router.core.spans import CURRENT, enter_span
 from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, PromptTooLong
 from shell_router.moa.agent import AgentTask, RunContext, Source
@@ -69,6 +70,7 @@ async def complete_prompt(
     Raises:
         PrecursorTimeout: Nothing came from a precursor in time.
         AgentFailed: A precursor that is needed gave nothing.
+        PromptTooLong: The parts together have more characters than the context holds.
     """
     if task.sources:
         return await _SlotFiller(task, context, expect_remainder).fill()
@@ -100,6 +102,7 @@ class _SlotFiller:
         self._slot: str | None = None
         self._slot_tokens = 0
         self._slot_room = sys.maxsize
+        self._characters = 0
         self._read_agents: set[str] = set()
         self._filled = 0
         self._unsent = 0
@@ -134,6 +137,7 @@ class _SlotFiller:
         for part in self._task.parts:
             if isinstance(part, str):
                 self._prompt.add_text(part)
+                self._characters += len(part)
                 self._unsent += len(part) // CHARACTERS_PER_TOKEN
             else:
                 slots += 1
@@ -147,6 +151,7 @@ class _SlotFiller:
 
     async def _read_slot(self, slot: Slot) -> None:
         before = self._prompt.mark()
+        characters_before = self._characters
         self._slot_tokens = 0
         self._slot_room = slot.most_tokens or sys.maxsize
         self._prompt.add_text(slot.before)
@@ -163,6 +168,7 @@ class _SlotFiller:
             )
         else:
             self._prompt.rewind(before)
+            self._characters = characters_before
 
     async def _follow(self, source: Source) -> tuple[End, str]:
         """Append all that one precursor writes; return its end mark and the mark's detail."""
@@ -207,10 +213,13 @@ class _SlotFiller:
         added = len(read.ids) or max(1, len(read.text) // CHARACTERS_PER_TOKEN)
         room = max(0, self._slot_room)
         self._slot_room -= len(read.ids) if shares_ids else added
+        text = read.text[: room * CHARACTERS_PER_TOKEN]
+        self._characters += len(text)
+        require_possible(self._characters, self._task.model.context_length)
         if shares_ids:  # a piece may have text alone, whose ids came with earlier pieces
             await self._encode(partial(self._prompt.add_ids, read.ids[:room]))
         else:
-            self._prompt.add_output(read.text[: room * CHARACTERS_PER_TOKEN])
+            self._prompt.add_output(text)
         added = min(added, room)
         self._slot_tokens += added
         self._unsent += added

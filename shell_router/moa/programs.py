@@ -420,9 +420,11 @@ class Programs:
     ) -> Answer:
         """Run a topology whose answer is the agent's output."""
         outputs = {agent: await self._await_output(request, agent) for agent in request.reads}
+        parts = [_fill_segments(segments, outputs) for _, segments in request.messages]
+        self._chooser.require_possible(sum(len(text) for texts in parts for text in texts))
         chat = []
-        for role, segments in request.messages:
-            chat.append({"role": role, "content": "".join(_fill_segments(segments, outputs))})
+        for (role, _), texts in zip(request.messages, parts, strict=True):
+            chat.append({"role": role, "content": "".join(texts)})
         run_id = uuid.uuid4().hex
         graph_request = MoaRequest(
             run_id,

@@ -9,8 +9,8 @@ import pytest
 from shell_router.api import ApiSettings
 from shell_router.core.marks import ReasoningMarks
 from shell_router.errors import EngineStalled
-from tests.fakes.api_server import api, until
-from tests.fakes.moa import ScriptedMoa
+from tests.fakes.api_server import api, chat, until
+from tests.fakes.moa import ScriptedMoa, WordTokenizer
 from tests.fakes.scripted_engine import Hold, Script
 
 ONE = {"program": "p", "agent": "one", "model": "small", "prompt": "Say one."}
@@ -147,6 +147,57 @@ async def test_an_output_that_is_no_text_or_too_long_is_refused_and_its_id_is_fr
                 assert response.status == status
         async with served.client.put(f"{served.url}/v1/agent/outputs/p/o,e", data=b"x") as response:
             assert response.status == 400
+
+
+class MeasuringTokenizer(WordTokenizer):
+    """Keeps the length of the longest text that it was given."""
+
+    longest = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        return super().encode(text)
+
+    def encode_stable(self, text: str) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        return super().encode_stable(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ["prompt", "messages", "topology", "lazy chat", "lazy topology"])
+async def test_outputs_that_are_together_too_long_are_refused_before_the_prompt_is_made(
+    way: str, stream: bool
+) -> None:
+    moa = ScriptedMoa({"one": "word " * 300}, tokenizer=MeasuringTokenizer, context_length=512)
+    async with api(moa) as served:
+        put = f"{served.url}/v1/agent/outputs/p/one"
+        async with served.client.put(put, data="word " * 1000) as response:
+            assert response.status == 201
+        read = [{"output_of": "one"}] * 20
+        bodies: dict[str, dict[str, object]] = {
+            "prompt": {"model": "small", "prompt": read},
+            "messages": {"model": "small", **said(*read)},
+            "topology": {"model": "duo", **said(*read)},
+        }
+        if way in bodies:
+            asked = PATH, {"program": "p", "agent": "two", **bodies[way]}
+        else:
+            for engine in moa.engines.values():
+                engine.answer = lambda request: Script("word " * 300)
+            lazy = chat(model="small", program="l", lazy=True)
+            _, answer = await served.post("/v1/chat/completions", lazy)
+            marker = answer["choices"][0]["message"]["content"]
+            model = "small" if way == "lazy chat" else "duo"
+            asked = "/v1/chat/completions", chat(marker * 20, model=model)
+        path, body = asked
+        async with served.stream({**body, "stream": stream}, path) as response:
+            text = await response.text()
+        assert "context_length_exceeded" in text
+        assert "a context of 512 tokens holds at most 16 for each" in text
+        assert all(
+            isinstance(tokenizer, MeasuringTokenizer) and tokenizer.longest <= 16 * 512
+            for tokenizer in moa.tokenizers.values()
+        )
 
 
 async def test_a_retry_in_a_stream_gets_the_answer() -> None:
