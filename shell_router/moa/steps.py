@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import Literal
@@ -53,6 +55,9 @@ AT_ONCE = 16
 """Examples that are embedded together. An embedder's time limit counts from the request: the last
 of a thousand would be too late.
 """
+
+# a pool of its own: slow patterns must not starve the other uses of asyncio's default executor
+_POOL = ThreadPoolExecutor(2, thread_name_prefix="rules")
 
 
 class Walk:
@@ -248,7 +253,7 @@ class Walk:
         matches = any(rule.when is not None and rule.when.matches for rule in rules)
         while True:
             if matches:
-                choice = await asyncio.to_thread(choose, rules, self._facts)
+                choice = await _choose_off_loop(rules, self._facts)
             else:
                 choice = choose(rules, self._facts)
             match choice:
@@ -308,6 +313,19 @@ def _merge_sampling(step: Step, sampling: Values, *, may_answer: bool) -> Values
         sampling = {name: value for name, value in sampling.items() if name == "sampling_seed"}
     interval = step.topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)
     return {"stream_interval": interval, **sampling}
+
+
+async def _choose_off_loop(
+    rules: Sequence[Rule], facts: Facts
+) -> Transition | Unclassified | Unscored:
+    """Return the choice of a thread, which stops before the next rule once this is cancelled."""
+    is_left = threading.Event()
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(_POOL, choose, rules, facts, is_left.is_set)
+    except asyncio.CancelledError:
+        is_left.set()
+        raise
 
 
 class Classes:

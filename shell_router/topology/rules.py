@@ -1,11 +1,19 @@
 """Rules between steps: the first that holds decides what follows (CoServe, section 2.1)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import re2
+
+from shell_router.errors import InvalidRequest
+
+MOST_STEPS = 2**30
+"""The most steps of one choice's patterns, each its compiled size times its text's characters. RE2
+takes 10**8 steps a second at worst.
+"""
 
 
 def pattern_error(pattern: str) -> str:
@@ -160,9 +168,19 @@ class Unscored:
 Missing = Unclassified | Unscored
 
 
-def choose(rules: Sequence[Rule], facts: Facts) -> Transition | Unclassified | Unscored:
-    """Choose the first rule that holds. The last one that is not for failure has no condition."""
+def choose(
+    rules: Sequence[Rule], facts: Facts, is_left: Callable[[], bool] = lambda: False
+) -> Transition | Unclassified | Unscored:
+    """Choose the first rule that holds. The last one that is not for failure has no condition.
+
+    Raises:
+        InvalidRequest: The patterns would take too many steps.
+        CancelledError: `is_left` before a rule: no caller waits for the choice any more.
+    """
+    _require_few_steps(rules, facts)
     for number, rule in enumerate(rules, start=1):
+        if is_left():
+            raise CancelledError
         if bool(facts.error) != rule.is_for_failure:
             continue
         if rule.when is None:
@@ -173,6 +191,16 @@ def choose(rules: Sequence[Rule], facts: Facts) -> Transition | Unclassified | U
         if reason is not None:
             return Transition(rule.go, number, reason)
     raise ValueError("no rule holds: the last one has a condition")
+
+
+def _require_few_steps(rules: Sequence[Rule], facts: Facts) -> None:
+    whens = [rule.when for rule in rules if rule.when is not None and rule.when.matches]
+    steps = sum(_compile(when.matches).programsize * len(facts.text(when.of)) for when in whens)
+    if steps > MOST_STEPS:
+        raise InvalidRequest(
+            f"The patterns of the rules take {steps} steps over the text, of at most {MOST_STEPS}.",
+            remedy="Shorten the text, or the patterns: nested repetitions multiply.",
+        )
 
 
 def _evaluate(when: When, facts: Facts) -> str | Missing | None:

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import openai
+import pytest
 
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineStalled
 from shell_router.topology import parse_topology
-from tests.fakes.api_server import Api, api, chat, until
+from tests.fakes.api_server import WAYS, Api, api, chat, hear, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Gates, Hold, Script
 from tests.fakes.topologies import parse_steps
@@ -253,3 +254,22 @@ async def test_a_client_that_leaves_between_steps_leaves_nothing_running() -> No
         await asyncio.wait([request])
         await until(lambda: not running.moa.running and len(running.moa.cache) == 0)
         assert running.moa.aborted == {"careful"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_patterns_that_take_too_long_over_a_text_are_the_clients_fault(
+    way: tuple[str, bool],
+) -> None:
+    slow = [
+        {"when": {"matches": f"((a{{0,30}}){{0,30}}){{0,1}}b{number}"}, "go": "a"}
+        for number in range(99)
+    ]
+    topology = {"name": "x", "start": [*slow, {"go": "a"}], "steps": {"a": {"model": "small"}}}
+    async with api(ScriptedMoa(context_length=100_000)) as running:
+        question = [{"role": "user", "content": "a" * 65_000}]
+        heard = await hear(running, way, question, topology=topology)
+        assert heard.status == 400, heard
+        assert "nested repetitions multiply" in heard.error["message"]
+        assert (
+            await hear(running, way, [{"role": "user", "content": "Hi"}], topology=topology)
+        ).status == 200

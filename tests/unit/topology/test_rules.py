@@ -1,12 +1,14 @@
 """Which of several rules is taken."""
 
 import re
+from concurrent.futures import CancelledError
 from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shell_router.errors import InvalidRequest
 from shell_router.topology.rules import (
     END,
     Classed,
@@ -63,6 +65,28 @@ def test_the_first_rule_that_holds_is_taken_and_says_why() -> None:
     assert choose(rules, FACTS) == Transition("b", 2, "request matches 'What'")
     assert choose(rules, replace(FACTS, request="?")) == Transition(END, 4, "otherwise")
     assert choose((OTHERWISE,), FACTS) == Transition(END, 1, "always")
+
+
+SLOW = "((a{0,30}){0,30}){0,1}b"
+
+
+def test_patterns_may_take_so_many_steps_together_and_no_more() -> None:
+    facts = replace(FACTS, request="a" * 9_000)
+    slow = Rule("there", When(matches=f"{SLOW}c"))
+    assert choose((slow, OTHERWISE), facts) == Transition(END, 2, "otherwise")
+    rules = [Rule("there", When(matches=f"{SLOW}{number}")) for number in range(99)]
+    with pytest.raises(InvalidRequest, match=r"^The patterns of the rules take .* nested"):
+        choose((*rules, OTHERWISE), facts)
+    words = "|".join(f"keyword number {number}" for number in range(100))
+    rules = [Rule("there", When(matches=words, of="output"))] * 99
+    assert choose((*rules, OTHERWISE), replace(FACTS, output="lorem ipsum " * 9_000)) == (
+        Transition(END, 100, "otherwise")
+    )
+
+
+def test_a_choice_that_is_left_tries_no_further_rule() -> None:
+    with pytest.raises(CancelledError):
+        choose((Rule("there", When(matches="What")), OTHERWISE), FACTS, lambda: True)
 
 
 def test_a_classifier_is_asked_only_when_all_else_holds() -> None:
