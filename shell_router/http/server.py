@@ -2,14 +2,16 @@
 
 import asyncio
 import errno
+import logging
 import socket
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from traceback import extract_tb
 from typing import Any
 
-from aiohttp import MultipartReader, web
+from aiohttp import HttpVersion11, MultipartReader, web
 from zstandard import ZstdDecompressor, ZstdError
 
 from shell_router.http.app import (
@@ -123,6 +125,34 @@ def _authority(address: tuple[str, int]) -> str:
 # --- aiohttp
 
 
+class _WithoutContent(logging.Filter):
+    """Takes errors' messages out of aiohttp's log lines: they quote API keys and bodies."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            frames = extract_tb(error.__traceback__)
+            place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            record.msg = f"{record.getMessage()}: {type(error).__name__}{place}"
+            record.args = ()
+            record.exc_info = None
+        return True
+
+
+_AIOHTTP_LOG = logging.getLogger(f"{__name__}.aiohttp")
+_AIOHTTP_LOG.addFilter(_WithoutContent())
+
+
+async def _continue(request: web.Request) -> None:
+    """Ask for the body, as aiohttp does; its own error quotes the header, which may fail."""
+    if request.version < HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="The only Expect that is met is 100-continue.")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+
+
 async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int) -> web.AppRunner:
     @web.middleware
     async def serve(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -140,13 +170,13 @@ async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int
         if path.endswith("}") and not any(other.startswith(f"{path}/") for other in paths):
             path = rf"{path[:-1]}:[\s\S]+}}"  # nothing lies below, so a name may hold slashes
         handler: Any = route.handler  # `serve` calls it, or aiohttp's own, which raises
-        general.router.add_route(route.method, path, handler)
-        if route.method == "GET":
-            general.router.add_route("HEAD", path, handler)
+        for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+            general.router.add_route(method, path, handler, expect_handler=_continue)
     options: dict[str, Any] = {
         # it would block the event loop; `unpack` does not
         "auto_decompress": False,
         "handler_cancellation": True,
+        "logger": _AIOHTTP_LOG,
         "shutdown_timeout": CLOSE_LIMIT_S,
     }
     runner = web.AppRunner(general, access_log=None, **options)

@@ -513,6 +513,32 @@ async def test_the_lines_of_a_batch_are_checked_as_requests_are(attacked: Attack
     await attacked.still_serves()
 
 
+SECRETS = {
+    "a control character in a key": b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: SECRET\x01\r\n\r\n",
+    "a header without a colon": b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization SECRET\r\n\r\n",
+    "a long key": b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: %s\r\n\r\n" % (b"SECRET" * 3000),
+    "a request line of more parts": b"GET / HTTP/1.1 SECRET\r\nHost: x\r\n\r\n",
+    "no URL": b"GET http://[SECRET/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no chunk": b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nSECRET\r\n",
+    "an odd Expect": b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: SECRET\xa0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", SECRETS)
+async def test_a_request_that_cannot_be_read_is_the_clients_fault_and_the_log_quotes_none_of_it(
+    attacked: Attacked, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = urlsplit(attacked.api.url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    writer.write(SECRETS[what])
+    async with asyncio.timeout(30):
+        assert (await reader.readline()).split()[1] in (b"400", b"417")
+    writer.close()
+    assert "SECRET" not in caplog.text and "Traceback" not in caplog.text
+    assert len(caplog.text) < 1000
+    await attacked.still_serves()
+
+
 async def test_idle_connections_keep_nobody_out(attacked: Attacked) -> None:
     at = urlsplit(attacked.api.url)
     idle = [
