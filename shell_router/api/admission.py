@@ -6,7 +6,8 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shell_router.api.access_log import format_line
@@ -70,6 +71,7 @@ class Admission:
         self._settings = settings
         self._drain = drain
         self._agents: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
         self._detached: set[asyncio.Task[Any]] = set()
         self.keys = Keys(settings.keys)
         services.metrics.running_requests.set_function(lambda: drain.running)
@@ -185,6 +187,32 @@ class Admission:
                 remedy=f"Try again in {self._settings.retry_after_s} s, or raise "
                 "limits.max_agents_per_tenant.",
             )
+
+    @contextmanager
+    def wait(self, request: Request) -> Iterator[None]:
+        """Count a read that waits for what runs: it takes a connection, and no agent's place.
+
+        All such reads may have half of the connections, so that probes are always answered.
+
+        Raises:
+            Overloaded: Too many reads wait, of all tenants or of one of several.
+        """
+        tenant = request[TENANT]
+        limits = [(self._waiting.total(), self._settings.max_connections // 2)]
+        if self.keys.several:
+            limits.append((self._waiting[tenant], self._settings.max_agents_per_tenant))
+        for waiting, most in limits:
+            if waiting >= most:
+                raise Overloaded(
+                    f"{waiting} reads wait for outputs already, of at most {most}.",
+                    remedy="Wait for fewer outputs at a time, or raise limits.max_connections and "
+                    "limits.max_agents_per_tenant.",
+                )
+        self._waiting[tenant] += 1
+        try:
+            yield
+        finally:
+            self._waiting[tenant] -= 1
 
     def detach(self, request: Request, run: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Start a run that goes on after its request, which is counted until both have ended."""

@@ -6,6 +6,7 @@ still write. So a framework that knows nothing of the router overlaps its agents
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -216,7 +217,8 @@ async def show_output(request: Request) -> Response:
         )
     limit_s = request.app[SETTINGS].request_timeout_s
     wait_s = query_number(request.query, "wait_s", min(OUTPUT_WAIT_S, limit_s), limit_s)
-    with Deadline(None, request.app[SERVICES].deadlines):
+    held = request.app[ADMISSION].wait(request) if wait_s else nullcontext()
+    with held, Deadline(None, request.app[SERVICES].deadlines):
         text = await services.programs.read_output(tenant, program, agent, wait_s)
     state = "running" if text is None else "finished"
     body = {

@@ -1,9 +1,11 @@
 """/v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back."""
 
+from contextlib import nullcontext
 from hashlib import blake2b
 
 import orjson
 
+from shell_router.api.admission import ADMISSION
 from shell_router.api.background import PREFIX, BackgroundResponse, find_response
 from shell_router.api.bodies import as_json, read_object
 from shell_router.api.chat import answer_chat, count_prompt
@@ -66,7 +68,8 @@ async def count_input_tokens(request: Request) -> Reply:
 async def show_response(request: Request) -> Reply:
     """Answer with a background response as it is now, or with its events."""
     response, state = await find_response(request)
-    return await response.show(state)
+    with request.app[ADMISSION].wait(request) if response.stream else nullcontext():
+        return await response.show(state)
 
 
 async def cancel_response(request: Request) -> Reply:

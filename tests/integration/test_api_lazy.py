@@ -6,6 +6,7 @@ import re
 import zlib
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -425,6 +426,41 @@ async def test_what_runs_lazily_counts_as_running_and_a_stopping_router_cuts_it(
             await content(served, "small", ("user", "Why?"), program="p", lazy=True)
         assert (await served.post(CHAT, chat(model="small")))[0] == 429
     await until(lambda: not moa.running and asyncio.all_tasks() == before)
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_reads_that_wait_leave_connections_to_probes_and_to_other_tenants(
+    several: bool,
+) -> None:
+    hold = Hold(first=0)
+    limits = {"max_agents_per_tenant": 3} if several else {}
+    settings = ApiSettings(keys=KEYS.keys, max_connections=40, **limits)
+    most = 3 if several else 20
+    async with api(moa_that_echoes(hold.pace), settings) as served:
+        lazy = chat(model="small", program="p", lazy=True)
+        markers = {}
+        for tenant, key in (("me", ME), ("other", OTHER)):
+            answer = (await served.post(CHAT, lazy, **key))[1]
+            markers[tenant] = answer["choices"][0]["message"]["content"]
+        path = f"{OUTPUTS}{markers['me']}?wait_s=60"
+        reads = [asyncio.ensure_future(served.get(path, **ME)) for _ in range(30)]
+        await until(lambda: sum(read.done() for read in reads) == 30 - most)
+        refused = [read.result() for read in reads if read.done()]
+        assert {status for status, _ in refused} == {429}
+        assert "reads wait for outputs" in refused[0][1]["error"]["message"]
+        async with aiohttp.ClientSession() as fresh:
+            for probe in ("/health", "/ready"):
+                async with fresh.get(served.url + probe) as response:
+                    assert response.status == 200
+        assert (await served.get(f"{OUTPUTS}{markers['me']}?wait_s=0", **ME))[0] == 202
+        other = asyncio.ensure_future(served.get(f"{OUTPUTS}{markers['other']}", **OTHER))
+        if not several:
+            assert (await other)[0] == 429
+        hold.release()
+        assert {(await read)[0] for read in reads} == {200, 429}
+        if several:
+            assert (await other)[0] == 200
+        assert (await served.get(path, **ME))[0] == 200
 
 
 async def test_lazy_agents_count_as_those_of_their_tenant_until_they_end() -> None:
