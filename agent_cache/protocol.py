@@ -192,7 +192,7 @@ class CacheStats:
     An entry that the store did not take is lost once per attempt, and sent again when the store is
     back. `withdrawn` logs are served to this process only: the store dropped them, another process
     had begun them, or another kind of value lies under their name. `skipped` counts malformed
-    entries of other processes' logs.
+    entries, each of which ends another process's log as failed.
     """
 
     degraded: bool = False

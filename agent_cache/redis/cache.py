@@ -29,6 +29,8 @@ It is then repeated, to notice a dead connection and a log deleted in between.
 """
 
 RETRY_S = 0.1
+ENTRIES_PER_READ = 256
+"""The most entries of one XREAD, so that a long log does not come at once."""
 
 log = logging.getLogger("agent_cache")
 
@@ -236,17 +238,13 @@ class RedisAgentPromptCache:
         name = self._layout.log(key)
         block_ms = int(1000 * block_s)
         block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
-        command = ("XREAD", *block, "STREAMS", name, after)
+        command = ("XREAD", "COUNT", ENTRIES_PER_READ, *block, "STREAMS", name, after)
         if streams := await self._connection.call(*command, blocks_s=block_s):
             entries = streams[0][1]
-            read, skipped = read_entries(entries, position)
-            if skipped:
-                self.stats.skipped += skipped
-                log.warning(
-                    "%d entries of the log of %s in Redis make no sense and are skipped",
-                    skipped,
-                    key,
-                )
+            read, malformed = read_entries(entries, position)
+            if malformed:
+                self.stats.skipped += malformed
+                log.warning("The log of %s in Redis ends as failed: %s", key, read.detail)
             return read if read.position > position or read.end else None, entries[-1][0]
         gone = position and not await self._connection.call("EXISTS", name)
         return read_forgotten(position) if gone else None, after

@@ -137,6 +137,8 @@ def encode(chunks: Sequence[Chunk]) -> bytes:
 
 def decode(field: bytes) -> list[Chunk]:
     """Read the chunks of a `chunks` field. Raises ValueError for anything else."""
+    if len(field) > MOST_ENTRY_BYTES:
+        raise ValueError(f"chunks of more than {MOST_ENTRY_BYTES} bytes")
     try:
         batch = [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
     except (TypeError, RecursionError) as error:
@@ -150,19 +152,20 @@ def decode(field: bytes) -> list[Chunk]:
 
 
 DAMAGED = "What Redis has of the log is damaged."
+MOST_ENTRY_BYTES = 2**24
+"""The longest field that is read: parsing more would block the event loop for seconds."""
 
 
 def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]:
     """Join the entries after `position` to one read; return it and the number of malformed entries.
 
-    Malformed entries are skipped. A log that lacks the content of a skipped entry ends as failed.
+    A log ends as failed at its first malformed entry, and where an entry is missing.
 
     Raises:
         ValueError: The position is inside a chunk.
     """
     chunks: list[Chunk] = []
     reached = position
-    skipped = 0
     for entry_id, fields in entries:
         start = reached
         at = int(entry_id.partition(b"-")[0])
@@ -173,21 +176,19 @@ def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]
                 end = None
             batch = [] if end else decode(fields[b"chunks"])
         except (KeyError, ValueError):
-            skipped += 1
-            continue
+            detail = f"{DAMAGED} Entry {entry_id.decode()} is neither chunks nor a known end."
+            return join_reads(chunks, start, End.FAILED, detail), 1
         first = at if end else at - sum(map(len, batch))
         # the mark of a deletion has a time for its position
         if first > start and end is not End.ABORTED:
-            return join_reads(chunks, start, End.FAILED, DAMAGED), skipped
+            return join_reads(chunks, start, End.FAILED, DAMAGED), 0
         if end:
-            return join_reads(
-                chunks, reached, end, _decode_text(fields.get(b"detail", b""))
-            ), skipped
+            return join_reads(chunks, reached, end, _decode_text(fields.get(b"detail", b""))), 0
         reached = at
         chunks += batch[
             count_chunks_before(list(accumulate(map(len, batch), initial=first)), start) :
         ]
-    return join_reads(chunks, reached), skipped
+    return join_reads(chunks, reached), 0
 
 
 @lru_cache(maxsize=8192)

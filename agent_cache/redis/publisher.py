@@ -41,6 +41,8 @@ CHUNKS_PER_ENTRY = 256
 Together with LOGS_PER_ROUND it bounds how long a round blocks the event loop: about 20 ms.
 """
 
+CHARACTERS_PER_ENTRY = 2**20
+"""No chunk is added to an entry with more; readers refuse much longer ones."""
 
 TAKEN = "another process had begun it"
 GONE = "Redis dropped it (deleted by another process, expired or evicted)"
@@ -88,7 +90,13 @@ class Publication:
             self.sent = 1, 0, False, now_s
             return layout.begin(self.key)
         log = self.log
-        upto = min(len(self.log.chunks), self.chunks + CHUNKS_PER_ENTRY)
+        upto = self.chunks
+        characters = 0
+        for chunk in log.chunks[self.chunks : self.chunks + CHUNKS_PER_ENTRY]:
+            if characters > CHARACTERS_PER_ENTRY:
+                break
+            characters += len(chunk.text)
+            upto += 1
         ended = log.end is not None and upto == len(log.chunks)
         commands: list[Command] = []
         if self.chunks < upto:

@@ -247,8 +247,7 @@ class _CacheMetrics(Collector):
         away = "1 while Redis is away and prompts are cached in memory"
         yield GaugeMetricFamily(PREFIX + "cache_degraded", away, float(self.stats.degraded))
         about = (
-            "Failed reads and lost writes of Redis, entries skipped as senseless, logs "
-            "withdrawn from sharing"
+            "Failed reads and lost writes of Redis, malformed entries, logs withdrawn from sharing"
         )
         faults = CounterMetricFamily(PREFIX + "cache_faults", about, labels=("what",))
         for what in ("failed_reads", "lost_writes", "skipped", "withdrawn"):

@@ -77,15 +77,23 @@ NONSENSE: list[dict[bytes, bytes]] = [
     ),
     *(
         {b"chunks": field}
-        for field in (b'[["a", [-1]]]', b'[["a", [true]]]', b'[["a", null]]', b"[" * 100_000)
+        for field in (
+            b'[["%s", []]]' % (b"a" * 2**24),
+            b'[["a", [-1]]]',
+            b'[["a", [true]]]',
+            b'[["a", null]]',
+            b"[" * 100_000,
+        )
     ),
 ]
 
 
 @pytest.mark.parametrize("fields", NONSENSE)
-def test_an_entry_that_makes_no_sense_is_skipped_and_counted(fields: dict[bytes, bytes]) -> None:
+def test_an_entry_that_makes_no_sense_ends_the_log_by_name(fields: dict[bytes, bytes]) -> None:
     entries = [entry(1, Chunk("a")), (b"1-7", fields), entry(2, Chunk("b"))]
-    assert read_entries(entries, 0) == (LogRead("ab", (), 2), 1)
+    read, malformed = read_entries(entries, 0)
+    assert (read.text, read.position, read.end, malformed) == ("a", 1, End.FAILED, 1)
+    assert read.detail.startswith("What Redis has of the log is damaged. Entry 1-7 is neither")
 
 
 anything = st.recursive(
@@ -117,9 +125,9 @@ def test_whatever_redis_holds_a_read_answers(
 @pytest.mark.parametrize(
     "last", [entry(3, Chunk("c")), (b"3-2", {b"end": b"finished", b"detail": b""})]
 )
-def test_a_log_that_lacks_what_was_skipped_fails(last: Entry) -> None:
-    read, skipped = read_entries([entry(1, Chunk("a")), (b"2-0", {b"chunks": b"?"}), last], 0)
-    assert (read.text, read.position, read.end, skipped) == ("a", 1, End.FAILED, 1)
+def test_a_log_that_lacks_an_entry_fails(last: Entry) -> None:
+    read, malformed = read_entries([entry(1, Chunk("a")), last], 0)
+    assert (read.text, read.position, read.end, malformed) == ("a", 1, End.FAILED, 0)
     assert "damaged" in read.detail
 
 

@@ -1,6 +1,7 @@
 """What lies in Redis, read without the cache."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -266,20 +267,36 @@ async def test_a_reader_of_what_is_no_log_hears_so_at_once(server: RedisServer) 
             await reader.read(BAD, wait_s=3600)
 
 
-async def test_an_entry_that_makes_no_sense_is_read_once_and_not_waited_on_in_a_circle(
-    server: RedisServer,
+@pytest.mark.parametrize(
+    ("field", "value"), [("evil", "x"), ("end", "perhaps"), ("chunks", "a" * 30_000_000)]
+)
+async def test_a_reader_of_an_entry_that_makes_no_sense_hears_so_at_once(
+    server: RedisServer, field: str, value: str
 ) -> None:
     async with writer_and_reader(server) as (_, reader), asyncio.TaskGroup() as group:
         server.ask("XADD", LOG, "0-1", "owner", "x")
-        server.ask("XADD", LOG, "0-5", "evil", "x")
-        reading = group.create_task(reader.read(BAD, wait_s=LIMIT_S))
+        reading = group.create_task(reader.read(BAD, at_least=9, wait_s=3600))
         while not server.blocked_readers():
             await turn()
         server.ask("XADD", LOG, "1-0", "chunks", '[["a",[7]]]')
-        assert await reading == LogRead("a", (7,), 1)
-        statistics = server.ask("INFO", "commandstats")
-        assert isinstance(statistics, dict)
-        assert (statistics["cmdstat_xread"]["calls"], reader.stats.skipped) == (2, 1)
+        server.ask("XADD", LOG, "1-5", field, value)
+        read = await reading
+        assert (read.text, read.end, reader.stats.skipped) == ("a", End.FAILED, 1)
+        assert "Entry 1-5 is neither" in read.detail
+
+
+async def test_a_long_output_becomes_entries_that_readers_take(server: RedisServer) -> None:
+    async with (
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as writer,
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as reader,
+    ):
+        log_writer = await writer.create(KEY)
+        for _ in range(20):
+            log_writer.append(Chunk("ä" * 2**20))
+        log_writer.end(End.FINISHED)
+        assert await writer.flush(limit_s=LIMIT_S)
+        read = await reader.read(KEY, at_least=sys.maxsize, wait_s=LIMIT_S)
+        assert (len(read.text), read.end) == (20 * 2**20, End.FINISHED)
 
 
 async def test_a_program_with_a_member_that_is_no_name_is_deleted(server: RedisServer) -> None:
