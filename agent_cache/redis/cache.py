@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Self
 from uuid import uuid4
 
@@ -11,6 +12,7 @@ from agent_cache.protocol import (
     CacheError,
     CacheStats,
     CacheUnavailable,
+    End,
     LogExists,
     LogKey,
     LogRead,
@@ -29,6 +31,7 @@ It is then repeated, to notice a dead connection and a log deleted in between.
 """
 
 RETRY_S = 0.1
+WRITER_GONE = "The process that wrote the log has ended, or has lost Redis."
 ENTRIES_PER_READ = 256
 """The most entries of one XREAD, so that a long log does not come at once."""
 
@@ -49,7 +52,8 @@ class RedisAgentPromptCache:
     after their last write. Redis counts as away if a reply takes longer than `reply_limit_s`. Every
     read that waits for another process's log holds one of `max_connections`. `len` counts the logs
     of this process. `journals` lie in the same Redis; see `Journals` for `journal_ttl_s` and
-    `lease_s`.
+    `lease_s`. A process renews a lease of `lease_s` while it has open logs; others end its logs as
+    failed once it has held none for as long.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class RedisAgentPromptCache:
             options=options or {},
         )
         self._closed = False
+        self._lease_s = lease_s
+        self._renewal: asyncio.Task[None] | None = None
         self.stats = CacheStats()
         self._connection = RedisConnection(self._client, reply_limit_s=reply_limit_s)
         self._layout = layout = Layout(prefix, uuid4().hex, ttl_s)
@@ -95,6 +101,8 @@ class RedisAgentPromptCache:
             raise LogExists(f"the log of {key} was begun before")
         publication = await self._publisher.begin(key)
         publication.log = log = self._memory.begin(key)
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew_lease(), name="agent-cache-lease")
 
         def note_write() -> None:
             self._memory.touch(log)
@@ -139,6 +147,9 @@ class RedisAgentPromptCache:
         if self._closed:
             return
         self._closed = True
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
         await self._publisher.close(limit_s)
         await self._memory.close()
         await self._client.aclose()
@@ -197,6 +208,7 @@ class RedisAgentPromptCache:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
         reads: list[LogRead] = []
+        unwritten_since_s: float | None = None
         reached = position
         after = f"{position}-1".encode()
         while True:
@@ -204,13 +216,19 @@ class RedisAgentPromptCache:
             away: BaseException | None = None
             try:
                 read, after = await self._read_stream(
-                    key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S)
+                    key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S, self._lease_s)
                 )
                 if read is not None:
                     reads.append(read)
                     reached = read.position
                     if read.end is not None or reached - position >= at_least:
                         return join_reads(reads, reached, read.end, read.detail)
+                if read is not None or await self._has_writer(key):
+                    unwritten_since_s = None
+                elif unwritten_since_s is None:
+                    unwritten_since_s = loop.time()
+                elif loop.time() >= unwritten_since_s + self._lease_s:
+                    return join_reads(reads, reached, End.FAILED, WRITER_GONE)
             except AWAY as error:
                 if concerns_key(error):
                     raise CacheUnavailable(
@@ -248,6 +266,23 @@ class RedisAgentPromptCache:
             return read if read.position > position or read.end else None, entries[-1][0]
         gone = position and not await self._connection.call("EXISTS", name)
         return read_forgotten(position) if gone else None, after
+
+    async def _has_writer(self, key: LogKey) -> bool:
+        """Return whether the log's writer holds its lease, or the log has no leased writer."""
+        begin = await self._connection.call("XRANGE", self._layout.log(key), "0-1", "0-1")
+        if not begin or b"leased" not in begin[0][1]:
+            return True
+        owner = begin[0][1][b"owner"].decode()
+        return bool(await self._connection.call("EXISTS", self._layout.lease(owner)))
+
+    async def _renew_lease(self) -> None:
+        """Renew this process's lease until all of its logs have ended."""
+        lives_ms = max(1, round(1000 * self._lease_s))
+        lease = self._layout.lease(self._layout.owner)
+        while self._publisher.has_open():
+            with suppress(*AWAY):
+                await self._connection.call("SET", lease, "1", "PX", lives_ms)
+            await asyncio.sleep(self._lease_s / 3)
 
     async def _has_begun(self, key: LogKey) -> bool:
         try:

@@ -4,7 +4,8 @@ A log is one stream. An entry's id is `<position>-<kind>`, where the position is
 including the entry. Ids grow by themselves, so a write that is sent twice is refused the second
 time.
 
-    0-1             begun; field `owner` names the process that writes
+    0-1             begun; field `owner` names the process that writes, `leased` says that it
+                    holds a lease while it has open logs
     <position>-0    chunks; field `chunks` is JSON, [[text, [id, ...]], ...]
     <position>-2    end mark; fields `end` and `detail`
 
@@ -29,7 +30,7 @@ BEGIN = """
 redis.call('SADD', KEYS[2], ARGV[2])
 local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
 if first then return first[2][2] end
-redis.call('XADD', KEYS[1], '0-1', 'owner', ARGV[1])
+redis.call('XADD', KEYS[1], '0-1', 'owner', ARGV[1], 'leased', '1')
 return ARGV[1]
 """
 """Begins a log unless it has begun; returns its owner. KEYS: log, agents; ARGV: owner, agent."""
@@ -68,6 +69,10 @@ class Layout:
     def agents(self, tenant: str, program: str) -> str:
         """Return the key of the set of a program's agents."""
         return f"{self._program(tenant, program)}:agents"
+
+    def lease(self, owner: str) -> str:
+        """Return the key that lives while the process `owner` writes logs."""
+        return f"{self.prefix}:lease:{owner}"
 
     def journal(self, tenant: str, key: str) -> tuple[str, str, str]:
         """Return the keys of a journal's lease, of its list, and of its last owner."""

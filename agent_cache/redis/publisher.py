@@ -212,6 +212,10 @@ class Publisher:
             publication.withdrawn = True
             _answer(publication.answer)
 
+    def has_open(self) -> bool:
+        """Return whether any log has not ended."""
+        return any(each.log.end is None for each in self._publications.values())
+
     async def delete(self, tenant: str, program: str) -> None:
         """Delete the program's logs, including the logs of other processes.
 

@@ -236,7 +236,7 @@ class CacheSettings:
     ] = 3600.0
     lease_s: Annotated[
         Seconds,
-        "Silence after which another router takes over the runs of one that died; only with keys.",
+        "Silence after which a dead router's logs end, and others take over its runs with keys.",
     ] = 5.0
 
     def __post_init__(self) -> None:

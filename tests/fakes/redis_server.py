@@ -85,9 +85,13 @@ class RedisServer:
             return client.execute_command(*command)
 
     def keys(self) -> dict[str, int]:
-        """Every key with the milliseconds it has to live (-1: for ever)."""
+        """Every key but writers' leases with the milliseconds it has to live (-1: for ever)."""
         with redis.Redis.from_url(self.url, protocol=2) as client:
-            return {key.decode(): client.pttl(key) for key in client.scan_iter()}
+            return {
+                key.decode(): client.pttl(key)
+                for key in client.scan_iter()
+                if b":lease:" not in key
+            }
 
     def blocked_readers(self) -> int:
         info = self.ask("INFO", "clients")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from agent_cache import CacheError, CacheUnavailable, Chunk, End, LogKey, LogRead
+from agent_cache import CacheError, CacheUnavailable, Chunk, End, LogKey, LogRead, LogTimeout
 from agent_cache.redis import RedisAgentPromptCache
 from tests.fakes.redis_server import RedisServer
 
@@ -283,6 +283,25 @@ async def test_a_reader_of_an_entry_that_makes_no_sense_hears_so_at_once(
         read = await reading
         assert (read.text, read.end, reader.stats.skipped) == ("a", End.FAILED, 1)
         assert "Entry 1-5 is neither" in read.detail
+
+
+@pytest.mark.parametrize("chunks", [[], [Chunk("a", (1,))]])
+@pytest.mark.parametrize("at_least", [1, sys.maxsize])
+async def test_the_log_of_a_process_that_has_gone_ends_as_failed_within_its_lease(
+    server: RedisServer, chunks: list[Chunk], at_least: int
+) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic, lease_s=0.1) as reader:
+        async with RedisAgentPromptCache(server.url, clock=time.monotonic, lease_s=0.1) as writer:
+            log = await writer.create(KEY)
+            for chunk in chunks:
+                log.append(chunk)
+            with pytest.raises(LogTimeout):  # a silent writer keeps its log for many leases
+                await reader.read(KEY, position=len(chunks), wait_s=1.0)
+        position = 0 if at_least > 1 else len(chunks)
+        async with asyncio.timeout(LIMIT_S):
+            read = await reader.read(KEY, position=position, at_least=at_least, wait_s=3600)
+        assert (read.position, read.end) == (len(chunks), End.FAILED)
+        assert read.detail.startswith("The process that wrote the log has ended")
 
 
 async def test_a_long_output_becomes_entries_that_readers_take(server: RedisServer) -> None:
