@@ -121,16 +121,21 @@ def lock_file(path: Path) -> Iterator[None]:
 
     Raises OSError: BlockingIOError if another process holds the lock.
     """
-    with path.open("ab") as file:
+    with open(path, "ab", opener=_open_private) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open the file; one that is created is its owner's alone, as it holds prompts and answers."""
+    return os.open(path, flags, 0o600)
 
 
 def append_whole(path: Path, content: bytes) -> None:
     """Append all of `content` to the file, or nothing of it. Raises OSError."""
     size = path.stat().st_size if path.exists() else 0
     try:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=_open_private) as file:
             file.write(content)
     except OSError:
         with contextlib.suppress(OSError):  # the first error says what is wrong
@@ -163,7 +168,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file as a whole and sync it to the disk, or leave it as it was. Raises OSError."""
     draft = path.with_suffix(".tmp")
     try:
-        with draft.open("wb") as file:
+        with open(draft, "wb", opener=_open_private) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -12,7 +12,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.config import BatchesSettings
-from tests.fakes.api_server import batch_api, until
+from tests.fakes.api_server import batch_api, questions, until
 
 LONG = b"x" * 3 * 2**20
 
@@ -20,6 +20,12 @@ LONG = b"x" * 3 * 2**20
 def kept(folder: Path) -> set[str]:
     """The kinds of what lies in the folder of the files."""
     return {path.suffix for path in (folder / "files").iterdir()}
+
+
+def file_modes(folder: Path) -> dict[str, int]:
+    """The permissions of every file below the folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.name: path.stat().st_mode & 0o777 for path in files}
 
 
 async def test_a_file_is_kept_listed_read_and_deleted(tmp_path: Path) -> None:
@@ -37,6 +43,15 @@ async def test_a_file_is_kept_listed_read_and_deleted(tmp_path: Path) -> None:
         assert not kept(tmp_path)
         with pytest.raises(openai.NotFoundError, match="GET /v1/files lists yours"):
             await router.ai.files.content(file.id)
+
+
+async def test_files_of_batches_are_the_owners_alone(tmp_path: Path) -> None:
+    async with batch_api(tmp_path) as router:
+        batch = await router.ended(await router.begin(*questions("small", "missing")))
+        assert batch.status == "completed"
+        modes = file_modes(tmp_path)
+        assert len(modes) >= 4
+        assert set(modes.values()) == {0o600}, modes
 
 
 async def test_files_outlive_the_router(tmp_path: Path) -> None:

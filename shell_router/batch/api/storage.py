@@ -64,6 +64,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
     except OSError:  # not every file system has links
+        target.touch(mode=0o600)
         shutil.copyfile(source, target)
 
 

@@ -134,7 +134,7 @@ async def _store_file(part: BodyPartReader, upload: Upload, max_bytes: int, limi
         )
     # aiohttp keeps bytes that are no UTF-8 in a form that JSON cannot hold
     upload.filename = (part.filename or "upload.jsonl")[:255].encode("utf-8", "replace").decode()
-    await on_disk(upload.path.touch)
+    await on_disk(upload.path.touch, mode=0o600)
     while chunk := await _wait_for(part.read_chunk(CHUNK_BYTES), limit_s):
         upload.bytes += len(chunk)
         if upload.bytes > max_bytes:
