@@ -29,7 +29,14 @@ from shell_router.api.services import (
 )
 from shell_router.api.streaming import data_frame, open_stream
 from shell_router.api.translation import Translation
-from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
+from shell_router.core.engine import (
+    DEFAULT_MAX_NEW_TOKENS,
+    Hints,
+    NativeRoute,
+    Relay,
+    Relayed,
+    error_message,
+)
 from shell_router.core.validation import JsonObject, parse_object
 from shell_router.engines.wire import EventSplitter, index_of
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
@@ -138,10 +145,11 @@ async def forward(
         choices = forward_choices(send, bodies) if len(bodies) > 1 else send(bodies[0])
         return await answer.send(choices)
     finally:
-        answer.count(bodies)
+        answer.count(bodies, decodes=route != "prefill_only")
 
 
 _WORD = WORD.encode()
+_LIMIT = re.compile(rb'"max_(?:new_|completion_)?tokens"\s*:\s*([0-9]{1,9})')
 _REPORTED = (
     re.compile(rb'"prompt_tokens": ?([0-9]{1,9})'),
     re.compile(rb'"completion_tokens": ?([0-9]{1,9})'),
@@ -160,15 +168,22 @@ class NativeAnswer:
         self._stream: Stream | None = None
         self._last = dict[int, bytes]()
         self._seen = 0
+        self._was_left = False
 
-    def count(self, bodies: Sequence[bytes]) -> None:
-        """Note the tokens that the engine reported, or an estimate where it reported none."""
-        if not (self._last or self._seen):  # it was refused
+    def count(self, bodies: Sequence[bytes], *, decodes: bool) -> None:
+        """Note the tokens that the engine reported, or an estimate where it reported none.
+
+        A client that left before the first of them is charged what its request could have cost.
+        """
+        if not (self._last or self._seen or self._was_left):  # it was refused
             return
         prompt, output = (self._sum_reported(pattern) for pattern in _REPORTED)
         if not prompt:
             prompt = sum(map(len, bodies)) // CHARACTERS_PER_TOKEN
             output = self._seen
+        if decodes and not (self._last or self._seen):
+            limits = [_LIMIT.search(body) for body in bodies]
+            output = sum(int(each[1]) if each else DEFAULT_MAX_NEW_TOKENS for each in limits)
         self._request[TOKENS] = prompt, output
         now_s = self._services.clock()
         self._services.rates.add(self._request[TENANT], prompt + output, now_s)
@@ -192,6 +207,7 @@ class NativeAnswer:
             )
             return await self.fail(late)
         except (asyncio.CancelledError, ClientGone):
+            self._was_left = True
             raise
         except Exception as error:
             return await self.fail(error)

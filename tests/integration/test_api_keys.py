@@ -24,7 +24,7 @@ from shell_router.config.models import TlsClient
 from shell_router.core.engine import ChatServing, Relay
 from shell_router.errors import ConfigError, Unauthorized
 from shell_router.http.server import bind_sockets
-from tests.fakes.api_server import Api, ScriptedRelay, api, chat
+from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
 from tests.fakes.certificates import authority
 
 UNKNOWING = ssl.create_default_context()
@@ -229,6 +229,34 @@ async def test_tokens_of_native_streams_count(served: Api) -> None:
         now_s = fresh.services.clock()
         assert fresh.services.rates.wait_s("carol", 42, now_s) > 0
         assert fresh.services.rates.wait_s("carol", 43, now_s) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/generate", {"text": "x" * 35, "sampling_params": {"max_new_tokens": 50}}, 72),
+        ("/generate", {"text": "x" * 35}, 139),
+        ("/prefill_only", {"text": "x" * 35}, 11),
+        (CHAT, chat(model="small", logprobs=True, max_tokens=50), None),
+    ],
+)
+async def test_a_client_that_leaves_before_its_answer_is_charged_what_it_could_have_cost(
+    path: str, body: dict[str, object], tokens: int | None
+) -> None:
+    relay = ScriptedRelay((b"{", b"}"), gate=asyncio.Event(), chat=ChatServing())
+    async with api(settings=SETTINGS, relays={"small": relay}) as fresh:
+        asked = asyncio.create_task(fresh.post(path, body, **CAROL))
+        await until(lambda: bool(relay.forwarded))
+        asked.cancel()
+        await until(lambda: relay.left_early == 1)
+        rates = fresh.services.rates
+        await until(lambda: rates.wait_s("carol", 10, fresh.services.clock()) > 0)
+        (_, sent) = relay.forwarded[0]
+        expected = tokens or len(sent) // 4 + 50
+        now_s = fresh.services.clock()
+        assert rates.wait_s("carol", expected, now_s) > 0
+        assert rates.wait_s("carol", expected + 1, now_s) == 0
+        assert (await fresh.post(path, body, **CAROL))[0] == 429
 
 
 async def test_a_file_that_changes_counts_and_a_wrong_one_does_not(
