@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal, NotRequired, Required
 
@@ -29,6 +30,7 @@ from shell_router.api.frames import AgentFrames
 from shell_router.api.replies import join_warnings, json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, read_key, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
+from shell_router.api.sessions import read_session
 from shell_router.api.streaming import stream_run
 from shell_router.config import UsageCount
 from shell_router.core.exact_json import NewValues, Values
@@ -173,6 +175,7 @@ async def run_agent(request: Request) -> Reply:
     sent = await read_object(request)
     body = AGENT.read(sent)
     agent_request = read_agent(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
+    agent_request = replace(agent_request, session=read_session(request.headers))
     ignored = AGENT.find_unknown(sent)
     permit(request, agent_request.candidates or (agent_request.model,))
     graph = request.app[SERVICES].topologies.get(agent_request.model)

@@ -5,7 +5,6 @@ import re
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from shell_router.api.fields import (
     TierField,
 )
 from shell_router.api.services import SETTINGS
+from shell_router.api.sessions import digest
 from shell_router.core.engine import TIERS, UNSTREAMED_INTERVAL, ServiceTier, value
 from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.core.sampling import LEAST_TOP_P, check_depth
@@ -187,7 +187,7 @@ def read_end_user(body: EndUserFields) -> str | None:
     key = body.get("prompt_cache_key") or body.get("user")
     if not key:
         return None
-    return blake2b(key.encode(), digest_size=16).hexdigest()
+    return digest(key)
 
 
 def read_tier(body: TierField, highest: ServiceTier) -> ServiceTier:

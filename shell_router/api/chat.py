@@ -61,9 +61,10 @@ from shell_router.api.runs import (
     require_no_key,
 )
 from shell_router.api.services import KEY, SERVICES, TENANT, TRACE, ApiSettings, Services
+from shell_router.api.sessions import read_session
 from shell_router.api.streaming import Frames, stream_run
 from shell_router.api.translation import CompletionTranslation, TranslatedFrames, Translation
-from shell_router.core.engine import TIERS, Hints, Relay, ServiceTier
+from shell_router.core.engine import TIERS, Hints, Relay, ServiceTier, Session
 from shell_router.core.exact_json import Values
 from shell_router.core.sampling import require_possible
 from shell_router.core.validation import field_error, parse_object
@@ -131,7 +132,13 @@ class Chats:
         graph = self.targets.choose(models)
         return chat, Target(graph, graph.name, graph.name, models, ignored, is_brought)
 
-    async def begin(self, sent: Values, tenant: str) -> tuple[Run, ChatFrames]:
+    async def begin(
+        self,
+        sent: Values,
+        tenant: str,
+        tier: ServiceTier = "default",
+        session: Session | None = None,
+    ) -> tuple[Run, ChatFrames]:
         """Return a run to be answered as one object; raises InvalidRequest."""
         body = CHAT.read(sent)
         chat, target = await self.read(body, sent, tenant)
@@ -140,7 +147,7 @@ class Chats:
         if has_markers(chat.messages):
             remedy = "Send the text that it stands for."
             raise field_error("messages", "hold a lazy answer's marker", remedy)
-        run = self.run(chat, target)
+        run = self.run(replace(chat, tier=tier, session=session), target)
         return run, ChatFrames(run, target.model, chat)
 
     def run(self, task: MoaRequest | AgentRequest, target: Target) -> Run:
@@ -238,7 +245,8 @@ async def answer_chat(
             sent = {**sent, "max_completion_tokens": None}
         return await forward_to_engine(request, body, sent, relay, translation, tier)
     chat, target = await request.app[CHATS].read(body, sent, request[TENANT])
-    chat = replace(chat, fits_context=fits_context, tier=tier)
+    session = read_session(request.headers)
+    chat = replace(chat, fits_context=fits_context, tier=tier, session=session)
     permit(request, target.permitted, target.name)
     call = ChatCall(request, sent, body, translation, background, wish, chat, target)
     for fits, answer in PRODUCTS:
@@ -297,7 +305,9 @@ async def run_choices(call: ChatCall) -> Reply:
         raise field_error("lazy", "cannot go with several choices", "Leave n out.")
     runs = []
     for body in write_choices(call.body["n"], call.sent, {}, ()):
-        runs.append(await request.app[CHATS].begin(parse_object(body), request[TENANT]))
+        chat = call.chat
+        run = request.app[CHATS].begin(parse_object(body), chat.tenant, chat.tier, chat.session)
+        runs.append(await run)
         request.app[ADMISSION].count(request, runs[0][0].agents)
     request[TRACE] = runs[0][0].trace
     note_ignored(request, call.target.ignored)

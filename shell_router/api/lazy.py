@@ -140,6 +140,7 @@ def _agent_of(
         tenant=chat.tenant,
         end_user=chat.end_user,
         tier=chat.tier,
+        session=chat.session,
         program=program,
         agent=agent,
         model=models[0] if len(models) == 1 else AUTO,

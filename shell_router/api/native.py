@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -27,6 +28,7 @@ from shell_router.api.services import (
     TRACE,
     Services,
 )
+from shell_router.api.sessions import read_session
 from shell_router.api.streaming import data_frame, open_stream
 from shell_router.api.translation import Translation
 from shell_router.core.engine import (
@@ -125,8 +127,7 @@ async def forward(
         raise InvalidRequest(
             "The body holds a lazy answer's marker.", remedy="Send the text that it stands for."
         )
-    affinity = request.headers.get("x-routing-key")
-    hints = hints or Hints(request[TENANT])
+    hints = replace(hints or Hints(request[TENANT]), session=read_session(request.headers))
     answer = NativeAnswer(request, translation)
     admission = request.app[ADMISSION]
     admission.count(request, len(bodies) - 1)
@@ -135,7 +136,6 @@ async def forward(
         return relay.forward(
             route,
             body,
-            affinity=affinity,
             hints=hints,
             fields=request[KEY].native_fields,
             admit=lambda requests: admission.count(request, requests - 1),

@@ -117,6 +117,9 @@ class Run:
             parent=client,
             user=asked.end_user or "",
         )
+        if asked.session is not None:
+            self.trace.session = asked.session.id
+            self.trace.parent_session = asked.session.parent
         if isinstance(asked, AgentRequest):
             self.trace.program = asked.program
             self.trace.agent = "" if asked.chat else asked.agent

@@ -28,6 +28,20 @@ TIERS: tuple[ServiceTier, ...] = ("priority", "default", "flex")
 
 
 @value
+class Session:
+    """A conversation of the tenant's client, whose requests stay on one pair.
+
+    Attributes:
+        parent: The session that started it.
+        prefix: The name, shared with relatives, of those that stay on one prefill server.
+    """
+
+    id: str
+    parent: str = ""
+    prefix: str = ""
+
+
+@value
 class Hints:
     """Optional hints for schedulers.
 
@@ -41,6 +55,7 @@ class Hints:
         end_user: The tenant's own user or conversation, whose requests tend to share prefixes;
             without meaning without the tenant.
         tier: Which requests of the queue go first; those of `flex` wait while others do.
+        session: The session that its client named; without meaning without the tenant.
     """
 
     user: str | None = None
@@ -51,6 +66,7 @@ class Hints:
     total_tokens: float | None = None
     end_user: str | None = None
     tier: ServiceTier = "default"
+    session: Session | None = None
 
 
 NO_HINTS = Hints()
@@ -239,7 +255,6 @@ class Relay(Protocol):
         route: NativeRoute,
         body: bytes,
         *,
-        affinity: str | None = None,
         hints: Hints = NO_HINTS,
         fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
@@ -251,7 +266,6 @@ class Relay(Protocol):
         Args:
             route: The engine's route.
             body: The client's bytes.
-            affinity: See `Generation`.
             hints: For schedulers.
             fields: Fields that it may have besides those that every client may send.
             admit: Called with the number of a batch's requests; it may raise.

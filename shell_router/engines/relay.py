@@ -124,7 +124,6 @@ class PairRelay:
         route: NativeRoute,
         body: bytes,
         *,
-        affinity: str | None = None,
         hints: Hints = NO_HINTS,
         fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
@@ -149,7 +148,7 @@ class PairRelay:
         tokens = max(1, min(len(body) // 4, (rules.context_length or len(body)) * requests))
         most = 0 if update else native.max_output_tokens
         request = PlacementRequest(
-            tokens, None, most, hints, affinity, update, adapter, requests=requests
+            tokens, None, most, hints, None, update, adapter, requests=requests
         )
         if update and all(only.way != "pair" for only in self.fleet.prefill_only.values()):
             return self._forward_to_prefill(native, request)

@@ -175,6 +175,7 @@ class ModelChooser:
             total,
             request.end_user,
             request.tier,
+            request.session,
         )
 
     async def forecast(self, queries: Sequence[ForecastQuery], emit: Emit) -> Sequence[Forecast]:

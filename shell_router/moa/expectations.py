@@ -191,6 +191,7 @@ def expect_outputs(
             total,
             request.end_user,
             request.tier,
+            request.session,
         )
     return hints
 

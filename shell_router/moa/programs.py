@@ -436,6 +436,7 @@ class Programs:
             chat_template_kwargs=request.chat_template_kwargs,
             end_user=request.end_user,
             tier=request.tier,
+            session=request.session,
         )
         written = list[str]()
 

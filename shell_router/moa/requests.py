@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shell_router.core.engine import FinishReason, ServiceTier, value
+from shell_router.core.engine import FinishReason, ServiceTier, Session, value
 from shell_router.core.events import AgentStopped
 from shell_router.core.exact_json import Values
 from shell_router.moa.calls import ToolCall, ToolOffer
@@ -105,6 +105,7 @@ class MoaRequest:
         journal: The run goes on where an earlier one broke off.
         end_user: As in `Hints`.
         tier: As in `Hints`.
+        session: As in `Hints`.
         turn: Set by the executor.
         ends_s: The deadline by the event loop's clock; set by the executor.
     """
@@ -125,6 +126,7 @@ class MoaRequest:
     journal: RunJournal | None = None
     end_user: str | None = None
     tier: ServiceTier = "default"
+    session: Session | None = None
     turn: Turn = Turn()
     ends_s: float = 0.0
 
@@ -173,6 +175,7 @@ class AgentRequest:
         journal: The agent goes on where an earlier attempt broke off.
         end_user: As in `Hints`.
         tier: As in `Hints`.
+        session: As in `Hints`.
     """
 
     tenant: str
@@ -193,6 +196,7 @@ class AgentRequest:
     journal: RunJournal | None = field(default=None, compare=False)
     end_user: str | None = None
     tier: ServiceTier = "default"
+    session: Session | None = field(default=None, compare=False)
 
     @property
     def reads(self) -> tuple[str, ...]:

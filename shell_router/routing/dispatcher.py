@@ -174,8 +174,9 @@ class Dispatcher(Generic[E]):
     """The engines of one role, each of which can serve every request.
 
     An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds
-    their KV. All others go where the policy says, and wait while engines are full, if settings
-    limit them (`holds`). It never waits and does no I/O:
+    their KV; requests of one session keep their engine while it has room. All others go where the
+    policy says, and wait while engines are full, if settings limit them (`holds`). It never waits
+    and does no I/O:
     `engines.server_client.take_slot` awaits what `submit` returns.
 
     Attributes:
@@ -401,9 +402,12 @@ class Dispatcher(Generic[E]):
         home = self.prompts.home(features)
         if home is not None and any(at.index == home for at in among):
             return Choice(home, "growing_prompt")
+        now_s = self._clock()
+        home = self._memory.home(features.session, now_s)
+        if home is not None and any(at.index == home for at in among):
+            return Choice(home, "session")
         if len(among) == 1:
             return Choice(among[0].index, "only_one_free")
-        now_s = self._clock()
         stale_s = self.settings.stale_s
         for at in among:
             is_fresh = now_s - at.reported_s < stale_s

@@ -214,7 +214,7 @@ class SelectionSettings:
         weights: Weights of the scorers of policy `scored`. The policy leaves out engines whose KV
             usage is at least `gimbal.theta_kv`, unless that holds for all engines.
         output_weight: Prompt tokens that take an engine as long as one output token.
-        affinity_s: Seconds after its last request at which a user's or agent's engine is forgotten.
+        affinity_s: Seconds for which the last engine of a session, user or agent is remembered.
     """
 
     policy: Annotated[
@@ -227,7 +227,7 @@ class SelectionSettings:
     ] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2})
     output_weight: Annotated[float, CODE_ONLY] = 8.0
     affinity_s: Annotated[
-        Seconds, "Seconds for which a user's or an agent's last engine is remembered."
+        Seconds, "Seconds for which the last engine of a session, user or agent is remembered."
     ] = 300.0
 
     def __post_init__(self) -> None:

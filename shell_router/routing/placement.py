@@ -154,6 +154,22 @@ class RoutingFeatures:
         return None
 
     @property
+    def session(self) -> Hashable | None:
+        """The requests that stay on one engine of each role; None without a session.
+
+        A topology's agents do not collapse onto one engine. A session's relatives, which share its
+        prefixes, share only its prefill server.
+        """
+        hints = self.hints
+        session = hints.session
+        if session is None:
+            return None
+        name = session.prefix if self.prefills else session.id
+        if hints.topology in (None, hints.agent):  # a plain model
+            return (hints.user, name, None, None)
+        return (hints.user, name, hints.topology, hints.agent)
+
+    @property
     def place(self) -> Hashable | None:
         """Client, topology and agent; None if all are unknown.
 
@@ -175,7 +191,7 @@ class Choice:
 
 
 class ChoiceMemory:
-    """Earlier choices: their number, and the last engine of each client and place.
+    """Earlier choices: their number, and the last engine of each session, client and place.
 
     Without `remembers`, clients and places are not kept.
     """
@@ -187,7 +203,7 @@ class ChoiceMemory:
         self._homes: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
 
     def home(self, key: Hashable | None, now_s: float) -> int | None:
-        """Return the engine of the last request of a client or place, unless it is too long ago."""
+        """Return the engine of the key's last request, unless it is too long ago."""
         if key is not None and key in self._homes:
             index, at_s = self._homes[key]
             if now_s - at_s < self._affinity_s:
@@ -197,9 +213,13 @@ class ChoiceMemory:
     def note(self, features: RoutingFeatures, index: int, now_s: float) -> None:
         """Note that the request goes to this engine now."""
         self.made += 1
-        if not self.remembers or features.hints is NO_HINTS:
+        hints = features.hints
+        if hints is NO_HINTS or not (self.remembers or hints.session):
             return
-        for key in (features.client, features.place):
+        keys = [features.session]
+        if self.remembers:
+            keys += [features.client, features.place]
+        for key in keys:
             if key is not None:
                 self._homes[key] = (index, now_s)
                 self._homes.move_to_end(key)
@@ -285,12 +305,9 @@ class PromptIndex:
         grows = None
         resident = 0
         if prefills and request.affinity is not None:
-            # clients' own keys may be long and equal to another tenant's; KV of one adapter is of
-            # no use to another
+            # KV of one adapter is of no use to another
             grows = hash((hints.user, request.affinity, request.adapter))
-            # without ids the key is a client's, whose next prompt need not continue the last
-            if request.ids is not None:
-                resident = self._homes.get(grows, (0, 0))[1]
+            resident = self._homes.get(grows, (0, 0))[1]
         blocks: tuple[int, ...] = ()
         if self.prefixes is not None and prefills and request.ids is not None:
             blocks = blocks_of(request.ids, request.adapter, request.cache_key)

@@ -208,6 +208,7 @@ class Trace:
         program: The program of an agent request.
         agent: The name that an agent request gave its agent.
         user: A digest of the tenant's own user or conversation, if the request names one.
+        session: The session that the request's headers name, and its `parent_session`.
         question: The last user message, if spans have texts.
         answer: The answer's text, if spans have texts.
     """
@@ -231,6 +232,8 @@ class Trace:
     program: str = ""
     agent: str = ""
     user: str = ""
+    session: str = ""
+    parent_session: str = ""
     question: str | None = None
     answer: str | None = None
 
@@ -327,11 +330,10 @@ class Trace:
 
     def summary(self) -> NewValues:
         """Return the trace's entry in a list; `agents` counts the agents that have begun."""
-        names = {"program": self.program, "agent": self.agent, "user": self.user}
         return {
             "id": self.id,
             "model": self.target,
-            **{field: name for field, name in names.items() if name},
+            **self._list_names(),
             "created": int(self.wall_s),
             "status": self.outcome,
             "duration_ms": None
@@ -339,6 +341,10 @@ class Trace:
             else round(1e3 * (self.ended_s - self.started_s), 3),
             "agents": len(self.agents),
         }
+
+    def _list_names(self) -> NewValues:
+        fields = ("program", "agent", "user", "session", "parent_session")
+        return {field: name for field in fields if (name := getattr(self, field))}
 
     def as_json(self) -> NewValues:
         """Return the whole trace; times are seconds since the request began."""
@@ -348,6 +354,7 @@ class Trace:
         return {
             "id": self.id,
             "object": "trace",
+            **self._list_names(),
             "target": self.target,
             "state": self.outcome,
             "started_at": self.wall_s,

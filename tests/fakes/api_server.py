@@ -39,6 +39,7 @@ from shell_router.core.engine import (
     Placement,
     Relay,
     Relayed,
+    Session,
 )
 from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
@@ -107,7 +108,7 @@ class ScriptedRelay:
     error: Exception | None = None
     gate: asyncio.Event | None = None
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
-    affinities: list[str | None] = field(default_factory=list)
+    sessions: list[Session | None] = field(default_factory=list)
     end_users: list[str | None] = field(default_factory=list)
     tiers: list[str] = field(default_factory=list)
     fields: list[tuple[str, ...]] = field(default_factory=list)
@@ -122,7 +123,6 @@ class ScriptedRelay:
         route: NativeRoute,
         body: bytes,
         *,
-        affinity: str | None = None,
         hints: Hints = NO_HINTS,
         fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
@@ -131,7 +131,7 @@ class ScriptedRelay:
             raise InvalidRequest("The body is not a JSON object.")
         admit(self.batch)
         self.forwarded.append((route, body))
-        self.affinities.append(affinity)
+        self.sessions.append(hints.session)
         self.end_users.append(hints.end_user)
         self.tiers.append(hints.tier)
         self.fields.append(tuple(fields))

@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.api.replies import ErrorBody
-from shell_router.core.engine import ChatServing, Placement
+from shell_router.core.engine import ChatServing, Placement, Session
 from shell_router.errors import EngineRejected, EngineUnreachable
 from tests.fakes.api_server import ScriptedRelay, api, chat
 
@@ -48,12 +48,12 @@ async def test_the_model_is_named_by_header_or_field_and_must_be_known() -> None
         assert status == 400
 
 
-async def test_the_routing_key_is_the_requests_affinity() -> None:
+async def test_the_routing_key_names_the_session() -> None:
     relay = ScriptedRelay((b"1",))
     async with api(relays={"small": relay}) as served:
         await served.post("/prefill_only", {"text": "x"}, **{"x-routing-key": "chat-7"})
         await served.post("/generate", {"text": "x"})
-    assert relay.affinities == ["chat-7", None]
+    assert relay.sessions == [Session("chat-7", "", "chat-7"), None]
 
 
 async def test_a_tenants_user_goes_with_what_an_engine_answers_itself() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.core.engine import Hints
+from shell_router.core.engine import Hints, Session
 from shell_router.engines.server_client import take_slot
 from shell_router.errors import EngineUnavailable
 from shell_router.lab.simulation.virtual_time import run_virtual
@@ -29,11 +29,12 @@ def dispatcher(
     queue: QueueSettings = ONE_AT_A_TIME,
     selection: SelectionSettings | None = None,
     engines: int = 2,
+    **role: bool,
 ) -> Dispatcher[str]:
     breaker = BreakerSettings(failures=1, open_s=5.0)
     named = [(f"engine {at}", f"pair-{at}", Breaker(breaker)) for at in range(engines)]
     found = SchedulingSettings(selection or SelectionSettings(), queue)
-    return Dispatcher(named, found, asyncio.get_running_loop().time)
+    return Dispatcher(named, found, asyncio.get_running_loop().time, **role)
 
 
 def wanted(tokens: int = 10, affinity: str | None = None, **hints: object) -> PlacementRequest:
@@ -107,6 +108,50 @@ async def test_bound_at_its_arrival_it_waits_for_that_engine() -> None:
     assert (await waiting).engine == "engine 0"
 
 
+def of_session(id: str, parent: str = "", user: str = "alice") -> PlacementRequest:
+    return wanted(user=user, session=Session(id, parent, parent or id))
+
+
+@virtually
+async def test_a_session_leaves_an_engine_that_is_full_or_long_unused() -> None:
+    at = dispatcher()
+    first = await take_slot(at, of_session("a"))
+    elsewhere = await take_slot(at, of_session("a"))
+    assert (first.engine, elsewhere.engine) == ("engine 0", "engine 1")
+    first.close()
+    elsewhere.close()
+    again = await take_slot(at, of_session("a"))
+    assert (again.engine, at.choices["session"]) == ("engine 1", 1), "where its last request went"
+    again.close()
+    await asyncio.sleep(301)
+    (await take_slot(at, of_session("a"))).close()
+    assert at.choices["session"] == 1
+
+
+@virtually
+async def test_children_share_only_their_parents_prefill_server() -> None:
+    for role, shared in (({"decodes": False}, 3), ({"prefills": False}, 0)):
+        at = dispatcher(QueueSettings(), **role)
+        for child in "abc":
+            (await take_slot(at, of_session(child, "parent"))).close()
+        (await take_slot(at, of_session("parent"))).close()
+        assert at.choices["session"] == shared
+
+
+@virtually
+async def test_sessions_of_two_tenants_and_agents_of_a_graph_have_engines_of_their_own() -> None:
+    at = dispatcher(QueueSettings(), engines=9)
+    for user in ("alice", "bob"):
+        (await take_slot(at, of_session("a", user=user))).close()
+        for agent in ("left", "right"):
+            session = Session("a", "", "a")
+            graph = wanted(user=user, session=session, topology="duo", agent=agent)
+            (await take_slot(at, graph)).close()
+    assert at.choices["session"] == 0
+    (await take_slot(at, of_session("a"))).close()
+    assert at.choices["session"] == 1
+
+
 @virtually
 async def test_a_prompt_that_grows_for_one_adapter_has_no_home_for_another() -> None:
     at = dispatcher(QueueSettings(), engines=3)
@@ -136,12 +181,12 @@ async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_
 
 
 @virtually
-async def test_a_clients_routing_key_chooses_the_engine_of_one_tenant_and_counts_every_prompt_in_full() -> (
+async def test_a_clients_session_chooses_the_engine_of_one_tenant_and_counts_every_prompt_in_full() -> (
     None
 ):
     at = dispatcher(QueueSettings(), engines=3)
     slots = [
-        await take_slot(at, PlacementRequest(2000, affinity="1", hints=Hints(user)))
+        await take_slot(at, PlacementRequest(2000, hints=of_session("1", user=user).hints))
         for user in ("alice", "bob", "bob")
     ]
     assert [slot.engine for slot in slots] == ["engine 0", "engine 1", "engine 1"]
