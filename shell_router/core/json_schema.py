@@ -10,6 +10,14 @@ from shell_router.errors import InvalidField
 
 MAX_POINTER = 2**10
 """The most characters of a pointer and of a URI, as each part of a schema may have its own."""
+HOLDING = frozenset({"items", "prefixItems", "additionalProperties", "anyOf", "oneOf"})
+MAPPING = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords that hold schemas, and that map names to schemas."""
+JOINING = frozenset(
+    {"allOf", "if", "not", "dependentSchemas", "dependencies", "dependentRequired"}
+    | {"minProperties", "unevaluatedProperties", "$dynamicRef"}
+)
+"""Keywords by which another part of the schema may need properties that an object does not name."""
 
 
 def move_schema(schema: Any, to: str) -> Any:
@@ -28,6 +36,20 @@ def move_schema(schema: Any, to: str) -> Any:
         if isinstance(anchor := part.get("$anchor"), str):
             pointers[f"{base}#{anchor}"] = at
     return _move(schema, "", pointers)
+
+
+def close_objects(schema: Any) -> Any:
+    """Return the schema with no properties but those that its objects name.
+
+    Objects that say which others they take stay as they are. So does a schema of which several
+    parts may hold for the same object. xgrammar, SGLang's default, closes objects by itself;
+    llguidance lets a model write foreign properties up to its limit.
+    """
+    for part in _list_objects(schema):
+        chooses = part.keys() & {"anyOf", "oneOf", "$ref"}
+        if part.keys() & JOINING or (chooses and part.keys() & {"properties", "required"}):
+            return schema
+    return _close(schema)
 
 
 def refers_to_itself(schema: Any) -> bool:
@@ -81,6 +103,33 @@ def _list_items(part: Any) -> Iterator[tuple[str | int, Any]]:
         yield from part.items()
     elif isinstance(part, list):
         yield from enumerate(part)
+
+
+def _list_objects(part: Any) -> Iterator[NewValues]:
+    if isinstance(part, dict):
+        yield part
+    for _, inner in _list_items(part):
+        yield from _list_objects(inner)
+
+
+def _close(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_close(inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    closed = dict(part)
+    for name in part.keys() & HOLDING:
+        closed[name] = _close(part[name])
+    for name in part.keys() & MAPPING:
+        if isinstance(part[name], dict):
+            closed[name] = {key: _close(inner) for key, inner in part[name].items()}
+    names = part.get("properties")
+    required = part.get("required", [])
+    if not isinstance(names, dict) or not isinstance(required, list):
+        return closed
+    if all(isinstance(name, str) and name in names for name in required):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _find_base(part: NewValues, base: str) -> str:

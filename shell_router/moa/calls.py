@@ -14,7 +14,7 @@ import orjson
 
 from shell_router.core.engine import ServedModel, value
 from shell_router.core.exact_json import NewValues, Values, parse_json, write_json
-from shell_router.core.json_schema import move_schema
+from shell_router.core.json_schema import close_objects, move_schema
 from shell_router.core.marks import PARSER_MARKS
 from shell_router.core.sampling import GRAMMARS
 from shell_router.core.validation import field_error
@@ -103,7 +103,7 @@ def _write_call_schema(tool: Values, kinds: NewValues) -> Values:
     name = function["name"]
     pointer = f"#/$defs/{name}"
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    kinds[name] = move_schema(parameters, pointer)
+    kinds[name] = move_schema(close_objects(parameters), pointer)
     called = {
         "name": {"type": "string", "enum": [name]},
         "parameters": {"$ref": pointer},

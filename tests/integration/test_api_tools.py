@@ -153,7 +153,7 @@ async def test_tools_with_a_schema_give_calls_or_an_answer_that_obeys_it(
         -1:
     ]
     schema = json.loads(engine.generated[-1].sampling["json_schema"])
-    assert schema["$defs"]["answer."] == FORM
+    assert schema["$defs"]["answer."] == {**FORM, "additionalProperties": False}
 
 
 @pytest.mark.parametrize("model", ["small", "duo"])

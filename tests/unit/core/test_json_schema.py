@@ -1,11 +1,12 @@
-"""Schemas that move into others: what jsonschema accepts of them stays the same."""
+"""Schemas that move into others, and that are closed, by what jsonschema accepts of them."""
 
+import json
 from typing import Any
 
 import jsonschema
 import pytest
 
-from shell_router.core.json_schema import move_schema
+from shell_router.core.json_schema import close_objects, move_schema
 
 CITY: dict[str, Any] = {"enum": ["Bonn"]}
 
@@ -63,3 +64,50 @@ def test_a_reference_to_nothing_in_the_schema_stays(reference: str) -> None:
 def test_what_is_no_url_stays_beside_ids(no_url: dict[str, str]) -> None:
     moved = move_schema({"$id": "https://example.com/s", "$defs": {"a": no_url}}, "#")
     assert moved["$defs"]["a"].get("$ref") == no_url.get("$ref")
+
+
+OPEN: dict[str, Any] = {
+    "an object": {"properties": {"a": CITY}, "required": ["a"]},
+    "a definition": needing("#/$defs/A", **{"$defs": {"A": {"properties": {"b": CITY}}}}),
+    "one of several": {"anyOf": [{"type": "null"}, {"properties": {"a": CITY}}]},
+    "an item": {"items": {"properties": {"a": CITY}}},
+    "a value of a map": {"additionalProperties": {"properties": {"a": CITY}}},
+    "a property named like a keyword": {"properties": {"a": CITY, "properties": CITY}},
+}
+FOREIGN: dict[str, Any] = {
+    "a definition": {"a": {"b": "Bonn", "c": 1}},
+    "an item": [{"a": "Bonn", "c": 1}],
+    "a value of a map": {"c": {"a": "Bonn", "c": 1}},
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_a_closed_schema_takes_no_properties_that_it_does_not_name(name: str) -> None:
+    value = FOREIGN.get(name, {"a": "Bonn", "c": 1})
+    closed = jsonschema.Draft202012Validator(close_objects(OPEN[name]))
+    assert jsonschema.Draft202012Validator(OPEN[name]).is_valid(value)
+    assert not closed.is_valid(value)
+    named = json.loads(json.dumps(value).replace(', "c": 1', ""))
+    assert closed.is_valid(named)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"properties": {"a": CITY}, "additionalProperties": True},
+        {"properties": {"a": CITY}, "additionalProperties": {"type": "integer"}},
+        {"properties": {"a": CITY}, "patternProperties": {"^c": True}},
+        {"properties": {"a": CITY}, "required": ["a", "c"]},
+        {"properties": {"a": CITY}, "minProperties": 2},
+        {"allOf": [{"properties": {"a": CITY}}, {"properties": {"c": {"type": "integer"}}}]},
+        {"properties": {"a": CITY}, "anyOf": [{"properties": {"c": {"type": "integer"}}}]},
+        {"required": ["c"], "anyOf": [{"properties": {"a": CITY}}]},
+        {"properties": {"a": CITY}, "$ref": "#/$defs/C", "$defs": {"C": {"required": ["c"]}}},
+        True,
+    ],
+    ids=str,
+)
+def test_a_schema_that_may_need_other_properties_goes_on_taking_them(schema: Any) -> None:
+    value = {"a": "Bonn", "c": 1}
+    assert jsonschema.Draft202012Validator(close_objects(schema)).is_valid(value)

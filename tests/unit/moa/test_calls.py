@@ -147,7 +147,7 @@ def test_a_grammar_lets_calls_of_the_tools_and_the_answer_through(
     must_call: bool, parallel: bool, accepted: list[str]
 ) -> None:
     parameters = {"type": "object", "properties": {"at": {"$ref": "#/definitions/A"}}}
-    parameters |= {"required": ["at"], "additionalProperties": False}
+    parameters |= {"required": ["at"]}
     tools = [
         {
             "function": {
@@ -167,6 +167,7 @@ def test_a_grammar_lets_calls_of_the_tools_and_the_answer_through(
         "array of a call": f"[{LOOK}]",
         "calls": f'[{LOOK}, {{"name": "weather", "parameters": {{"at": "Bonn"}}}}]',
         "arguments of another tool": LOOK.replace("1", '"Bonn"'),
+        "arguments of no tool": LOOK.replace("1", '1, "why": 2'),
         "another answer": '{"name": "Ann", "sure": true}',
         "nothing": "[]",
     }
