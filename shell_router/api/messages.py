@@ -57,7 +57,23 @@ class ImageBlock(TypedDict):
     source: Annotated[ImageData | ImageUrl, Field(discriminator="type")]
 
 
-Parts = Array[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
+class PlainText(TypedDict):
+    """The text of a document."""
+
+    type: Literal["text"]
+    data: str
+
+
+class DocumentBlock(TypedDict):
+    """A document, of plain text."""
+
+    type: Literal["document"]
+    source: Annotated[PlainText, Field(discriminator="type")]
+    title: NotRequired[str | None]
+    context: NotRequired[str | None]
+
+
+Parts = Array[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]]
 
 
 class ToolResult(TypedDict):
@@ -90,7 +106,9 @@ class RedactedThinking(TypedDict):
     type: Literal["redacted_thinking"]
 
 
-UserBlock = Annotated[TextBlock | ImageBlock | ToolResult, Field(discriminator="type")]
+UserBlock = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | ToolResult, Field(discriminator="type")
+]
 AssistantBlock = Annotated[
     TextBlock | ImageBlock | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")
 ]
@@ -290,9 +308,12 @@ def _read_parts(content: str | Parts) -> str | list[NewValues]:
     return "\n".join([part["text"] for part in parts])
 
 
-def _read_part(block: TextBlock | ImageBlock) -> NewValues:
+def _read_part(block: TextBlock | ImageBlock | DocumentBlock) -> NewValues:
     if block["type"] == "text":
         return {"type": "text", "text": block.get("text") or ""}
+    if block["type"] == "document":
+        texts = [block.get("title"), block.get("context"), block["source"]["data"]]
+        return {"type": "text", "text": "\n".join(filter(None, texts))}
     source = block["source"]
     if source["type"] == "url":
         url = source["url"]

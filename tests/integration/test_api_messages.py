@@ -202,9 +202,11 @@ async def test_arguments_that_were_cut_off_are_wrapped() -> None:
     assert found["content"][0]["input"] == {"INVALID_JSON": '{"city": "Pa'}
 
 
-async def test_images_stops_and_thinking_are_translated() -> None:
+async def test_images_documents_stops_and_thinking_are_translated() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    document = {"type": "document", "title": "Tides", "source": {"type": "text", "data": "High."}}
+    question = {"type": "text", "text": "What is it?"}
+    content = [{"type": "image", "source": source}, document, question]
     async with chat_pair() as at, api(relays={"small": at.pair}) as served:
         body = asked(
             messages=[{"role": "user", "content": content}], stop_sequences=["END"], top_k=5
@@ -214,7 +216,9 @@ async def test_images_stops_and_thinking_are_translated() -> None:
         )
         assert status == 200, answer
         sent = at.decode.sent[0][1]
-        assert sent["messages"][0]["content"][0]["image_url"]["url"] == "data:image/png;base64,AAAA"
+        image, text, _ = sent["messages"][0]["content"]
+        assert image["image_url"]["url"] == "data:image/png;base64,AAAA"
+        assert text == {"type": "text", "text": "Tides\nHigh."}
         assert (sent["stop"], sent["top_k"]) == (["END"], 5)
         assert sent["chat_template_kwargs"] == {"enable_thinking": False}
 

@@ -220,8 +220,16 @@ MESSAGES: list[tuple[Sent, str]] = [
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
         "messages[0].content[0].type",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}
+            ]
+        },
+        "messages[0].content[0].source.type",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
