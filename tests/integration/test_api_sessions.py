@@ -5,8 +5,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
+from urllib.parse import urlsplit
 
+import orjson
 import pytest
 
 from benchmarks.scripted.server import ScriptedSettings
@@ -177,6 +180,25 @@ async def test_the_trace_shows_session_and_parent(path: str) -> None:
     for shown in (trace, whole):
         assert shown["session"] == "child" and len(shown["parent_session"]) == 32
     assert "child" not in metrics and odd not in metrics
+
+
+@pytest.mark.parametrize(
+    "length", [b"Content-Length: %d\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n%x\r\n"]
+)
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"<b>" * 1000, "é".encode()])
+async def test_odd_bytes_name_a_session_by_their_digest(name: bytes, length: bytes) -> None:
+    body = orjson.dumps(ROUTES[CHAT])
+    end = b"\r\n0\r\n\r\n" if b"chunked" in length else b""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nx-session-id: " + name
+    async with deployed() as at:
+        address = urlsplit(at.api.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(head + b"\r\n" + length % len(body) + body + end)
+        assert b"200" in await reader.readline()
+        writer.close()
+        _, listed = await at.api.get("/v1/traces")
+    expected = blake2b(name, digest_size=16).hexdigest()
+    assert [trace["session"] for trace in listed["data"]] == [expected]
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": True}, {"n": 2, "temperature": 0}])

@@ -112,7 +112,11 @@ async def test_a_run_has_its_question_and_answer_only_if_the_deployment_asks(tex
     async with receiver() as at:
         export = SpanExport(at.url, lambda outcome, count: None, linger_s=0, texts=texts)
         async with api(spans=export) as served:
-            status, body = await served.post("/v1/chat/completions", chat("Rain?", user="me"))
+            status, body = await served.post(
+                "/v1/chat/completions",
+                chat("Rain?", user="me"),
+                **{"x-session-id": "child", "x-parent-session-id": "parent"},
+            )
         await asyncio.to_thread(export.close, 60.0)
         (run,) = at.spans["invoke_workflow duo"]
     assert status == 200
@@ -120,6 +124,7 @@ async def test_a_run_has_its_question_and_answer_only_if_the_deployment_asks(tex
     assert kept.question is None and kept.answer is None  # texts of a thousand runs may be large
     facts = attributes(run)
     assert facts["user.id"] != "me"
+    assert (facts["session.id"], facts["shell_router.parent_session"]) == ("child", "parent")
     answer = body["choices"][0]["message"]["content"]
     expected = ("Rain?", answer) if texts else (None, None)
     assert (facts.get("input.value"), facts.get("output.value")) == expected
