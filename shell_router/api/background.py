@@ -72,7 +72,7 @@ class BackgroundResponse:
         if state is not None and state.is_leased and not current.stream:
             return current.describe("queued" if state.last == state.first else "in_progress")
         _, chat, places = as_chat(parse_json(current.head))
-        with name_own_fields(OWN_FIELDS, places):
+        with name_own_fields(current.request, OWN_FIELDS, places):
             return await answer_chat(current.request, chat, None, current._run)
 
     async def cancel(self) -> None:

@@ -63,7 +63,12 @@ from shell_router.api.runs import (
 from shell_router.api.services import KEY, SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.sessions import read_session
 from shell_router.api.streaming import Frames, stream_run
-from shell_router.api.translation import CompletionTranslation, TranslatedFrames, Translation
+from shell_router.api.translation import (
+    CompletionTranslation,
+    ItemTranslation,
+    TranslatedFrames,
+    Translation,
+)
 from shell_router.core.engine import TIERS, Hints, Relay, ServiceTier, Session
 from shell_router.core.exact_json import Values
 from shell_router.core.sampling import require_possible
@@ -224,11 +229,11 @@ async def answer_chat(
     translation: Translation | None = None,
     background: Background | None = None,
     *,
-    fits_context: bool = False,
+    bends_limits: bool = False,
 ) -> Reply:
     """Answer the chat completion that was `sent`; see the table above.
 
-    An output `fits_context` if its limit may be lowered to what its prompt leaves of the context.
+    It `bends_limits` if its limits are those of a client that has to send some.
     """
     sent, ignored = drop_other_tools(sent, "function")
     body = CHAT.read(sent)
@@ -241,12 +246,17 @@ async def answer_chat(
     if relay is not None:
         _check_forwarded(wish, background)
         context = request.app[SERVICES].models[find_only_model(body)].context_length
-        if fits_context and body.get("max_completion_tokens", 0) >= context:
+        if bends_limits and body.get("max_completion_tokens", 0) >= context:
             sent = {**sent, "max_completion_tokens": None}
+        if bends_limits and "max_thinking_tokens" in body:
+            sent = {**sent, "max_thinking_tokens": None}
+            warnings = note_ignored(request, ["max_thinking_tokens"])
+            if isinstance(translation, ItemTranslation):
+                translation.warnings = warnings
         return await forward_to_engine(request, body, sent, relay, translation, tier)
     chat, target = await request.app[CHATS].read(body, sent, request[TENANT])
     session = read_session(request.headers)
-    chat = replace(chat, fits_context=fits_context, tier=tier, session=session)
+    chat = replace(chat, bends_limits=bends_limits, tier=tier, session=session)
     permit(request, target.permitted, target.name)
     call = ChatCall(request, sent, body, translation, background, wish, chat, target)
     for fits, answer in PRODUCTS:

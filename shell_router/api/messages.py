@@ -466,7 +466,7 @@ async def count_tokens(request: Request) -> Reply:
     """Count the tokens of a message's prompt; see `count_prompt`."""
     sent, _ = drop_other_tools({"max_tokens": 1, **await read_object(request)}, "custom")
     chat, places = as_chat(MESSAGES.read(sent))
-    with name_own_fields(OWN_FIELDS, places):
+    with name_own_fields(request, OWN_FIELDS, places):
         tokens = await count_prompt(request, chat)
     return json_reply(request, {"input_tokens": tokens})
 
@@ -478,5 +478,5 @@ async def create_message(request: Request) -> Reply:
     warnings = note_ignored(request, [*other_tools, *MESSAGES.find_unknown(sent)])
     translation = MessageTranslation(request.app[SERVICES].new_id(), sent, warnings)
     chat, places = as_chat(body)
-    with name_own_fields(OWN_FIELDS, places):
-        return await answer_chat(request, chat, translation, fits_context=True)
+    with name_own_fields(request, OWN_FIELDS, places):
+        return await answer_chat(request, chat, translation, bends_limits=True)

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from agent_cache import CacheUnavailable
 from shell_router import errors
-from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, SETTINGS, TRACE
+from shell_router.api.services import IGNORED, OWN_NAMES, PLACED, REQUEST_ID, SETTINGS, TRACE
 from shell_router.core.events import ModelChosen
 from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.http.app import (
@@ -281,7 +281,8 @@ def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]
     before = request.get(IGNORED, ())  # of the body that this one was translated from
     if not names and not before:
         return {}
-    fit = [UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED]]
+    own = request.get(OWN_NAMES, {})
+    fit = [UNFIT_FOR_HEADER.sub("?", own.get(name, name)[:64]) for name in names[:NAMED_IGNORED]]
     request[IGNORED] = list(dict.fromkeys((*before, *fit)))[:NAMED_IGNORED]
     return {
         "warnings": [f"{name} was ignored: it has no effect here." for name in request[IGNORED]]

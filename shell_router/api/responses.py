@@ -52,7 +52,7 @@ async def create_response(request: Request) -> Reply:
         return await response.show(state)
     translation = ResponseTranslation(id, created, sent, warnings)
     translation.place = read_position(request) if is_streamed else None
-    with name_own_fields(OWN_FIELDS, places):
+    with name_own_fields(request, OWN_FIELDS, places):
         return await answer_chat(request, chat, translation)
 
 
@@ -60,7 +60,7 @@ async def count_input_tokens(request: Request) -> Reply:
     """Count the tokens of a response's prompt; see `count_prompt`."""
     sent, _ = drop_other_tools(await read_object(request), "function")
     _, chat, places = as_chat(sent)
-    with name_own_fields(OWN_FIELDS, places):
+    with name_own_fields(request, OWN_FIELDS, places):
         tokens = await count_prompt(request, chat)
     return json_reply(request, {"object": "response.input_tokens", "input_tokens": tokens})
 

@@ -153,3 +153,5 @@ PLACED = Key[Callable[[], tuple[Placement, ...]]]("PLACED")
 """The engines of a native request, which has no trace."""
 IGNORED = Key[list[str]]("IGNORED")
 """The fields of the body that had no effect."""
+OWN_NAMES = Key[Mapping[str, str]]("OWN_NAMES")
+"""The fields of the client's body, by those of the chat that was made from it."""

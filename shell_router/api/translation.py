@@ -10,24 +10,30 @@ import orjson
 
 from shell_router.api.panels import PANEL
 from shell_router.api.replies import join_warnings
+from shell_router.api.services import OWN_NAMES
 from shell_router.api.streaming import DONE, Frames, StreamPosition, data_frame
 from shell_router.core.engine import error_message
 from shell_router.core.events import Event
 from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted, InvalidField
+from shell_router.http.app import Request
 from shell_router.moa.requests import Answer
 from shell_router.topology import INLINE
 
 
 @contextmanager
-def name_own_fields(names: Mapping[str, str], places: Sequence[str]) -> Iterator[None]:
-    """Have errors name fields of the client's body instead of the chat's that was made from it.
+def name_own_fields(
+    request: Request, names: Mapping[str, str], places: Sequence[str]
+) -> Iterator[None]:
+    """Have errors and warnings name fields of the client's body instead of its chat's.
 
     Args:
+        request: The client's.
         names: The client's fields, by the chat's.
         places: The path of what each message of the chat was made from.
     """
+    request[OWN_NAMES] = names
     try:
         yield
     except InvalidField as error:

@@ -77,6 +77,7 @@ class AgentTask:
         may_shrink: Whether the output's limit is lowered to what the outputs in its slots leave.
         affinity: The turn whose requests go to one engine, if it is not a request of its own.
         fits_context: Whether the output's limit is lowered to what any prompt leaves.
+        warning: What the client is warned of.
     """
 
     agent: str
@@ -101,6 +102,7 @@ class AgentTask:
     may_shrink: bool = False
     affinity: str = ""
     fits_context: bool = False
+    warning: str = ""
 
 
 @value
@@ -387,9 +389,9 @@ class AgentRun:
                 self._accept(answer)
             reasoning_tokens = self._thinking.tokens
         calls: tuple[ToolCall, ...] = ()
-        warning = ""
+        warning = self.task.warning
         if self._call_reader is not None:
-            warning = self._call_reader.warning
+            warning = " ".join(filter(None, (warning, self._call_reader.warning)))
             text, calls = await self._call_reader.finish()
             self._call_reader = None
             if text:

@@ -421,10 +421,14 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
     may_answer = is_root or topology.voters.get(agent.id)
     params = outline.sampling[agent.id]
     max_thinking_tokens = agent.max_thinking_tokens
+    warning = ""
     if not is_root:
         params = {"stream_interval": choose_stream_interval(outline, agent), **params}
     elif request.max_thinking_tokens is not None:
         max_thinking_tokens = request.max_thinking_tokens
+        if request.bends_limits and model.reasoning is None:
+            max_thinking_tokens = None
+            warning = UNLIMITED_THINKING.format(model=model.alias)
     check_thinking_limit(agent.id, max_thinking_tokens, model)
     slots = [part.agent for part in parts if isinstance(part, Slot)]
     sources = {name: find_source(outline, name, model) for name in slots}
@@ -449,7 +453,8 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         offer=request.offer if is_root else None,
         may_shrink=bool(sources) and _has_most_room(outline, agent),
         affinity=request.turn.name if is_root else "",
-        fits_context=request.fits_context,
+        fits_context=request.bends_limits,
+        warning=warning,
     )
 
 
@@ -495,6 +500,12 @@ def can_share_ids(writer: ServedModel, sampling: Sampling, reader: ServedModel) 
     """
     same = writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
     return same and writer.reasoning is None and not sampling.get("stop")
+
+
+UNLIMITED_THINKING = (
+    "The limit of thinking was ignored: the model {model!r} has no reasoning_parser. If it thinks, "
+    "set models.{model}.reasoning_parser in the configuration."
+)
 
 
 def check_thinking_limit(agent: str, limit: int | None, model: ServedModel) -> None:

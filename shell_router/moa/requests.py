@@ -101,7 +101,8 @@ class MoaRequest:
         chat_template_kwargs: The root's alone.
         max_thinking_tokens: The limit of the root's thinking.
         offer: The tools that the root may call.
-        fits_context: Lower limits of outputs to what prompts leave of the contexts.
+        bends_limits: Lower limits of outputs to what prompts leave of the contexts, and leave out
+            that of thinking, with a warning, if the root's model has no reasoning parser.
         journal: The run goes on where an earlier one broke off.
         end_user: As in `Hints`.
         tier: As in `Hints`.
@@ -122,7 +123,7 @@ class MoaRequest:
     chat_template_kwargs: Values = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     offer: ToolOffer | None = None
-    fits_context: bool = False
+    bends_limits: bool = False
     journal: RunJournal | None = None
     end_user: str | None = None
     tier: ServiceTier = "default"

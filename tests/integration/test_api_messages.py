@@ -269,6 +269,43 @@ async def test_servers_with_chats_of_their_own_get_no_limit_beyond_the_context()
             assert at.decode.sent[-1][1].get("max_completion_tokens") == forwarded
 
 
+THINKING = {"type": "enabled", "budget_tokens": 32}
+
+
+@pytest.mark.parametrize("model", ["small", "duo"])
+async def test_a_budget_of_thinking_is_no_fault_where_the_models_thinking_is_unknown(
+    model: str,
+) -> None:
+    async with api() as served:
+        status, body = await served.post("/v1/messages", asked(model=model, thinking=THINKING))
+        assert (status, body["stop_reason"]) == (200, "end_turn"), body
+        (warning,) = body["warnings"]
+        assert "limit of thinking was ignored" in warning and "reasoning_parser" in warning
+        *_, end, _ = await events_of(served, model=model, thinking=THINKING)
+        assert end["warnings"] == [warning]
+        chat = {"model": model, "messages": [RAIN], "max_thinking_tokens": 32}
+        assert (await served.post("/v1/chat/completions", chat))[0] == 400
+
+
+async def test_a_budget_of_thinking_is_left_out_for_servers_with_chats_of_their_own() -> None:
+    script = ChatScript(say=lambda _: call("weather", {"city": "Paris"}))
+    sent = asked(thinking=THINKING, tools=[WEATHER])
+    async with chat_pair(script) as at, api(relays={"small": at.pair}) as served:
+        async with served.stream(sent, "/v1/messages") as response:
+            body = await response.json()
+            assert response.status == 200, body
+            assert response.headers["x-ignored-fields"] == "thinking.budget_tokens"
+        assert body["warnings"] == ["thinking.budget_tokens was ignored: it has no effect here."]
+        assert at.decode.sent[0][1]["chat_template_kwargs"] == {"enable_thinking": True}
+        assert "max_thinking_tokens" not in at.decode.sent[0][1]
+
+
+async def test_an_ignored_field_is_named_as_the_client_wrote_it() -> None:
+    async with api() as served:
+        _, body = await served.post("/v1/messages", asked(output_config={"effort": "low"}))
+    assert body["warnings"] == ["output_config.effort was ignored: it has no effect here."]
+
+
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
 @pytest.mark.parametrize(("model", "agent"), [("small", "small"), ("duo", "left")])

@@ -151,7 +151,7 @@ async def test_what_is_ignored_is_named() -> None:
         }
         status, body = await served.post("/v1/responses", {**sent, **hints})
         assert status == 200
-        names = ("store", "colour", "truncation", "text.verbosity", "reasoning_effort")
+        names = ("store", "colour", "truncation", "text.verbosity", "reasoning.effort")
         assert {*body["warnings"]} == {
             f"{name} was ignored: it has no effect here." for name in names
         }
