@@ -86,11 +86,19 @@ async def fetched(
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a lock as Linux does")
 async def test_phoenix_shows_a_run_as_workflow_agents_and_model_calls(tmp_path: Path) -> None:
     exported: list[tuple[str, int]] = []
+    loop = asyncio.get_running_loop()
+    has_exported = asyncio.Event()
+
+    def note(outcome: str, count: int) -> None:
+        exported.append((outcome, count))
+        loop.call_soon_threadsafe(has_exported.set)
+
     async with phoenix(tmp_path) as url, aiohttp.ClientSession() as session:
         await fetched(session, f"{url}/v1/projects", START_S)
-        export = SpanExport(f"{url}/v1/traces", lambda *count: exported.append(count), linger_s=0)
+        export = SpanExport(f"{url}/v1/traces", note, linger_s=0)
         async with api(spans=export) as served:
             status, _ = await served.post("/v1/chat/completions", chat())
+        await asyncio.wait_for(has_exported.wait(), START_S)
         await asyncio.to_thread(export.close)
         assert status == 200
         ((outcome, count),) = exported
