@@ -21,6 +21,8 @@ simulated A100s.
                  `experts' share` is of a decode step of both engines with 50 sequences each of 1000
                  tokens
     prefixes     users who talk: prompts found in prefix caches
+    siblings     bursts of eight requests that share 16,000 tokens, and random traffic, on four
+    engines; `copies` is how often a burst's shared tokens are computed
     decisions    what a decision costs, by this machine's clock, which is not simulated
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's
     index
@@ -44,7 +46,15 @@ from report import Row, report
 
 from benchmarks.gimbal.decisions import decision_rows
 from benchmarks.gimbal.experts import ExpertParallel, Slowed, placements
-from benchmarks.gimbal.requests import PROMPTS, Request, conversations, from_burstgpt, requests
+from benchmarks.gimbal.requests import (
+    PROMPTS,
+    SIBLINGS,
+    Request,
+    conversations,
+    fan_outs,
+    from_burstgpt,
+    requests,
+)
 from benchmarks.gimbal.serving import (
     ENGINES,
     VLLM_RESERVES,
@@ -57,7 +67,7 @@ from benchmarks.gimbal.serving import (
     settings,
 )
 from shell_router.routing.queue import ORDERS
-from shell_router.standins.simulated.costs import PairCosts
+from shell_router.standins.simulated.costs import UNLIMITED, PairCosts
 
 PAPER_RATES = (1.0, 1.2, 1.4)
 PAPER_TTFT = {
@@ -77,7 +87,9 @@ PAPER_TPOT = {
 SATURATED_S = 4.9
 """The paper's 99th percentile of TTFT at its highest rate (section V-A.2)."""
 WHOLE = "two A100s by roofline, each with all of Qwen3-30B-A3B"
+FOUR = "four A100s by roofline, each with all of Qwen3-30B-A3B"
 HALVES = "two A100s by roofline, each with half of the experts of Qwen3-30B-A3B"
+ENGINES_OF = {"experts": HALVES, "siblings": FOUR}
 SLOWEST, HALVINGS = 1.0, 8
 FASTEST_SHARED = 40.0
 """Requests a second: GPUs that hold half of the experts have KV for four times as many."""
@@ -182,7 +194,7 @@ def main() -> None:
     for name in options.table:
         title, rows = TABLES[name]
         simulated = name != "decisions"
-        engine = (HALVES if name == "experts" else WHOLE) if simulated else "no engines"
+        engine = ENGINES_OF.get(name, WHOLE) if simulated else "no engines"
         report(title, rows(bench), engine=engine, simulated=simulated, as_json=options.json)
 
 
@@ -396,6 +408,47 @@ def prefixes(bench: Bench) -> list[Row]:
     return rows
 
 
+def siblings(bench: Bench) -> list[Row]:
+    """By traffic and policy: bursts where KV is short and where it is not, and random requests."""
+    short = costs(cached=True)
+    ample = replace(short, decode=replace(short.decode, cache_tokens=UNLIMITED))
+    bursts = max(1, bench.count // 25)
+    traffic: dict[str, tuple[PairCosts, Callable[[int], list[Request]]]] = {
+        "one burst, an A100's KV": (short, lambda seed: fan_outs(1, 1.0, seed)),
+        "one burst": (ample, lambda seed: fan_outs(1, 1.0, seed)),
+        "0.1 bursts a second": (ample, lambda seed: fan_outs(bursts, 0.1, seed)),
+        "0.3 bursts a second": (ample, lambda seed: fan_outs(bursts, 0.3, seed)),
+        **{
+            f"{name}, 10 a second": (short, lambda seed, name=name: bench.asked(name, 10.0, seed))
+            for name in PROMPTS
+        },
+    }
+    return [
+        _sibling_row(bench, name, policy, *how)
+        for name, how in traffic.items()
+        for policy in ("least_running", "scored")
+    ]
+
+
+def _sibling_row(
+    bench: Bench,
+    name: str,
+    policy: str,
+    engines: PairCosts,
+    ask: Callable[[int], list[Request]],
+) -> Row:
+    asked = [ask(seed) for seed in range(bench.seeds)]
+    runs = [served(one, engines, scheduling(policy), engines=4) for one in asked]
+    ttft, p99, *_ = np.mean([_figures(run) for run in runs], axis=0)
+    old = sum(request.old for one in asked for request in one)
+    new = sum(request.prompt - request.old for one in asked for request in one)
+    computed = sum(run.prompt_tokens - run.cached_tokens for run in runs)
+    copies = (computed - new) * SIBLINGS / old if old else 0.0
+    latency = float(np.mean([np.mean(run.total_s) for run in runs]))
+    row: Row = {"traffic": name, "policy": policy, "copies": round(copies, 2)}
+    return {**row, "TTFT": float(ttft), "p99 TTFT": float(p99), "latency": latency}
+
+
 def decisions(bench: Bench) -> list[Row]:
     """By policy, then by order."""
     return asyncio.run(decision_rows(bench.decisions))
@@ -452,6 +505,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Bench], list[Row]]]] = {
     "room": ("What becomes of TPOT where engines run out of KV", room),
     "experts": ("What placement of experts changes on two GPUs", experts),
     "prefixes": ("Users who talk: prompts found in prefix caches", prefixes),
+    "siblings": ("Siblings that share a prefix, and random traffic", siblings),
     "decisions": ("What a decision costs", decisions),
     "fairness": ("Ten users, one of whom asks five times as often", fairness),
 }

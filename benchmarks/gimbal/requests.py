@@ -94,6 +94,19 @@ def conversations(count: int, per_s: float, seed: int) -> list[Request]:
     return sorted(found, key=lambda one: one.at_s)[:count]
 
 
+SIBLINGS, SHARED, OWN, OUTPUT = 8, 16_000, 200, 300
+
+
+def fan_outs(count: int, per_s: float, seed: int) -> list[Request]:
+    """`count` bursts, Poisson at `per_s`, of siblings that share the beginning of their prompts."""
+    draws, found, at_s = Random(f"fan-outs/{seed}"), list[Request](), 0.0
+    for number in range(count):
+        at_s += draws.expovariate(per_s)
+        sibling = Request(at_s, f"burst-{number}", SHARED + OWN, OUTPUT, old=SHARED)
+        found += [sibling] * SIBLINGS
+    return found
+
+
 def _conversation(user: str, at_s: float, draws: Random) -> list[Request]:
     turns, said = list[Request](), 0
     while said < LONGEST_CONVERSATION:

@@ -340,12 +340,13 @@ def served(
     kind: Kind = "shared",
     known: bool = False,
     experts: Callable[[int], float] | None = None,
+    engines: int = ENGINES,
 ) -> Served:
-    """Serve them all on two engines. With `known` the length of every output is known beforehand.
+    """Serve them all. With `known` the length of every output is known beforehand.
 
     `experts` are those of `Together`, of engines that are not shared.
     """
-    return run_virtual(_served(requests, costs, scheduling, kind, known, experts))
+    return run_virtual(_served(requests, costs, scheduling, kind, known, experts, engines))
 
 
 async def _served(
@@ -355,6 +356,7 @@ async def _served(
     kind: Kind,
     known: bool,
     experts: Callable[[int], float] | None,
+    engines: int,
 ) -> Served:
     loop, done = asyncio.get_running_loop(), Served()
     outputs = {f"r{number}": one.output for number, one in enumerate(requests)}
@@ -367,9 +369,9 @@ async def _served(
     stepped = (
         None
         if kind == "shared"
-        else Together(costs, write, ENGINES, in_step=in_step, experts=experts)
+        else Together(costs, write, engines, in_step=in_step, experts=experts)
     )
-    pairs = stepped.engines if stepped else [_engine(costs, write) for _ in range(ENGINES)]
+    pairs = stepped.engines if stepped else [_engine(costs, write) for _ in range(engines)]
     fleet = SimulatedFleet("qwen3-30b-a3b", pairs, scheduling)
 
     async def ask(number: int, one: Request) -> None:

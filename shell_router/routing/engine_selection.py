@@ -39,9 +39,9 @@ Scorer = Callable[[EngineScene], Sequence[float]]
 def wait(scene: EngineScene) -> Sequence[float]:
     """Score each engine by the least work of any engine over its own.
 
-    Work is the tokens that the engine still has to process and this request's uncached tokens. A
-    cached prefix saves its length, so requests that share one meet on an engine where that costs
-    less than it saves.
+    Work is the tokens that the engine still has to process and twice this request's uncached
+    tokens: the request waits for them, and so do later ones. Counted once, a prefix that is being
+    computed and a second copy of it would be a tie, and siblings would spread.
     """
     features = scene.features
     weight = scene.settings.output_weight
@@ -50,7 +50,7 @@ def wait(scene: EngineScene) -> Sequence[float]:
         + engine.prefill_tokens
         + engine.waiting_tokens
         + weight * engine.output_tokens
-        + _uncached_tokens(features, engine.index)
+        + 2 * _uncached_tokens(features, engine.index)
         for engine in scene.engines
     ]
     least = min(work)

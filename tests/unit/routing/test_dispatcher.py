@@ -374,6 +374,41 @@ async def test_requests_that_share_a_long_prefix_meet_on_one_engine() -> None:
 ENGINES = 4
 
 
+async def ask_scored(at: Dispatcher[str], start: int, *own: int) -> EngineSlot[str]:
+    """Ask for 16,000 tokens from `start` on, and for tokens of its own."""
+    ids = [*range(start, start + 16_000), *own]
+    return await take_slot(at, PlacementRequest(len(ids), ids))
+
+
+@virtually
+async def test_a_burst_of_eight_computes_its_shared_prefix_on_one_engine() -> None:
+    at = dispatcher(QueueSettings(), SelectionSettings("scored"), ENGINES)
+    for agent in range(8):
+        await ask_scored(at, 0, *range(-200 - 200 * agent, -200 * agent))
+    computed = sum(one.load.prefill_tokens for one in at.tracked)
+    assert computed < 16_000 + 8 * 300, "own tokens, and the rest of a block"
+
+
+@virtually
+async def test_siblings_leave_the_holder_of_their_prefix_once_it_is_overloaded() -> None:
+    at = dispatcher(QueueSettings(), SelectionSettings("scored"), ENGINES)
+    holder = (await ask_scored(at, 0)).engine
+    at.tracked[0].load.prefill_tokens += 40_000
+    assert holder == at.tracked[0].engine
+    assert (await ask_scored(at, 0)).engine != holder
+
+
+@virtually
+async def test_random_prompts_are_spread_within_the_work_of_one() -> None:
+    at = dispatcher(QueueSettings(), SelectionSettings("scored"), ENGINES)
+    draws = random.Random(0)
+    for number in range(200):
+        ids = range(number << 20, (number << 20) + draws.randrange(1, 3000))
+        await take_slot(at, PlacementRequest(len(ids), ids))
+    work = [one.load.prefill_tokens + 8 * one.load.output_tokens for one in at.tracked]
+    assert max(work) - min(work) <= 3000 + 8 * 128
+
+
 def without_a_queue() -> Dispatcher[str]:
     """Algorithm 1 with fresh reports of engines whose KV is half empty."""
     named = [(f"engine {at}", f"pair-{at}", Breaker(BreakerSettings())) for at in range(ENGINES)]

@@ -167,16 +167,13 @@ def test_outputs_that_are_still_to_be_written_weigh_more_than_prompts() -> None:
     assert chosen("scored", engines).index == 0
 
 
-def test_siblings_are_put_together_exactly_where_their_prefix_saves_more_than_the_wait_costs() -> (
-    None
-):
+@pytest.mark.parametrize(("prefill_tokens", "index"), [(1799, 0), (1801, 1)])
+def test_siblings_leave_a_holder_with_work_of_over_twice_what_their_prefix_saves(
+    prefill_tokens: int, index: int
+) -> None:
     sibling = RoutingFeatures(1000, 1000, 0, overlaps={0: 900})
-    assert (
-        chosen("scored", [EngineState(0, prefill_tokens=800), EngineState(1)], sibling).index == 0
-    )
-    assert (
-        chosen("scored", [EngineState(0, prefill_tokens=1000), EngineState(1)], sibling).index == 1
-    )
+    engines = [EngineState(0, prefill_tokens=prefill_tokens), EngineState(1)]
+    assert chosen("scored", engines, sibling).index == index
 
 
 def test_a_prefix_is_worth_nothing_where_another_engine_prefills() -> None:
