@@ -49,9 +49,9 @@ async def test_files_of_batches_are_the_owners_alone(tmp_path: Path) -> None:
     async with batch_api(tmp_path) as router:
         batch = await router.ended(await router.begin(*questions("small", "missing")))
         assert batch.status == "completed"
-        modes = file_modes(tmp_path)
-        assert len(modes) >= 4
-        assert set(modes.values()) == {0o600}, modes
+    modes = file_modes(tmp_path)  # now that no file is written or replaced any more
+    assert len(modes) >= 4
+    assert set(modes.values()) == {0o600}, modes
 
 
 async def test_files_outlive_the_router(tmp_path: Path) -> None:
