@@ -188,14 +188,17 @@ def unpack(body: bytes, coding: str, max_bytes: int) -> bytes:
     """Return the content of a packed body; blocks. Raises UnreadableBody and BodyTooLarge."""
     try:
         if coding == "zstd":
-            frame = ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(body)
-            content = frame.read(max_bytes + 1)
+            zstd = ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+            content = zstd.stream_reader(body).read(max_bytes + 1)
+            unpacker: Any = zstd.decompressobj()
+            if len(content) <= max_bytes:  # the reader takes a cut frame as a whole one
+                unpacker.decompress(body)
         else:
             unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
             content = unpacker.decompress(body, max_bytes + 1)
-            is_whole = unpacker.eof and not unpacker.unused_data
-            if len(content) <= max_bytes and not is_whole:
-                raise UnreadableBody
+        is_whole = unpacker.eof and not unpacker.unused_data
+        if len(content) <= max_bytes and not is_whole:
+            raise UnreadableBody
     except (zlib.error, ZstdError) as error:
         raise UnreadableBody from error
     if len(content) > max_bytes:

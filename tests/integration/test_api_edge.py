@@ -112,6 +112,7 @@ async def test_packed_bodies_are_refused_beyond_the_limit_or_if_they_are_broken(
     coding: str,
 ) -> None:
     headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+    spaced = json.dumps(chat()).encode() + b" " * 5_000
     async with api(settings=ApiSettings(max_body_bytes=10_000)) as served:
         bomb = PACKERS[coding](b" " * 50_000_000)
         assert len(bomb) < 100_000
@@ -120,13 +121,14 @@ async def test_packed_bodies_are_refused_beyond_the_limit_or_if_they_are_broken(
             (bomb[:9_000], 413),
             (b"nonsense", 400),
             (PACKERS[coding](json.dumps(chat()).encode())[:-20], 400),
+            (PACKERS[coding](spaced)[:-1], 400),
+            (PACKERS[coding](spaced) + b"more", 400),
             (b"", 400),
         ):
-            status, _, _ = await ask(served, "POST", CHAT, body, **headers)
+            status, _, answer = await ask(served, "POST", CHAT, body, **headers)
             assert status == expected, body[:20]
-        status, _, _ = await ask(
-            served, "POST", CHAT, PACKERS[coding](json.dumps(chat()).encode()), **headers
-        )
+            assert status == 413 or b"not framed or encoded as its headers say" in answer
+        status, _, _ = await ask(served, "POST", CHAT, PACKERS[coding](spaced), **headers)
         assert status == 200
 
 
