@@ -1,6 +1,9 @@
 """Every error that a caller of the router may meet, as one tree below `ShellRouterError`."""
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 MOST_CHARACTERS = 4000
 """Limit of a message, which may quote megabytes of a request."""
@@ -17,8 +20,11 @@ def hide_user(text: str) -> str:
 class ShellRouterError(Exception):
     """An error with the facts in its message and, in `remedy`, what to do about it.
 
-    A retry after `retry_s`, if known, may succeed.
+    A retry after `retry_s`, if known, may succeed. `spent` is the usage by agent of a run that
+    failed with it.
     """
+
+    spent: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, message: str, *, remedy: str = "", retry_s: float | None = None) -> None:
         super().__init__(

@@ -184,6 +184,7 @@ class Executor:
             output = await agent.decode(await encode_text(task.model.tokenizer, str(text)))
         except ShellRouterError as error:
             context.emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
+            error.spent = {task.agent: _count_lost(agent, "failed", str(error))}
             raise
         return _make_answer(output, {task.agent: count_usage(task, output)})
 
@@ -319,6 +320,8 @@ class GraphRun:
             return answer
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
+            if isinstance(first, ShellRouterError):
+                first.spent = self._count_usage()
             raise first from first.__cause__
         finally:
             for timer in timers:
@@ -345,7 +348,7 @@ class GraphRun:
 
     def _conclude(self) -> Answer:
         """Return the answer, and update the estimates with how each agent ended."""
-        usage = {name: _count_usage(member) for name, member in self._members.items()}
+        usage = self._count_usage()
         for name, used in usage.items():
             is_decoded = used.state == "finished"
             is_read = used.state in ("finished", "skipped")
@@ -355,6 +358,9 @@ class GraphRun:
         output = self._late_answer or self._members[self._root].output
         assert output is not None
         return _make_answer(output, usage)
+
+    def _count_usage(self) -> dict[str, AgentUsage]:
+        return {name: _count_usage(member) for name, member in self._members.items()}
 
     async def _collect_reads(self) -> FanOut:
         """Return the outputs that the root has read."""
@@ -760,16 +766,20 @@ def _count_usage(member: _Member) -> AgentUsage:
         cost = count_usage(member.run.task, member.blank)
         return replace(cost, state="failed", error=member.error)
     if member.output is None:
-        assert member.gone is not None
-        prompt_tokens = member.run.progress.prompt_tokens
-        decoded = member.run.progress.decoded
-        return AgentUsage(model, prompt_tokens, decoded, 0, member.gone, error=member.error)
+        return _count_lost(member.run, member.gone or "unneeded", member.error)
     if member.forwards is not None:
         return AgentUsage(model, 0, 0, 0, "skipped")
     used = count_usage(member.run.task, member.output)
     if member.error:
         used = replace(used, error=member.error)
     return used
+
+
+def _count_lost(run: AgentRun, gone: CutOff | Literal["failed"], error: str) -> AgentUsage:
+    """Return the tokens of an agent that gave no output."""
+    model = run.task.model.alias
+    progress = run.progress
+    return AgentUsage(model, progress.prompt_tokens, progress.decoded, 0, gone, error=error)
 
 
 async def _read_ballot(voter: str, output: AgentOutput) -> Ballot:

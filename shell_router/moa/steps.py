@@ -96,6 +96,7 @@ class Walk:
         self._held: list[Event] | None = []  # None once the first step has begun
         self._facts = Facts(request.labels, request.question)
         self._answers: dict[str, Answer] = {}
+        self._spent: dict[str, AgentUsage] = {}
         self._numbers = count()
 
     async def answer(self) -> Answer:
@@ -110,14 +111,12 @@ class Walk:
                 tokens = answer.agents[step.root].reasoning_tokens
                 raise make_no_answer_error(step.root, tokens)
             step = following
-        usage: dict[str, AgentUsage] = {}
         read = FanOut(step.id, {})
         for name, earlier in self._answers.items():
-            usage |= earlier.agents
             read.outputs[name] = (earlier.text, ())
         if step.is_last:
             self._request.turn.read = read
-        return replace(self._answers[step.answer or step.id], agents=usage)
+        return replace(self._answers[step.answer or step.id], agents=self._spent)
 
     async def _begin(self) -> Step:
         """Return the first step; in a turn whose earlier steps are kept, the last."""
@@ -144,6 +143,7 @@ class Walk:
                 raise
             log.warning("%s: step %s failed: %s", self._topology.name, step.id, error)
             self._facts = replace(self._facts, error=str(error))
+            self._spent |= error.spent
             return None
 
     async def _run_step(self, step: Step) -> Answer:
@@ -158,6 +158,7 @@ class Walk:
             topology = replace(topology, agents={root.id: root})
         answer = await self._run(topology, self._make_request(step), self._emit_held)
         self._answers[step.id] = answer
+        self._spent |= answer.agents
         # the classes of the previous output no longer hold
         classes = {
             key: classed for key, classed in self._facts.classes.items() if key[1] == "request"

@@ -458,7 +458,7 @@ steps:
     moa, events = (
         ScriptedMoa(
             {
-                "router": Script("x y", error=error),
+                "router": Script("x y", piece_words=1, error=error, error_after=1),
                 "other": "it is 2",
                 "check": Script("x", error=error),
             }
@@ -466,7 +466,10 @@ steps:
         Recorder(),
     )
     answer = await moa.executor.run(steps(text), ask("How much?"), events.emit)
-    assert (answer.text, list(answer.agents)) == ("it is 2", ["other"])
+    assert answer.text == "it is 2"
+    spent = {name: (used.state, used.completion_tokens) for name, used in answer.agents.items()}
+    assert spent == {"router": ("failed", 1), "other": ("finished", 4), "check": ("failed", 0)}
+    assert answer.agents["router"].prompt_tokens and answer.agents["router"].error == str(error)
     assert chosen(events)[1:] == [
         ("router", 3, "other"),
         ("other", 1, "check"),
@@ -476,6 +479,22 @@ steps:
     assert moa.prompt_of("other") == "<user>How much?<assistant>"
     rids = [request.rid for engine in moa.engines.values() for request in engine.generated]
     assert len({rid.rpartition(".")[0] for rid in rids}) == 3  # an abort is for all that begin so
+
+
+async def test_agents_of_a_topology_that_fails_as_a_step_count_too() -> None:
+    text = "start: two\nsteps: {two: {topology: two, on_failure: b}, b: {model: large}}"
+    agents = "{p: {model: small}, q: {model: medium}, root: {model: large, precursors: [p, q]}}"
+    two = parse_topology(f"name: two\nagents: {agents}", source="two.yaml")
+    left = Script("x y", piece_words=1, error=EngineUnreachable("gone"), error_after=1)
+    moa = ScriptedMoa({"two/p": "1 2 3", "two/q": left, "b": "it is 2"})
+    graph = parse_steps(text, source="s.yaml", topologies={"two": two})
+    answer = await moa.executor.run(graph, ask(), print)
+    assert {name: used.state for name, used in answer.agents.items()} == {
+        "two/p": "finished",
+        "two/q": "failed",
+        "two/root": "unneeded",
+        "b": "finished",
+    }
 
 
 async def test_the_fallback_of_a_step_takes_the_place_of_its_model() -> None:
