@@ -1,16 +1,13 @@
 """Routes that show models, traces, health, metrics and the page, or change what is served."""
 
 import asyncio
-import json
 import logging
 import re
 from base64 import b64encode
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import TypedDict
@@ -36,6 +33,7 @@ from shell_router.core.validation import (
     Name,
     field_error,
     parse_object,
+    require_distinct,
 )
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError, hide_user
 from shell_router.files.document import read_document
@@ -207,17 +205,10 @@ async def put_topology(request: Request) -> Response:
     else:
         document = parse_object(body)
         check_depth(document, "")
-        json.loads(body, object_pairs_hook=_require_distinct)
+        require_distinct(body)
     is_new = await request.app[SERVICES].topologies.put(name, document)
     log.info("topology %s was put by %s", name, request[TENANT])
     return json_reply(request, {"name": name, "source": "put"}, status=201 if is_new else 200)
-
-
-def _require_distinct(pairs: Sequence[tuple[str, Any]]) -> None:
-    """Raise InvalidRequest if a JSON object, of these names and values, has a name twice."""
-    for name, times in Counter(name for name, _ in pairs).items():
-        if times > 1:
-            raise InvalidRequest(f"The key {name!r} is there twice.", remedy="Keep one of them.")
 
 
 def _from_yaml(body: bytes, source: str) -> Values:

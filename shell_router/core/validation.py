@@ -5,8 +5,10 @@ is null counts as absent.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Generic, TypeVar
 
 import orjson
@@ -139,7 +141,23 @@ def parse_object(body: bytes, called: str = "body") -> NewValues:
     if not isinstance(value, dict):
         what = f"The {called} must be a JSON object, not {show(value)}."
         raise InvalidRequest(what, remedy=remedy)
+    if b'"topology"' in body:
+        require_distinct(body)
     return value
+
+
+def require_distinct(body: bytes) -> None:
+    """Raise InvalidRequest if an object of the JSON text has a name twice: one would be lost."""
+    with suppress(RecursionError, ValueError):  # as in `parse_json`
+        json.loads(body, object_pairs_hook=_require_distinct_names)
+
+
+def _require_distinct_names(pairs: Sequence[tuple[str, Any]]) -> None:
+    names = set[str]()
+    for name, _ in pairs:
+        if name in names:
+            raise InvalidRequest(f"The key {name!r} is there twice.", remedy="Keep one of them.")
+        names.add(name)
 
 
 def field_error(path: str, what: str, remedy: str = "") -> InvalidField:

@@ -3,6 +3,7 @@ of models.
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -203,6 +204,17 @@ async def test_a_key_that_a_json_topology_has_twice_is_named() -> None:
                     400,
                     True,
                 )
+            for route in ("chat/completions", "responses", "messages"):
+                body = chat(input="q", max_tokens=9, topology=0)
+                sent = json.dumps(body).replace('"topology": 0', f'"topology": {text}')
+                async with served.client.post(
+                    f"{served.url}/v1/{route}",
+                    data=sent,
+                    headers={"Content-Type": "application/json"},
+                ) as answer:
+                    assert answer.status == 400
+                    message = (await answer.json())["error"]["message"]
+                    assert message.endswith("twice. Keep one of them.")
         nested = "[" * 900 + "]" * 900
         async with served.client.put(
             f"{served.url}/v1/topologies/mine",
