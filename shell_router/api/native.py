@@ -14,7 +14,13 @@ from shell_router.api.admission import ADMISSION, permit
 from shell_router.api.bodies import read_body
 from shell_router.api.choices import forward_choices
 from shell_router.api.conversation import WORD, holds_marker
-from shell_router.api.replies import json_reply, stream_error, whole_reply
+from shell_router.api.replies import (
+    join_warnings,
+    json_reply,
+    note_ignored,
+    stream_error,
+    whole_reply,
+)
 from shell_router.api.runs import require_no_key
 from shell_router.api.services import (
     KEY,
@@ -252,6 +258,10 @@ class NativeAnswer:
             what = f"The engine answered {relayed.status}: {error_message(body)}"
             return await self.fail(EngineRejected(what, status=relayed.status))
         self._last = {0: body}
+        warnings = note_ignored(self._request, ())
+        if self._translation is None and not warnings:
+            return whole_reply(self._request, body, relayed.status, relayed.content_type)
+        answer = orjson.loads(body)
         if self._translation is not None:
-            return json_reply(self._request, self._translation.whole(orjson.loads(body)))
-        return whole_reply(self._request, body, relayed.status, relayed.content_type)
+            answer = self._translation.whole(answer)
+        return json_reply(self._request, {**answer, **join_warnings(warnings, answer)})

@@ -109,6 +109,21 @@ async def test_choices_are_neither_lazy_nor_kept(
         assert answer["error"]["message"]
 
 
+@pytest.mark.parametrize("model", ["duo", "small"])
+async def test_fields_that_are_ignored_are_named_with_several_choices_as_with_one(
+    model: str,
+) -> None:
+    ignored = {"verbosity": "low", "guided_choice": ["x"], "tools": [{"type": "web_search"}]}
+    async with api() as served:
+        for fields in (ignored, {"verbosity": "low"}):
+            bodies = [await served.post(PATH, chat(model=model, n=n, **fields)) for n in (1, 2)]
+            (_, one), (_, two) = bodies
+            assert two["warnings"] == one["warnings"] and len(one["warnings"]) == len(fields)
+        body = {"model": model, "prompt": "q", "n": 2, "guided_choice": ["x"]}
+        _, completed = await served.post("/v1/completions", body)
+        assert "guided_choice" in completed["warnings"][0]
+
+
 async def test_warnings_of_all_choices_come_with_the_answer() -> None:
     broken = Script("it is", error=EngineStalled("silent"))
     async with api(ScriptedMoa({"right": broken})) as served:

@@ -123,6 +123,15 @@ async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_an
         assert not nothing.keys() - {"rid"} & at.decode.sent[0][1].keys()
 
 
+async def test_tools_that_no_engine_gets_are_named() -> None:
+    async with served_chats() as (_, at, served):
+        for n in (1, 2):
+            body = asked(tools=[WEATHER, {"type": "web_search"}], n=n)
+            status, answer = await served.post("/v1/chat/completions", body)
+            assert status == 200 and "tools.web_search" in answer["warnings"][0]
+            assert at.decode.sent[-1][1]["tools"] == [WEATHER]
+
+
 async def test_an_assistant_message_that_says_nothing_passes() -> None:
     async with served_chats() as (_, at, served):
         messages = [QUESTION, {"role": "assistant", "content": None}, QUESTION]
