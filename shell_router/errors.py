@@ -1,8 +1,6 @@
 """Every error that a caller of the router may meet, as one tree below `ShellRouterError`."""
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 MOST_CHARACTERS = 4000
@@ -24,14 +22,13 @@ class ShellRouterError(Exception):
     failed with it.
     """
 
-    spent: Mapping[str, Any] = MappingProxyType({})
-
     def __init__(self, message: str, *, remedy: str = "", retry_s: float | None = None) -> None:
         super().__init__(
             message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]} ..."
         )
         self.remedy = remedy
         self.retry_s = retry_s
+        self.spent: dict[str, Any] = {}
 
     def __str__(self) -> str:
         message = super().__str__()

@@ -32,7 +32,7 @@ from shell_router.api.sessions import digest
 from shell_router.core.engine import TIERS, UNSTREAMED_INTERVAL, ServiceTier, value
 from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.core.json_schema import close_objects
-from shell_router.core.sampling import LEAST_TOP_P, check_depth
+from shell_router.core.sampling import LEAST_TOP_P, check_depth, check_schema
 from shell_router.core.validation import field_error, parse_object, show
 from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.http.app import Request
@@ -179,7 +179,7 @@ def _read_constraint(name: str, value: Any) -> str | None:
             return '{"type": "object"}'
         name = "response_format.json_schema.schema"
         value = value["json_schema"]["schema"]
-    check_depth(value, name)
+    check_schema(value, name)
     if name.startswith("response_format"):
         value = close_objects(value)
     return write_json(value).decode()

@@ -60,6 +60,9 @@ class TextMessage(TypedDict):
 
     role: Literal["system", "developer", "user"]
     content: Content
+    continues: NotRequired[
+        Annotated[bool | None, Field(description="The message begins no turn of its own.")]
+    ]
 
 
 class AssistantMessage(TypedDict):
@@ -209,7 +212,7 @@ def read_messages(messages: Sequence[Any]) -> tuple[Values, ...]:
             read.append(_read_message(message, f"messages[{at}]"))
     check_order(read)
     if not has_question:
-        raise field_error("messages", "hold no user message", "Send the question before the calls.")
+        raise field_error("messages", "must hold a user message", "Send the question.")
     return tuple(read)
 
 
@@ -262,8 +265,9 @@ def _read_message(message: Values, path: str) -> Values:
         read["tool_call_id"] = message["tool_call_id"]
     if calls := message.get("tool_calls"):
         read["tool_calls"] = read_calls(calls, f"{path}.tool_calls")
-    if thinking := message.get("reasoning_content"):
-        read["reasoning_content"] = thinking
+    for name in ("reasoning_content", "continues"):
+        if extra := message.get(name):
+            read[name] = extra
     return read
 
 

@@ -12,7 +12,12 @@ from typing_extensions import TypedDict
 
 from shell_router.api.bodies import read_object
 from shell_router.api.chat import answer_chat, count_prompt
-from shell_router.api.conversation import FunctionName, drop_other_tools, read_arguments
+from shell_router.api.conversation import (
+    CallId,
+    FunctionName,
+    drop_other_tools,
+    read_arguments,
+)
 from shell_router.api.fields import NoEffect, SharedFields, Tokens
 from shell_router.api.replies import anthropic_error, json_reply, note_ignored
 from shell_router.api.services import SERVICES
@@ -80,7 +85,7 @@ class ToolResult(TypedDict):
     """The result of a call."""
 
     type: Literal["tool_result"]
-    tool_use_id: Name
+    tool_use_id: CallId
     content: NotRequired[str | Parts | None]
 
 
@@ -88,8 +93,8 @@ class ToolUse(TypedDict):
     """A call that the model wrote."""
 
     type: Literal["tool_use"]
-    name: Name
-    id: Name
+    name: FunctionName
+    id: CallId
     input: NotRequired[Any]
 
 
@@ -134,7 +139,7 @@ class CustomTool(TypedDict):
     type: NotRequired[Literal["custom"] | None]
     name: FunctionName
     description: NotRequired[str | None]
-    input_schema: NotRequired[Any]
+    input_schema: NotRequired[NewValues | None]
 
 
 class ToolChoice(TypedDict):
@@ -206,8 +211,6 @@ MESSAGES = JsonObject(
     },
 )
 BILLING = "x-anthropic-billing-header:"
-REMINDER = "<system-reminder>"
-"""The begin of a text that Claude Code adds to its tools' results."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -323,26 +326,24 @@ def _read_part(block: TextBlock | ImageBlock | DocumentBlock) -> NewValues:
 
 
 def _read_user(blocks: Sequence[Any], role: str) -> list[NewValues]:
-    """Return a user's message behind the results of calls, each a message of its own in a chat.
+    """Return a user's message; in a chat the result of a call is a message of its own.
 
-    Reminders beside results belong to the last of them: they ask nothing, so the turn goes on.
+    What stands beside results stays where it is, and goes on with their turn.
     """
-    results: list[Any] = []
-    others: list[Any] = []
-    for block in blocks:
-        (results if block["type"] == "tool_result" else others).append(block)
-    if results and all(str(block.get("text")).startswith(REMINDER) for block in others):
-        last = results.pop()
-        shown = [*_list_blocks(last.get("content") or ""), *others]
-        results.append({**last, "content": shown})
-        others = []
     messages: list[NewValues] = []
-    for block in results:
-        content = _read_parts(block.get("content") or "")
-        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
-    if others or not results:
-        messages.append({"role": role, "content": [_read_part(block) for block in others]})
-    return messages
+    beside: NewValues = {"role": role}
+    if any(block["type"] == "tool_result" for block in blocks):
+        beside["continues"] = True
+    for block in blocks:
+        if block["type"] == "tool_result":
+            content = _read_parts(block.get("content") or "")
+            result = {"role": "tool", "tool_call_id": block["tool_use_id"]}
+            messages.append({**result, "content": content})
+        elif messages and messages[-1]["role"] == role:
+            messages[-1]["content"].append(_read_part(block))
+        else:
+            messages.append({**beside, "content": [_read_part(block)]})
+    return messages or [{**beside, "content": []}]
 
 
 def _list_blocks(content: str | Sequence[Any]) -> Sequence[Any]:

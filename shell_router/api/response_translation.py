@@ -7,7 +7,7 @@ from annotated_types import MinLen
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
-from shell_router.api.conversation import FunctionName
+from shell_router.api.conversation import CallId, FunctionName
 from shell_router.api.fields import (
     EndUserFields,
     InertFields,
@@ -61,8 +61,8 @@ class CallItem(TypedDict):
     """A call that a model wrote."""
 
     type: Literal["function_call"]
-    call_id: Name
-    name: Name
+    call_id: CallId
+    name: FunctionName
     arguments: NotRequired[Any]
 
 
@@ -70,7 +70,7 @@ class OutputItem(TypedDict):
     """The result of a call."""
 
     type: Literal["function_call_output"]
-    call_id: Name
+    call_id: CallId
     output: Parts
 
 
@@ -98,9 +98,9 @@ class FunctionTool(TypedDict):
 
     type: Literal["function"]
     name: FunctionName
-    description: NotRequired[Any]
-    parameters: NotRequired[Any]
-    strict: NotRequired[Any]
+    description: NotRequired[str | None]
+    parameters: NotRequired[NewValues | None]
+    strict: NotRequired[bool | None]
 
 
 class TextFormat(TypedDict):

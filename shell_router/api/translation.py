@@ -46,6 +46,8 @@ def _name_own_field(field: str, names: Mapping[str, str], places: Sequence[str])
     message = re.fullmatch(r"messages\[(\d+)\](\.(?:role|content)\b.*)?.*", field)
     if message is not None and int(message[1]) < len(places):
         return places[int(message[1])] + (message[2] or "")
+    if field.startswith("tool"):
+        return field.replace(".function", "")
     name = re.match(r"\w+", field)
     if name is None or name[0] not in names:
         return field

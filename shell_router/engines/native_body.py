@@ -18,6 +18,7 @@ from shell_router.core.sampling import (
     are_ids,
     check_depth,
     check_sampling,
+    check_schema,
     require_possible,
 )
 from shell_router.core.validation import field_error, parse_object
@@ -326,7 +327,7 @@ def _check_sampling(fields: Values, vocabulary: int | None, openai: bool) -> Non
         check_depth({name: fields[name] for name in fields.keys() - {"prompt"}}, "body")
         check_sampling({name: fields[name] for name in fields.keys() - _PROMPTS}, vocabulary)
         for path, schema in _list_schemas(fields):
-            check_sampling({"json_schema": write_json(schema).decode()}, path=path)
+            check_schema(schema, path)
         return
     for params in as_list(fields.get("sampling_params") or {}):
         check_sampling(params, vocabulary, "sampling_params")
@@ -336,7 +337,7 @@ def _list_schemas(fields: Values) -> Iterator[tuple[str, Any]]:
     """Yield the schemas of an OpenAI body, with the fields that hold them."""
     match fields.get("response_format"):
         case {"json_schema": {"schema": schema}}:
-            yield "response_format", schema
+            yield "response_format.json_schema.schema", schema
     for tool in as_list(fields.get("tools")):
         match tool:
             case {"function": {"parameters": dict(schema)}}:

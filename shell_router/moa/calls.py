@@ -16,7 +16,7 @@ from shell_router.core.engine import ServedModel, value
 from shell_router.core.exact_json import NewValues, Values, parse_json, write_json
 from shell_router.core.json_schema import close_objects, move_schema
 from shell_router.core.marks import PARSER_MARKS
-from shell_router.core.sampling import GRAMMARS
+from shell_router.core.sampling import GRAMMARS, check_schema
 from shell_router.core.validation import field_error
 
 _DECODER = json.JSONDecoder(strict=False, parse_constant=int)
@@ -101,6 +101,7 @@ def _write_call_schema(tool: Values, kinds: NewValues) -> Values:
     """Return the schema of a tool's call, and put that of its arguments into `kinds`."""
     function = tool["function"]
     name = function["name"]
+    check_schema(function.get("parameters"), "tools")
     pointer = f"#/$defs/{name}"
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     kinds[name] = move_schema(close_objects(parameters), pointer)

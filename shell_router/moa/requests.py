@@ -64,7 +64,7 @@ NOTHING_KEPT = FanOut("", {})
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """All requests up to the next user message; a root reads the same outputs in each.
+    """All requests up to the next question; a root reads the same outputs in each.
 
     Attributes:
         continues: Whether the request brings results of calls to a topology that keeps outputs.
@@ -90,8 +90,8 @@ class MoaRequest:
 
     Attributes:
         id: Unique; it names the run in the cache and in traces.
-        messages: Chat messages (role, content, and what belongs to tools). After the last user
-            message there are at most tool calls and their results.
+        messages: Chat messages (role, content, and what belongs to tools). A user message that
+            `continues` stands beside results of calls, in their turn.
         sampling: Overrides the root's parameters. A `sampling_seed` seeds the other agents, too,
             each in its own way.
         seed: Fixes the draws of early-exit gates and hold-outs.
@@ -133,7 +133,7 @@ class MoaRequest:
 
     @property
     def turn_messages(self) -> tuple[Values, ...]:
-        """The messages up to the last user message, with the system messages that follow it."""
+        """The messages up to the question, with the system messages that follow it."""
         end = find_question(self.messages) + 1
         while end < len(self.messages) and self.messages[end]["role"] == "system":
             end += 1
@@ -141,14 +141,15 @@ class MoaRequest:
 
     @property
     def question(self) -> str:
-        """The text of the last user message."""
+        """The text of the user message that began the turn."""
         text: str = self.messages[find_question(self.messages)]["content"]
         return text
 
 
 def find_question(chat: Sequence[Values]) -> int:
-    """Return the index of the last user message."""
-    return next(at for at in reversed(range(len(chat))) if chat[at]["role"] == "user")
+    """Return the index of the last user message that begins a turn; the first one does."""
+    users = [at for at, turn in enumerate(chat) if turn["role"] == "user"]
+    return next((at for at in reversed(users) if not chat[at].get("continues")), users[0])
 
 
 @dataclass(frozen=True, slots=True)

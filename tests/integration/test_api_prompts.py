@@ -85,7 +85,37 @@ async def test_parts_are_joined_as_sglang_joins_them(
     assert on_graph.endswith(prompt.partition("<user>")[2])
 
 
+MESSAGES = "/v1/messages"
+SCHEMA = "response_format.json_schema.schema"
+LONG_ENUM = {"enum": [2**70]}
 USER = {"role": "user", "content": "q"}
+TOOLS: Any = (
+    (CHAT, {"messages": [USER]}, {"type": "function", "function": {"name": "f"}}, "function.name"),
+    (RESPONSES, {"input": "q"}, {"type": "function", "name": "f"}, "name"),
+    (MESSAGES, {"max_tokens": 9, "messages": [USER]}, {"name": "f"}, "name"),
+)
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+@pytest.mark.parametrize(("route", "body", "tool"), [row[:3] for row in TOOLS])
+async def test_a_schema_of_a_tool_that_engines_misread_is_named_as_the_tools(
+    route: str, body: dict[str, Any], tool: dict[str, Any]
+) -> None:
+    inner = tool.get("function", tool)
+    inner = {**inner, "input_schema" if route == MESSAGES else "parameters": LONG_ENUM}
+    tool = {**tool, "function": inner} if route == CHAT else inner
+    choice: Any = {"type": "any"} if route == MESSAGES else "required"
+    async with api(topologies=(GRAPH,)) as served:
+        for model in ("small", "graph"):
+            sent = {"model": model, **body, "tools": [tool], "tool_choice": choice}
+            status, answer = await served.post(route, sent)
+            assert status == 400
+            assert answer["error"]["message"].startswith("tools must hold")
+
+
 ASSISTANT = {"role": "assistant", "content": "a"}
 
 
@@ -135,6 +165,52 @@ ASSISTANT = {"role": "assistant", "content": "a"}
                 "output_config": {"format": {"type": "json_schema"}},
             },
             "output_config.format.schema",
+        ),
+        (CHAT, {"messages": [USER], "response_format": schema_format(LONG_ENUM)}, SCHEMA),
+        (
+            RESPONSES,
+            {"input": "q", "text": {"format": {"type": "json_schema", "schema": LONG_ENUM}}},
+            "text.format.schema",
+        ),
+        (
+            MESSAGES,
+            {
+                "max_tokens": 9,
+                "messages": [USER],
+                "output_config": {"format": {"type": "json_schema", "schema": LONG_ENUM}},
+            },
+            "output_config.format.schema",
+        ),
+        *(
+            (route, {**body, "tools": [one, one]}, f"tools[1].{name}")
+            for route, body, one, name in TOOLS
+        ),
+        *(
+            (route, {**body, "tools": [{**one, "name": "a b"}]}, "tools[0].name")
+            for route, body, one, _ in TOOLS[1:]
+        ),
+        (
+            RESPONSES,
+            {
+                "input": "q",
+                "tools": [TOOLS[1][2]],
+                "tool_choice": {"type": "function", "name": "g"},
+            },
+            "tool_choice.name",
+        ),
+        (
+            MESSAGES,
+            {
+                **TOOLS[2][1],
+                "tools": [TOOLS[2][2]],
+                "tool_choice": {"type": "tool", "name": "g"},
+            },
+            "tool_choice.name",
+        ),
+        (
+            RESPONSES,
+            {"input": [USER, {"type": "function_call", "call_id": "c", "name": "a b"}]},
+            "input[1].name",
         ),
     ],
 )

@@ -125,22 +125,32 @@ async def test_a_loop_of_five_steps_takes_seventeen_agent_runs(kind: type[ChatLo
         assert count("shell_router_agents_started_total", {"model": "small"}) == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"), [("<system-reminder>Be brief.</system-reminder>", "kept"), ("Stop.", "")]
-)
-async def test_a_reminder_beside_results_begins_no_turn_and_a_users_text_does(
-    text: str, kept: str
-) -> None:
+async def test_text_beside_results_begins_no_turn_and_stands_where_it_was() -> None:
     loop = MessagesLoop()
     async with api(calling(), topologies=(TREE,)) as served:
         _, body = await step(served, loop)
         loop.go_on(body, "seen")
-        loop.items[-1]["content"].append({"type": "text", "text": text})
-        header, _ = await step(served, loop)
-        assert header == kept
+        reminder = "<system-reminder>Be brief.</system-reminder>"
+        for place, text in ((0, "Before."), (2, reminder), (3, "Now.")):
+            loop.items[-1]["content"].insert(place, {"type": "text", "text": text})
+        assert (await step(served, loop))[0] == "kept"
         asked = served.moa.engines["large"].generated[-1]
         prompt = served.moa.tokenizers["large"].decode(asked.input_ids)
-        assert (f"seen\n{text}" in prompt) == bool(kept) and text in prompt
+        assert f"<user>Before.<tool>seen<user>{reminder} Now.<assistant>" in prompt
+        loop.items.append({"role": "user", "content": "And now?"})
+        assert (await step(served, loop))[0] == ""
+
+
+async def test_a_user_message_of_a_chat_that_continues_begins_no_turn() -> None:
+    loop = ChatLoop()
+    async with api(calling(), topologies=(TREE,)) as served:
+        loop.go_on((await step(served, loop))[1], "seen")
+        loop.items.append({"role": "user", "content": "Be brief.", "continues": True})
+        assert (await step(served, loop))[0] == "kept"
+        loop.items[-1] = {"role": "user", "content": "Be brief."}
+        assert (await step(served, loop))[0] == ""
+        loop.items = [{**loop.items[0], "continues": True}]
+        assert (await step(served, loop))[0] == "", "the first begins one all the same"
 
 
 async def test_a_stream_says_in_its_head_and_its_events_what_was_kept() -> None:

@@ -183,7 +183,7 @@ def test_a_schema_that_is_itself_by_references_alone_is_refused(schema: dict[str
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     for name, fields in (("response_format", format_), ("tools", tools)):
         body = orjson.dumps({"messages": [], name: fields})
-        with pytest.raises(InvalidField, match=rf"{name}\.json_schema"):
+        with pytest.raises(InvalidField, match=rf"^{name}.* must hold .*itself alone"):
             read_native(body, "rid", route="v1/chat/completions")
 
 
