@@ -12,11 +12,10 @@ from shell_router.api import ApiSettings
 from shell_router.moa.executor import Executor
 from shell_router.topology import parse_topology
 from tests.fakes.api_server import Api, api
-from tests.fakes.moa import ScriptedMoa, agent_of
+from tests.fakes.moa import ScriptedMoa
 from tests.fakes.redis_server import RedisServer, own_redis
-from tests.fakes.scripted_engine import Script
+from tests.fakes.tool_loops import CALL, calling, ran
 
-CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 NAME = "tree-9-3-1"
 TREE = parse_topology(
     f"name: {NAME}\ntree: {{shape: [9, 3, 1], models: [small, medium, large]}}",
@@ -24,26 +23,6 @@ TREE = parse_topology(
 )
 
 redis = pytest.fixture(own_redis)
-
-
-def calling(moa: ScriptedMoa | None = None) -> ScriptedMoa:
-    """Models whose roots call `look` until they have seen four results."""
-    moa = moa or ScriptedMoa(call_mark="<tool_call>")
-    large = moa.engines["large"]
-    others = large.answer
-
-    def answer(request: Any) -> Script:
-        if agent_of(request) != "root":
-            return others(request)
-        prompt = moa.tokenizers["large"].decode(request.input_ids)
-        return Script("It is dry." if prompt.count("seen ") == 4 else CALL)
-
-    large.answer = answer
-    return moa
-
-
-def ran(moa: ScriptedMoa) -> int:
-    return sum(len(engine.generated) for engine in moa.engines.values())
 
 
 class ChatLoop:
