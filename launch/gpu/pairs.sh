@@ -8,7 +8,7 @@ usage: launch/gpu/pairs.sh GPU MODEL... [-- SGLANG_OPTION...]
 
 GPU           CUDA device that all engines share
 MODEL         Hugging Face names or folders, one pair each; three small ones fit on 80 GB
-SGLANG_OPTION given to all engines, after --max-total-tokens 32768 --cuda-graph-max-bs 16
+SGLANG_OPTION given to all engines, after --max-total-tokens 32768 --cuda-graph-max-bs-decode 16
 
 The pairs' ports begin at 30000, 30010, 30020, … as launch/sglang-pair.sh counts them; configs/sglang-one-gpu.yaml names
 them. All stay in the foreground; when one pair ends, so do the others.
@@ -29,7 +29,7 @@ while [[ $# -gt 0 && "$1" != "--" ]]; do models+=("$1"); shift; done
 [[ "${1:-}" == "--" ]] && shift
 
 # by default an engine takes most of the memory that it finds free; here several find it together
-shared=(--max-total-tokens 32768 --cuda-graph-max-bs 16)
+shared=(--max-total-tokens 32768 --cuda-graph-max-bs-decode 16)
 pairs=()
 port=30000
 for model in "${models[@]}"; do

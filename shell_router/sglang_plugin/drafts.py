@@ -193,8 +193,9 @@ class DraftedDecoding:
         sampling = batch.sampling_info  # what `sample_and_compare` leaves out
         if (
             batch.has_grammar
-            or sampling.has_watermark_candidates
-            or sampling.sampling_mask_batch_indices is not None
+            # which releases before 0.5.21 lack, or one of them
+            or getattr(sampling, "has_watermark_candidates", False)
+            or getattr(sampling, "sampling_mask_batch_indices", None) is not None
         ):
             return 1
         drafts = [
@@ -342,8 +343,6 @@ def make_feature() -> Feature:
             f"{worker}.target_worker",
             f"{worker}._init_preallocated_tensors",
             f"{SAMPLING}.apply_logits_bias",
-            f"{SAMPLING}.has_watermark_candidates",
-            f"{SAMPLING}.sampling_mask_batch_indices",
             "sglang.srt.speculative.ngram_info.NgramVerifyInput",
         ),
         sets={

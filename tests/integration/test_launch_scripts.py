@@ -76,7 +76,7 @@ def test_several_pairs_share_one_gpu_on_ports_of_their_own(commands_of_python: P
     assert lines
     for line in lines:
         assert line.startswith("1 -m sglang.launch_server --model-path only-model ")
-        assert line.endswith("--max-total-tokens 32768 --cuda-graph-max-bs 16 --quiet")
+        assert line.endswith("--max-total-tokens 32768 --cuda-graph-max-bs-decode 16 --quiet")
 
 
 @pytest.mark.parametrize(
