@@ -70,7 +70,6 @@ class EPLBManager:
 """,
     "sampling/sampling_batch_info.py": """
 class SamplingBatchInfo:
-    has_watermark_candidates = sampling_mask_batch_indices = None
     def apply_logits_bias(self, logits): ...
 """,
     "speculative/ngram_info.py": "class NgramVerifyInput: ...",
@@ -396,8 +395,6 @@ def test_the_process_that_serves_http_drafts_nothing(registered_in: Register) ->
         ),
         *("build_disagg_draft_input", "NgramVerifyInput", "apply_logits_bias"),
         *(
-            "has_watermark_candidates",
-            "sampling_mask_batch_indices",
             "output_ids",
             "spec_verify_ct",
             "grammar",
