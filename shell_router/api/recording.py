@@ -76,7 +76,7 @@ class Recording:
         self, agent: str, workflow: str, stage: str, reads: Sequence[str], prompt: KnownPrompt
     ) -> Iterator[NewValues]:
         ran = self._trace.agents.get(agent)
-        if ran is None or ran.state == "kept" or ran.model not in self._models:
+        if ran is None or ran.state in ("kept", "waiting") or ran.model not in self._models:
             return
         system_tokens, user_tokens, known_tokens = prompt.count_tokens(
             self._models[ran.model].tokenizer

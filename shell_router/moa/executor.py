@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
@@ -44,6 +45,8 @@ from shell_router.moa.agent import (
     could_have_written,
     count_usage,
 )
+from shell_router.moa.agent_calls import issue_calls
+from shell_router.moa.calls import ToolCall
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.cluster_exit import ClusterExit, Verdict
 from shell_router.moa.deadline import Deadline
@@ -52,7 +55,14 @@ from shell_router.moa.incremental import CompletePrompt, complete_prompt
 from shell_router.moa.journal import OutputLeft, RunJournal
 from shell_router.moa.planning import Plan, Resources, plan_fallback, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encode_text
-from shell_router.moa.requests import AgentUsage, Answer, CutOff, FanOut, MoaRequest
+from shell_router.moa.requests import (
+    NOTHING_KEPT,
+    AgentUsage,
+    Answer,
+    CutOff,
+    FanOut,
+    MoaRequest,
+)
 from shell_router.moa.steps import Classes, Walk
 from shell_router.moa.turns import Turns
 from shell_router.routing.holdout import Holdouts, HoldoutSettings
@@ -126,11 +136,13 @@ class Executor:
                     answer = await walk.answer()
                 if not answer.calls and not turn.continues:
                     turn.read = None  # no request goes on with it
+                answer = replace(answer, agents={**turn.kept.agents, **answer.agents})
                 if turn.read is not None:
                     for name, used in answer.agents.items():
-                        if name not in topology.answering:
+                        is_below = turn.read.reader and name not in topology.answering
+                        if is_below or name in turn.read.outputs:
                             turn.read.agents[name] = used.keep()
-        return replace(answer, agents={**turn.kept.agents, **answer.agents})
+        return answer
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()
@@ -158,7 +170,7 @@ class Executor:
                     answer = await self._run_single(plan, context)
                 else:
                     answer = await run.answer()
-                if plan.comparison is not None:
+                if plan.comparison is not None and not request.turn.calls_below:
                     now_s = self.clock()
                     plan.comparison.observe(plan.tasks, answer, now_s - started_s, now_s)
                 return answer
@@ -190,14 +202,28 @@ class Executor:
 
 
 async def _plan_turn(resources: Resources, topology: Topology, request: MoaRequest) -> Plan:
-    """Plan the run; if its turn goes on, of the root alone, on the model that has its prompt."""
-    kept = request.turn.kept
-    if kept.outputs:
-        root = replace(topology.root, precursors=())
-        topology = replace(topology, agents={root.id: root}, clusters=())
-        with suppress(PromptRefused, UnknownModel):  # another model may be chosen
-            reading = topology.with_models({root.id: kept.reader})
-            return await plan_run(resources, reading, request)
+    """Plan the run; if its turn goes on, of the agents alone whose outputs are not kept.
+
+    Those that have called tools stay on the models that have their prompts.
+    """
+    turn = request.turn
+    kept = turn.kept
+    if kept is NOTHING_KEPT:
+        return await plan_run(resources, topology, request)
+    needed = topology.find_needed(kept.outputs)
+    agents = {}
+    for agent in topology.agents.values():
+        if agent.id in needed:
+            turn.slots[agent.id] = agent.precursors
+            open_slots = [name for name in agent.precursors if name not in kept.outputs]
+            agents[agent.id] = replace(agent, precursors=tuple(open_slots))
+    topology = replace(topology, agents=agents, clusters=())
+    models = {call.agent: call.model for call in kept.issued.values() if call.agent in agents}
+    if kept.reader:
+        turn.slots[topology.root.id] = tuple(kept.outputs)
+        models = {topology.root.id: kept.reader}
+    with suppress(PromptRefused, UnknownModel):  # another model may be chosen
+        return await plan_run(resources, topology.with_models(models), request)
     return await plan_run(resources, topology, request)
 
 
@@ -225,6 +251,7 @@ class _Member:
         gone: Why the agent gave no output.
         error: The error of a failed agent.
         blank: The output of an agent that failed because it wrote nothing.
+        calling: The output of an agent below the root that ended with calls.
     """
 
     agent: Agent
@@ -237,6 +264,7 @@ class _Member:
     gone: CutOff | Literal["failed"] | None = None
     error: str = ""
     blank: AgentOutput | None = None
+    calling: AgentOutput | None = None
 
     @property
     def is_running(self) -> bool:
@@ -315,8 +343,10 @@ class GraphRun:
                 timers = self._set_timers()
             answer = self._conclude()
             turn = self._plan.outline.request.turn
-            if turn.name and not turn.kept.outputs:
-                turn.read = await self._collect_reads()
+            if turn.name and not turn.kept.reader:
+                turn.read = await self._collect_reads(turn.kept)
+                if not turn.read.reader:
+                    answer = self._issue_calls(answer, turn.read)
             return answer
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
@@ -350,41 +380,92 @@ class GraphRun:
         """Return the answer, and update the estimates with how each agent ended."""
         usage = self._count_usage()
         for name, used in usage.items():
+            if used.state == "waiting":
+                continue
             is_decoded = used.state == "finished"
             is_read = used.state in ("finished", "skipped")
             self._estimates.observe_fate(
                 self._topology.name, name, decoded=is_decoded, read=is_read
             )
+        ended = [member.output or member.calling for member in self._members.values()]
+        warnings = dict.fromkeys(output.warning for output in ended if output is not None)
         output = self._late_answer or self._members[self._root].output
-        assert output is not None
+        if output is None:
+            return Answer("", "stop", usage, warning=" ".join(filter(None, warnings)))
+        warnings[output.warning] = None
+        output = replace(output, warning=" ".join(filter(None, warnings)))
         return _make_answer(output, usage)
 
     def _count_usage(self) -> dict[str, AgentUsage]:
         return {name: _count_usage(member) for name, member in self._members.items()}
 
-    async def _collect_reads(self) -> FanOut:
-        """Return the outputs that the root has read."""
-        root = self._members[self._root].run
-        assert root is not None, "roots that vote call no tools"
-        read = FanOut(root.task.model.alias, {})
-        for name, source in root.task.sources.items():
-            log = await self._context.cache.read(source.key, wait_s=0)
+    async def _collect_reads(self, kept: FanOut) -> FanOut:
+        """Return the outputs that the root has read; if it waits, all that there are."""
+        root = self._members[self._root]
+        tasks: Collection[AgentTask] = self._plan.tasks.values()
+        read = FanOut("", {**kept.outputs}, issued={**kept.issued})
+        if root.gone != "waiting":
+            assert root.run is not None, "roots that vote call no tools"
+            tasks = [root.run.task]
+            read = FanOut(root.run.task.model.alias, {}, issued=kept.issued)
+        for name, source in chain.from_iterable(task.sources.items() for task in tasks):
+            author = self._members.get(name)
+            _, ids = read.outputs.get(name, ("", ()))
+            if ids or (author is not None and author.gone == "waiting"):
+                continue
+            log = source.kept or await self._context.cache.read(source.key, wait_s=0)
             read.outputs[name] = ("", ())
             if log.end is End.FINISHED:
                 read.outputs[name] = (log.text, log.ids if source.shares_ids() else ())
         return read
 
+    def _issue_calls(self, answer: Answer, read: FanOut) -> Answer:
+        """Return the answer with the calls of all agents that wait for results of their own."""
+        outputs = []
+        for name, member in self._members.items():
+            if member.calling is not None and member.gone == "waiting":
+                outputs.append((name, member.model, member.calling.text, member.calling.calls))
+        issued = issue_calls(outputs)
+        read.issued.update(issued)
+        calls = [ToolCall(id, call.name, call.arguments) for id, call in issued.items()]
+        return replace(answer, calls=tuple(calls))
+
     # --- one agent
 
     async def _run_agent(self, member: _Member) -> None:
+        await self._run_to_end(member)
+        if self._topology.callers:
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        """End the run once all agents that still run wait for results of calls."""
+        waiting: dict[str, _Member] = {}
+        for name, member in self._members.items():
+            if not member.is_running:
+                continue
+            if member.calling is None and waiting.keys().isdisjoint(member.agent.precursors):
+                return
+            waiting[name] = member
+        for name, member in waiting.items():
+            if member.calling is None:
+                self._cut(name, "waiting")
+            else:
+                self._leave(name)
+                member.gone = "waiting"
+                member.writer.end(End.ABORTED, "waiting")
+
+    async def _run_to_end(self, member: _Member) -> None:
         agent = member.agent
         try:
             write = self._vote if agent.votes else self._produce
             output = await write(member)
-            if agent.id != self._root and not output.text.strip():
+            if agent.id != self._root and not (output.text.strip() or output.calls):
                 raise _WroteNothing(agent.id, output)
         except ShellRouterError as error:
             self._fail(member, error)
+            return
+        if agent.id != self._root and output.calls:
+            member.calling = output  # it has not finished: its log stays open
             return
         self._leave(agent.id)
         member.output = output
@@ -762,6 +843,8 @@ def _count_usage(member: _Member) -> AgentUsage:
     model = member.model
     if member.run is None:
         return AgentUsage(model, 0, 0, 0, member.gone or "skipped", error=member.error)
+    if member.calling is not None:
+        return count_usage(member.run.task, member.calling)
     if member.blank is not None:
         cost = count_usage(member.run.task, member.blank)
         return replace(cost, state="failed", error=member.error)

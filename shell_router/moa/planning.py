@@ -20,7 +20,8 @@ from shell_router.errors import (
     ShellRouterError,
 )
 from shell_router.moa.agent import AgentTask, Source, check_task
-from shell_router.moa.calls import constrain_calls
+from shell_router.moa.agent_calls import select_messages
+from shell_router.moa.calls import ToolOffer, constrain_calls
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import RunComparison
 from shell_router.moa.expectations import (
@@ -29,7 +30,7 @@ from shell_router.moa.expectations import (
     guess_output_tokens,
 )
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, Part, Slot, render_agent_prompt
-from shell_router.moa.requests import MoaRequest
+from shell_router.moa.requests import NOTHING_KEPT, MoaRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
 from shell_router.topology import AUTO, Agent, Prefill, Topology
@@ -249,7 +250,7 @@ def merge_sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sam
         if not request.sampling.keys().isdisjoint(GRAMMARS):
             own = {name: value for name, value in own.items() if name not in GRAMMARS}
         sampling = {**own, **request.sampling}
-        return sampling if request.offer is None else constrain_calls(sampling, request.offer)
+        return constrain_sampling(topology, agent, request, sampling)
     merged: dict[str, Any] = {}
     seed = request.sampling.get("sampling_seed")
     if seed is not None:
@@ -259,7 +260,23 @@ def merge_sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sam
         for name in ("max_new_tokens", *OUTPUT_FORMS):
             if name in request.sampling:
                 merged[name] = request.sampling[name]
-    return merged
+    return constrain_sampling(topology, agent, request, merged)
+
+
+def constrain_sampling(
+    topology: Topology, agent: Agent, request: MoaRequest, sampling: Sampling
+) -> Sampling:
+    """Return the sampling with what the agent's calls of tools need; raises InvalidField."""
+    offer = find_offer(topology, agent, request)
+    return sampling if offer is None else constrain_calls(sampling, offer)
+
+
+def find_offer(topology: Topology, agent: Agent, request: MoaRequest) -> ToolOffer | None:
+    """Return the tools that the agent may call. Only the root must call if the client says so."""
+    offer = request.offer
+    if offer is None or not topology.may_call(agent):
+        return None
+    return offer if agent.id == topology.root.id else replace(offer, must_call=False)
 
 
 def expect_load(outline: Outline) -> Mapping[str, tuple[str, float]]:
@@ -348,13 +365,8 @@ async def build_tasks(
     outline: Outline,
 ) -> tuple[Mapping[str, AgentTask], Mapping[str, PromptRefused]]:
     """Return the task of every agent that asks a model, in topological order, or its refusal."""
-    if outline.request.offer is not None and outline.topology.root.votes:
-        raise InvalidField(
-            f"The root of {outline.topology.name!r} votes and calls no tools.",
-            field="tools",
-            remedy="Ask a topology whose root is a model.",
-        )
-    root = outline.topology.root.id
+    _check_offer(outline.topology, outline.request.offer)
+    kept = outline.request.turn.kept
     slot_order = outline.topology.prefill.slot_order
     finish_s = expect_finish(outline)
     # agents that differ in their names alone share a prompt
@@ -364,9 +376,14 @@ async def build_tasks(
     for number, agent in enumerate(outline.topology.agents.values()):
         if agent.votes:
             continue
-        order = order_slots(agent.precursors, slot_order, finish_s)
+        if agent.id in outline.topology.callers:
+            order = agent.precursors  # the same in all requests of the turn
+        else:
+            order = order_slots(agent.precursors, slot_order, finish_s)
         options = repr(agent.chat_template_kwargs)
-        key = (agent.model, agent.prompt, agent.given, order, agent.id == root, options)
+        is_alone = agent.id == outline.topology.root.id or kept is not NOTHING_KEPT
+        alone = agent.id if is_alone else ""
+        key = (agent.model, agent.prompt, agent.given, order, alone, options, agent.tools)
         try:
             if key not in prompts:
                 prompts[key] = render_prompt(outline, agent, order)
@@ -378,6 +395,25 @@ async def build_tasks(
     return tasks, refusals
 
 
+def _check_offer(topology: Topology, offer: ToolOffer | None) -> None:
+    """Raise InvalidField if no agent may call tools, or more may call at once than are allowed."""
+    if offer is None:
+        return
+    if not any(map(topology.may_call, topology.agents.values())):
+        raise InvalidField(
+            f"No agent of {topology.name!r} calls tools: its root votes, or has tools: off.",
+            field="tools",
+            remedy="Ask a topology whose root is a model and may call them.",
+        )
+    if not offer.parallel and len(topology.callers) > 1:
+        raise InvalidField(
+            f"Several agents of {topology.name!r} may call tools at once, so that a single call "
+            "cannot be asked for.",
+            field="parallel_tool_calls",
+            remedy="Leave it out, and let tool_choice be auto or required.",
+        )
+
+
 def expect_finish(outline: Outline) -> Mapping[str, float]:
     """Return seconds to each agent's expected end, if slots are ordered by it."""
     if outline.topology.prefill.slot_order == "declared":
@@ -386,22 +422,28 @@ def expect_finish(outline: Outline) -> Mapping[str, float]:
 
 
 def render_prompt(outline: Outline, agent: Agent, order: Sequence[str]) -> tuple[Part, ...]:
-    """Return the agent's prompt; the client's tools and template options are for the root.
+    """Return the agent's prompt; the client's template options are for the root.
 
     Raises:
         PromptRefused: The model's template refuses the messages.
     """
     request = outline.request
-    order = tuple(request.turn.kept.outputs) or order
+    topology = outline.topology
+    order = request.turn.slots.get(agent.id, order)
     model = outline.models[agent.model]
     options = agent.chat_template_kwargs or NO_OPTIONS
     tools = None
     chat = request.messages
-    if agent.id == outline.topology.root.id:
+    if agent.id == topology.root.id:
         options = {**options, **request.chat_template_kwargs}
-        tools = () if request.offer is None else request.offer.list_tools(model)
-    elif outline.topology.keeps_proposals:
+        chat = select_messages(request, None, model.tokenizer.control)
+    elif agent.id in topology.callers:
+        chat = select_messages(request, agent.id, model.tokenizer.control)
+    elif topology.keeps_proposals:
         chat = request.turn_messages  # their outputs hold for all requests of the turn
+    if agent.id == topology.root.id or agent.id in topology.callers:
+        offer = find_offer(topology, agent, request)
+        tools = () if offer is None else offer.list_tools(model)
     try:
         return render_agent_prompt(agent, order, model, chat, options, tools)
     except PromptRefused as refusal:
@@ -450,12 +492,20 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         marks=model.reasoning if is_root or agent.readers_get == "answer" else None,
         max_thinking_tokens=max_thinking_tokens,
         is_read=not is_root,
-        offer=request.offer if is_root else None,
+        offer=find_offer(topology, agent, request),
         may_shrink=bool(sources) and _has_most_room(outline, agent),
-        affinity=request.turn.name if is_root else "",
+        affinity=_name_affinity(outline, agent),
         fits_context=request.bends_limits,
         warning=warning,
     )
+
+
+def _name_affinity(outline: Outline, agent: Agent) -> str:
+    """Return the name of the prompt that grows in the requests of a turn; empty for others."""
+    turn = outline.request.turn.name
+    if turn and agent.id in outline.topology.callers:
+        return f"{turn}.{agent.id}"
+    return turn if agent.id == outline.topology.root.id else ""
 
 
 def _has_most_room(outline: Outline, agent: Agent) -> bool:
@@ -478,10 +528,11 @@ def find_source(outline: Outline, precursor: str, reader: ServedModel) -> Source
     """Return the log of `precursor`, and whether `reader` may take its token ids."""
     key = LogKey(outline.request.tenant, outline.request.id, precursor)
     kept = outline.request.turn.kept
-    if kept.outputs:
+    if precursor in kept.outputs:
         text, ids = kept.outputs[precursor]
         end = End.FINISHED if text else End.ABORTED
-        has_ids = bool(ids) and kept.reader == reader.alias
+        author = outline.models.get(kept.agents[precursor].model) if ids else None
+        has_ids = author is not None and have_one_tokenizer(author, reader)
         return Source(key, lambda: has_ids, LogRead(text, ids, len(text), end))
     writer = outline.topology.agents[precursor]
     sampling = outline.sampling[precursor]
@@ -498,8 +549,13 @@ def can_share_ids(writer: ServedModel, sampling: Sampling, reader: ServedModel) 
     They must share a tokenizer. A stop string that ended the output is in the ids but not in the
     text, as may be a part of the mark that ends thinking.
     """
-    same = writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
+    same = have_one_tokenizer(writer, reader)
     return same and writer.reasoning is None and not sampling.get("stop")
+
+
+def have_one_tokenizer(writer: ServedModel, reader: ServedModel) -> bool:
+    """Tell whether the models' tokens have the same ids."""
+    return writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
 
 
 UNLIMITED_THINKING = (

@@ -11,7 +11,7 @@ from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.journal import RunJournal
 from shell_router.topology import Prefill
 
-CutOff = Literal["early_exit", "unneeded", "deadline"]
+CutOff = Literal["early_exit", "unneeded", "deadline", "waiting"]
 AgentState = Literal["finished", "skipped", "kept", CutOff, "failed"]
 
 
@@ -44,19 +44,34 @@ class AgentUsage:
 
 
 @value
+class IssuedCall:
+    """A call of an agent below the root, with the `text` that the agent wrote before it."""
+
+    agent: str
+    model: str
+    text: str
+    name: str
+    arguments: str
+
+
+@value
 class FanOut:
     """The outputs that stand before the calls of a turn.
 
     Attributes:
-        reader: The model that read them; in a topology with steps, the step.
-        outputs: The text of each agent or step, and its ids if the reader took them, in the order
-            of slots. It is empty if there was no output.
+        reader: The model of the root that read them; in a topology with steps, the step. It is
+            empty while agents below the root wait for results of their calls.
+        outputs: The text of each agent or step, and its ids if a reader took them. The outputs that
+            the root has read stand in the order of its slots. A text is empty if there was no
+            output.
         agents: The cost of each agent in later requests.
+        issued: All calls of agents below the root, by id.
     """
 
     reader: str
     outputs: dict[str, tuple[str, tuple[int, ...]]]
     agents: dict[str, AgentUsage] = field(default_factory=dict)
+    issued: dict[str, IssuedCall] = field(default_factory=dict)
 
 
 NOTHING_KEPT = FanOut("", {})
@@ -71,12 +86,19 @@ class Turn:
         name: Names its topology and its messages; empty if the request calls no tools.
         kept: The outputs that an earlier request has read.
         read: Those that this request has read, to be kept.
+        slots: The order of the slots of each agent that goes on or starts after others.
     """
 
     continues: bool = False
     name: str = ""
     kept: FanOut = NOTHING_KEPT
     read: FanOut | None = None
+    slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def calls_below(self) -> bool:
+        """Whether agents below the root have called tools in it."""
+        return bool(self.kept.issued or (self.read is not None and self.read.issued))
 
     def list_stops(self, now_s: float) -> list[AgentStopped]:
         """Return an event for each agent whose output was kept."""
@@ -100,7 +122,7 @@ class MoaRequest:
         prediction: A text that the answer is expected to repeat.
         chat_template_kwargs: The root's alone.
         max_thinking_tokens: The limit of the root's thinking.
-        offer: The tools that the root may call.
+        offer: The tools that the root may call, and agents that the topology lets call them.
         bends_limits: Lower limits of outputs to what prompts leave of the contexts, and leave out
             that of thinking, with a warning, if the root's model has no reasoning parser.
         journal: The run goes on where an earlier one broke off.

@@ -12,7 +12,8 @@ import orjson
 from pydantic import TypeAdapter
 
 from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout
-from shell_router.moa.requests import NOTHING_KEPT, FanOut, MoaRequest, Turn
+from shell_router.moa.agent_calls import check_results, end_stage, find_issued, find_next_stage
+from shell_router.moa.requests import FanOut, MoaRequest, Turn
 from shell_router.topology import Graph
 
 ARRIVAL_S = 0.1
@@ -46,7 +47,8 @@ class Turns:
         if not turn.name or not graph.keeps_proposals:
             yield turn
             return
-        key = LogKey(request.tenant, f"turn/{turn.name}", "root")
+        ids, stage = find_issued(graph, request)
+        key = _make_key(request, turn, stage)
         lock = asyncio.Lock()
         if turn.continues:
             lock = self._locks.setdefault(key, lock)
@@ -54,9 +56,16 @@ class Turns:
             if turn.continues:
                 with suppress(LogTimeout, ValueError):
                     turn.kept = _FAN_OUT.validate_json(await self._find(key, request))
-            if turn.kept is NOTHING_KEPT:
+                if ids:
+                    check_results(turn.kept, ids, request)
+            if not turn.kept.reader:
                 yield turn
                 if turn.read is not None:
+                    # a router reads its own outputs again, so that no stage replaces another's
+                    stage = end_stage(stage)
+                    if not turn.read.reader:
+                        stage = find_next_stage(turn.read.issued)
+                    key = _make_key(request, turn, stage)
                     await self._keep(key, orjson.dumps(turn.read).decode())
                 return
         yield turn
@@ -84,3 +93,8 @@ class Turns:
             oldest, characters = self._kept.popitem(last=False)
             self._characters -= characters
             await self._cache.forget(oldest.tenant, oldest.program)
+
+
+def _make_key(request: MoaRequest, turn: Turn, stage: str) -> LogKey:
+    """Return the place of a turn's outputs at this stage."""
+    return LogKey(request.tenant, f"turn/{turn.name}{stage}", "root")

@@ -140,7 +140,7 @@ class Metrics:
         )
         self.agents_stopped = count(
             "agents_stopped",
-            "Agents cut off: early_exit, unneeded or deadline; kept: did not run",
+            "Agents cut off: early_exit, unneeded or deadline; kept, waiting: did not run",
             model,
             "why",
         )

@@ -54,7 +54,7 @@ def form_problems(file: Values) -> Iterator[Problem]:
 CLASHES = (
     (
         "vote",
-        ("model", "fallbacks", *OF_STEPS),
+        ("model", "fallbacks", "tools", *OF_STEPS),
         "{at} votes and asks no model, so it cannot have '{key}'.",
         "Remove '{key}', or 'vote'.",
     ),

@@ -69,6 +69,10 @@ class Agent:
         Literal["answer", "all"],
         "What other agents read and early exit compares: 'answer', or 'all', with its thinking.",
     ] = "answer"
+    tools: Annotated[
+        Switch | None,
+        "Let it call the request's tools, also below the root; by default only the root may.",
+    ] = None
     fallbacks: tuple[str, ...] = ()
 
     @property
@@ -137,6 +141,18 @@ class Topology:
     def root(self) -> Agent:
         """The one agent without successors; its output is the answer."""
         return list(self.agents.values())[-1]
+
+    @cached_property
+    def callers(self) -> frozenset[str]:
+        """The agents below the root that may call tools."""
+        agents = self.agents.values()
+        return frozenset(agent.id for agent in agents if agent.tools and agent.id != self.root.id)
+
+    def may_call(self, agent: Agent) -> bool:
+        """Return whether the agent may call the request's tools."""
+        if agent.id == self.root.id:
+            return not agent.votes and agent.tools is not False
+        return agent.id in self.callers
 
     @cached_property
     def answering(self) -> frozenset[str]:

@@ -115,7 +115,7 @@ SHARED = {
     "sampling": SAMPLING,
 }
 """Keys of agents that roles, defaults and steps have too."""
-OF_STEPS = {key: hint for key, hint in SHARED.items() if key != "on_failure"}
+OF_STEPS = {key: hint for key, hint in SHARED.items() if key not in ("on_failure", "tools")}
 
 EARLY_EXIT_BLOCK = _block("early_exit", class_text(EarlyExit), list_described_fields(EarlyExit))
 EARLY_EXIT = Annotated[

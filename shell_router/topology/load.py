@@ -1,5 +1,6 @@
 """Read a topology: check a document's keys, then its names and its graph, and build the graph."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,7 @@ def link(
     else:
         graph = assemble(values, name=name)
         document.require_none(_exit_problems(graph))
+    document.require_none(_tool_problems(graph))
     document.require_none(needs(graph))
     return graph
 
@@ -122,6 +124,35 @@ def _exit_problems(topology: Topology) -> Iterable[Problem]:
     if sizes and all(least > agents for least, agents in sizes):
         wrong = "early_exit.min_completed is above the number of agents in each cluster."
         yield Problem(("early_exit",), wrong, "Lower it.")
+
+
+def _tool_problems(graph: Graph) -> Iterable[Problem]:
+    """Check that agents below a root that call tools can go on in a later request."""
+    for part in graph.parts:
+        if not part.callers:
+            continue
+        callers = ", ".join(sorted(part.callers))
+        wrong = f"Below the root {callers} may call tools, which does not go with "
+        others = {
+            "steps": part is not graph,
+            "fan_out": part.fan_out == "request",
+            "root_reserve_s": part.root_reserve_s > 0,
+            "early_exit": any(cluster.early_exit is not None for cluster in part.clusters),
+            "vote": any(agent.votes for agent in part.agents.values()),
+        }
+        remedy = "Remove one of the two: an agent whose calls lack results has not finished."
+        for key, clashes in others.items():
+            if clashes:
+                yield Problem((key,), f"{wrong}{key}.", remedy)
+        for agent in sorted(part.callers):
+            if part is graph and not CALLER.fullmatch(agent):
+                wrong = f"Agent {agent!r} may call tools, and ids of calls name it."
+                remedy = "Name it by at most 64 letters, digits, '_' and '-'."
+                yield Problem(("agents", agent), wrong, remedy)
+
+
+CALLER = re.compile("[A-Za-z0-9_-]{1,64}")
+"""The name of an agent that ids of calls may hold, as Anthropic's clients allow them."""
 
 
 def _own_name_problems(name: str, models: Models) -> Iterable[Problem]:

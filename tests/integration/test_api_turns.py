@@ -1,5 +1,6 @@
 """Loops of tool calls on the routes for chats: a graph's agents run once a turn."""
 
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,10 +11,11 @@ import pytest
 from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
 from shell_router.moa.executor import Executor
-from shell_router.topology import parse_topology
+from shell_router.topology import Topology, parse_topology
 from tests.fakes.api_server import Api, api
-from tests.fakes.moa import ScriptedMoa
+from tests.fakes.moa import ScriptedMoa, agent_of
 from tests.fakes.redis_server import RedisServer, own_redis
+from tests.fakes.scripted_engine import Script
 from tests.fakes.tool_loops import CALL, calling, ran
 
 NAME = "tree-9-3-1"
@@ -38,8 +40,16 @@ class ChatLoop:
 
     def go_on(self, body: dict[str, Any], result: str) -> None:
         message = body["choices"][0]["message"]
-        (call,) = message["tool_calls"]
-        self.items += [message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+        self.items.append(message)
+        for call in message["tool_calls"]:
+            self.items.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+    @staticmethod
+    def write(ids: list[str]) -> dict[str, Any]:
+        """The body of an answer with these calls."""
+        look = {"name": "look", "arguments": "{}"}
+        calls = [{"id": name, "type": "function", "function": look} for name in ids]
+        return {"choices": [{"message": {"role": "assistant", "tool_calls": calls}}]}
 
 
 class ResponsesLoop(ChatLoop):
@@ -51,9 +61,16 @@ class ResponsesLoop(ChatLoop):
         return {"model": NAME, "input": self.items, "tools": list(self.tools)}
 
     def go_on(self, body: dict[str, Any], result: str) -> None:
-        call = body["output"][-1]
-        answered = {"type": "function_call_output", "call_id": call["call_id"], "output": result}
-        self.items += [*body["output"], answered]
+        self.items += body["output"]
+        for call in body["output"]:
+            if call["type"] == "function_call":
+                answered = {"type": "function_call_output", "call_id": call["call_id"]}
+                self.items.append({**answered, "output": result})
+
+    @staticmethod
+    def write(ids: list[str]) -> dict[str, Any]:
+        call = {"type": "function_call", "name": "look", "arguments": "{}"}
+        return {"output": [{**call, "call_id": name} for name in ids]}
 
 
 class MessagesLoop(ChatLoop):
@@ -65,12 +82,16 @@ class MessagesLoop(ChatLoop):
         return {**super().body(), "max_tokens": 100}
 
     def go_on(self, body: dict[str, Any], result: str) -> None:
-        used = body["content"][-1]
-        block = {"type": "tool_result", "tool_use_id": used["id"], "content": result}
-        self.items += [
-            {"role": "assistant", "content": body["content"]},
-            {"role": "user", "content": [block]},
-        ]
+        used = [block["id"] for block in body["content"] if block["type"] == "tool_use"]
+        block = {"type": "tool_result", "content": result}
+        results = [{**block, "tool_use_id": name} for name in used]
+        self.items.append({"role": "assistant", "content": body["content"]})
+        self.items.append({"role": "user", "content": results})
+
+    @staticmethod
+    def write(ids: list[str]) -> dict[str, Any]:
+        used = {"type": "tool_use", "name": "look", "input": {}}
+        return {"content": [{**used, "id": name} for name in ids]}
 
 
 LOOPS = [ChatLoop, ResponsesLoop, MessagesLoop]
@@ -170,13 +191,15 @@ async def test_results_for_another_tenants_turn_run_all_agents() -> None:
 
 
 @asynccontextmanager
-async def router(redis: RedisServer) -> AsyncIterator[Api]:
+async def router(
+    redis: RedisServer, moa: ScriptedMoa | None = None, topology: Topology = TREE
+) -> AsyncIterator[Api]:
     async with AsyncExitStack() as stack:
         cache = RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4)
         await stack.enter_async_context(cache)
-        moa = calling()
+        moa = moa or calling()
         moa.executor = Executor(moa.models, cache, moa.embedder, clock=time.monotonic)
-        served = api(moa, topologies=(TREE,), journals=cache.journals)
+        served = api(moa, topologies=(topology,), journals=cache.journals)
         yield await stack.enter_async_context(served)
 
 
@@ -214,3 +237,102 @@ async def test_while_redis_is_away_a_router_goes_on_with_its_own_turns(redis: Re
         assert (await step(served, loop))[0] == "kept"
         loop.items[0] = {"role": "user", "content": "And now?"}
         assert (await step(served, loop))[0] == ""
+
+
+CALLERS = parse_topology(
+    f"name: {NAME}\ntree: {{shape: [2, 1], models: [small, medium, large], proposer: {{tools: on}}}}",
+    source="callers.yaml",
+)
+AGENT_CALL = re.compile("call_[0-9a-f]{24}_[a-z0-9-]+")
+
+
+def calling_below(moa: ScriptedMoa | None = None) -> ScriptedMoa:
+    """Models whose agents, and then whose root, call `look` once."""
+    moa = moa or ScriptedMoa(call_mark="<tool_call>")
+    for alias, engine in moa.engines.items():
+
+        def answer(request: Any, alias: str = alias) -> Script:
+            prompt = moa.tokenizers[alias].decode(request.input_ids)
+            return Script(f"{agent_of(request)} is done" if "seen" in prompt else CALL)
+
+        engine.answer = answer
+    return moa
+
+
+async def ask(served: Api, loop: ChatLoop, stream: bool, **headers: str) -> tuple[int, str]:
+    """The status and the whole text of the answer."""
+    body = {**loop.body(), "stream": stream}
+    url = served.url + loop.path
+    async with served.client.post(url, json=body, headers=headers) as response:
+        return response.status, await response.text()
+
+
+def find_calls(text: str) -> list[str]:
+    return [*dict.fromkeys(AGENT_CALL.findall(text))]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("kind", LOOPS, ids=lambda kind: kind.path)
+async def test_calls_of_two_agents_come_at_once_and_each_goes_on_with_its_results(
+    kind: type[ChatLoop], stream: bool
+) -> None:
+    loop = kind()
+    async with api(calling_below(), topologies=(CALLERS,)) as served:
+        status, text = await ask(served, loop, stream)
+        ids = find_calls(text)
+        agents = [name.rpartition("_")[2] for name in ids]
+        assert (status, agents) == (200, ["proposer-1", "proposer-2"])
+        assert ran(served.moa) == 2 and "I look" not in text
+        loop.go_on(loop.write(ids), "seen")
+        status, text = await ask(served, loop, stream)
+        assert status == 200 and not find_calls(text)
+        (root_call,) = dict.fromkeys(re.findall("call_[0-9a-f]{24}", text))
+        assert ran(served.moa) == 2 + 3
+        loop.go_on(loop.write([root_call]), "seen")
+        status, text = await ask(served, loop, stream)
+        assert status == 200 and "root is done" in text
+        assert ran(served.moa) == 2 + 3 + 1
+        loop.items.append({"role": "user", "content": "And now?"})
+        assert len(find_calls((await ask(served, loop, stream))[1])) == 0, "seen before"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("kind", LOOPS, ids=lambda kind: kind.path)
+async def test_results_that_are_missing_or_forged_are_refused_by_their_ids(
+    kind: type[ChatLoop], stream: bool
+) -> None:
+    async with api(calling_below(), topologies=(CALLERS,)) as served:
+        first = find_calls((await ask(served, kind(), stream))[1])
+        forged = f"call_{24 * '0'}_proposer-2"
+        for ids, named in ((first[:1], first[1]), ([first[0], forged], forged)):
+            loop = kind()
+            loop.go_on(loop.write(ids), "seen")
+            status, text = await ask(served, loop, stream)
+            assert status == 400 and named in text, text
+        assert ran(served.moa) == 2
+
+
+async def test_results_for_calls_of_another_tenants_agents_are_refused() -> None:
+    loop = ChatLoop()
+    settings = ApiSettings(keys={"alice": "a", "bob": "b"})
+    async with api(calling_below(), settings, topologies=(CALLERS,)) as served:
+        ids = find_calls((await ask(served, loop, False, Authorization="Bearer a"))[1])
+        loop.go_on(loop.write(ids), "seen")
+        status, text = await ask(served, loop, False, Authorization="Bearer b")
+        assert status == 400 and ids[0] in text
+        assert (await ask(served, loop, False, Authorization="Bearer a"))[0] == 200
+
+
+async def test_results_of_agents_calls_may_come_to_another_router(redis: RedisServer) -> None:
+    loop = ChatLoop()
+    async with (
+        router(redis, calling_below(), CALLERS) as here,
+        router(redis, calling_below(), CALLERS) as there,
+    ):
+        _, body = await step(here, loop)
+        loop.go_on(body, "seen")
+        _, body = await step(there, loop)
+        loop.go_on(body, "seen")
+        header, body = await step(here, loop)
+        assert (header, loop.text(body)) == ("kept", "root is done")
+        assert (ran(here.moa), ran(there.moa)) == (2 + 1, 3)

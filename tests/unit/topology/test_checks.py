@@ -61,6 +61,37 @@ WRONG = {
         1,
         "{{output}} is text",
     ),
+    "tools where the fan-out is not kept": (
+        "fan_out: request\ntree: {shape: [2, 1], models: [m], proposer: {tools: on}}\n",
+        1,
+        "Below the root proposer-1, proposer-2 may call tools, .*with fan_out",
+    ),
+    "tools beside an early exit": (
+        "tree: {shape: [2, 1], models: [m], proposer: {tools: on}}\nearly_exit: on\n",
+        2,
+        "may call tools, .*with early_exit",
+    ),
+    "tools beside a reserve": (
+        "defaults: {tools: on}\nroot_reserve_s: 5\n" + AGENTS,
+        2,
+        "Below the root a, b may call tools, .*with root_reserve_s",
+    ),
+    "tools beside a vote": (
+        "tree: {shape: [2, 1], models: [m], proposer: {tools: on}, root: {vote: majority}}\n",
+        1,
+        "may call tools, .*with vote",
+    ),
+    "tools of a vote": (
+        "agents:\n  a: {model: m}\n  b: {model: m}\n"
+        "  c: {vote: majority, precursors: [a, b], tools: on}\n",
+        4,
+        "votes and asks no model, so it cannot have 'tools'",
+    ),
+    "tools of an agent whose name fits no id": (
+        "agents:\n  a.b: {model: m, tools: on}\n  c: {model: m, precursors: [a.b]}\n",
+        2,
+        "ids of calls name it",
+    ),
     "more outputs than agents": (
         "tree: {shape: [3, 1], models: [m]}\nearly_exit: {policy: quorum, min_completed: 5}\n",
         2,

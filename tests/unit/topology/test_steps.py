@@ -288,10 +288,28 @@ WRONG = {
         3,
         "If step 'a' fails, there is no answer",
     ),
+    "tools of a step": (
+        "start: a\nsteps:\n  a: {model: m, tools: on}\n",
+        3,
+        "Unknown key 'tools' in steps.a",
+    ),
+    "tools below the root of a step's topology": (
+        "start: a\nsteps:\n  a: {topology: calling}\n",
+        2,
+        "Below the root a/proposer-1, a/proposer-2 may call tools, .*with steps",
+    ),
     "a precursor that runs later": (
         "start: a\nsteps:\n  a: {model: m, then: c, precursors: [c]}\n  c: {model: m}\n",
         3,
         "reads 'c', which never runs before it",
+    ),
+}
+
+
+TOPOLOGIES = {
+    "tree": TREE,
+    "calling": parse_topology(
+        "tree: {shape: [2, 1], models: [m], proposer: {tools: on}}", source="calling.yaml"
     ),
 }
 
@@ -301,7 +319,7 @@ def test_problems_have_their_line_and_a_remedy(
     text: str, line: int | tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(TopologyError, match=message) as refused:
-        parse_steps(text, source="f.yaml", topologies={"tree": TREE}, models=("m",))
+        parse_steps(text, source="f.yaml", topologies=TOPOLOGIES, models=("m",))
     lines = (line,) if isinstance(line, int) else line
     assert str(refused.value).startswith(tuple(f"f.yaml:{number}: " for number in lines))
 
