@@ -3,6 +3,8 @@
 import json
 import os
 import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -26,12 +28,25 @@ Level = Annotated[
     Literal["debug", "info", "warning", "error"], option("Least level to log.", "--log-level")
 ]
 Topologies = Annotated[list[Path], argument("FILE", "Topology files.")]
+Engines = Annotated[
+    list[str] | None,
+    option(
+        "A running SGLang server, which is asked what it serves; can be given several times.",
+        "--engine",
+        metavar="URL",
+    ),
+]
 Aliases = Annotated[
     Several | None, list_option(str, "The deployment's model aliases; others are refused.")
 ]
 
 
-@app.command(epilog=examples("shell-router serve --config configs/embedded.yaml --port 8000"))
+@app.command(
+    epilog=examples(
+        "shell-router serve --config configs/embedded.yaml --port 8000",
+        "shell-router serve --engine http://127.0.0.1:30000",
+    )
+)
 def serve(
     config: Annotated[
         Path | None,
@@ -39,6 +54,7 @@ def serve(
             "The deployment's YAML file. Default: the tiny models, on this machine.", metavar="FILE"
         ),
     ] = None,
+    engine: Engines = None,
     host: Host = None,
     port: Port = None,
     log_level: Level = "info",
@@ -47,6 +63,12 @@ def serve(
     from shell_router import SHIPPED
     from shell_router.app import serve
 
+    if engine:
+        with _discover(config, engine) as file:
+            chosen = _deployment(file, host, port, log_level)
+        say(f"Models: {', '.join(chosen.models)}")
+        run(serve(chosen, ready=partial(_print_first_request, chosen)))
+        return
     if config is None:
         config = SHIPPED / "configs" / "embedded.yaml"
         say(f"Without --config this serves the tiny models of {config}")
@@ -113,14 +135,60 @@ def _print_url(config: "Config", url: str) -> None:
         say(f"Watch runs in a browser: {url}/ui")
 
 
-@app.command(epilog=examples("shell-router init mine"))
-def init(folder: Annotated[Path, argument("FOLDER", "A new folder.")]) -> None:
-    """Copy the example deployments, topologies and tiny models into a new folder to edit."""
+def _print_first_request(config: "Config", url: str) -> None:
+    _print_url(config, url)
+    body = {
+        "model": "tree-9-3-1",
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+    }
+    say(f"Ask: curl {url}/v1/chat/completions -d {shlex.quote(json.dumps(body))}")
+
+
+@contextmanager
+def _discover(config: Path | None, engines: Sequence[str]) -> Iterator[Path]:
+    """Give the file of a deployment of the servers, while the context is open."""
+    import tempfile
+
+    from shell_router.errors import ConfigError
+
+    if config is not None:
+        raise ConfigError(
+            "--engine and --config are both given.",
+            remedy="Give one; `shell-router init FOLDER --engine URL` writes a file to add to.",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(_write_deployment(engines), encoding="utf-8")
+        yield file
+
+
+def _write_deployment(engines: Sequence[str]) -> str:
+    import asyncio
+
+    from shell_router.app.discovery import ask_servers, write_deployment
+
+    return write_deployment(asyncio.run(ask_servers(engines)))
+
+
+@app.command(
+    epilog=examples(
+        "shell-router init mine", "shell-router init mine --engine http://127.0.0.1:30000"
+    )
+)
+def init(
+    folder: Annotated[Path, argument("FOLDER", "A new folder.")], engine: Engines = None
+) -> None:
+    """Copy the example deployments, topologies and tiny models into a new folder to edit.
+
+    With --engine it also writes a deployment of those servers.
+    """
     import shutil
 
     from shell_router import SHIPPED
     from shell_router.errors import ConfigError
 
+    deployment = _write_deployment(engine) if engine else None
+    file = folder / "configs" / ("embedded.yaml" if deployment is None else "engines.yaml")
     try:
         folder.mkdir(parents=True)
         try:
@@ -128,6 +196,8 @@ def init(folder: Annotated[Path, argument("FOLDER", "A new folder.")]) -> None:
                 shutil.copytree(
                     SHIPPED / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
                 )
+            if deployment is not None:
+                file.write_text(deployment, encoding="utf-8")
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -135,7 +205,7 @@ def init(folder: Annotated[Path, argument("FOLDER", "A new folder.")]) -> None:
         raise ConfigError(
             f"{folder}: {error.strerror or error}.", remedy="Name a folder that is not there yet."
         ) from error
-    say(f"Next: cd {shlex.quote(str(folder))} && shell-router serve --config configs/embedded.yaml")
+    say(f"Next: cd {shlex.quote(str(folder))} && shell-router serve --config configs/{file.name}")
 
 
 @topology.command(epilog=examples("shell-router topology check topologies/*.yaml"))
