@@ -146,6 +146,7 @@ def decode(field: bytes) -> list[Chunk]:
         raise ValueError(f"chunks of more than {MOST_ENTRY_BYTES} bytes")
     try:
         batch = [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
+        "".join([chunk.text for chunk in batch]).encode()  # no reply can hold half a surrogate pair
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if not all(
@@ -188,7 +189,8 @@ def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]
         if first > start and end is not End.ABORTED:
             return join_reads(chunks, start, End.FAILED, DAMAGED), 0
         if end:
-            return join_reads(chunks, reached, end, _decode_text(fields.get(b"detail", b""))), 0
+            detail = fields.get(b"detail", b"").decode("utf-8", "replace")
+            return join_reads(chunks, reached, end, detail), 0
         reached = at
         chunks += batch[
             count_chunks_before(list(accumulate(map(len, batch), initial=first)), start) :
@@ -202,12 +204,4 @@ def _quote(name: str) -> str:
 
 
 def _encode_text(text: str) -> bytes:
-    # A model's output may hold half a surrogate pair; it must come back as it went in.
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _decode_text(field: bytes) -> str:
-    try:
-        return field.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return field.decode("utf-8", "replace")
+    return text.encode("utf-8", "surrogatepass")  # readers refuse it, and other logs go on

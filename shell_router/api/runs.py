@@ -128,6 +128,7 @@ class Run:
         else:
             self._spans = None
         self._metrics = RunMetrics(services.metrics, self.trace, self.answering)
+        self._is_topology = target in services.topologies
         self._recording: recording.Recording | None = None
         if services.recorder is not None and (graph is None or isinstance(asked, MoaRequest)):
             from shell_router.api.recording import Recording  # noqa: PLC0415 - most deployments write no traces
@@ -209,6 +210,8 @@ class Run:
         self.trace.close(at_s, outcome, error)
         self._services.rates.add(self.trace.tenant, sum(self.trace.usage), at_s)
         self._metrics.close(at_s, outcome)
+        if self._is_topology and self.trace.target not in self._services.topologies:
+            self._services.metrics.drop_target(self.trace.target)  # deleted meanwhile
         if self._recording is not None:
             self._recording.end()
         if self._spans is not None:

@@ -226,7 +226,9 @@ def _from_yaml(body: bytes, source: str) -> Values:
 async def delete_topology(request: Request) -> Response:
     """Stop serving a topology that was put."""
     name = request.match["name"]
-    await request.app[SERVICES].topologies.delete(name)
+    services = request.app[SERVICES]
+    await services.topologies.delete(name)
+    services.metrics.drop_target(name)
     log.info("topology %s was deleted by %s", name, request[TENANT])
     return json_reply(request, {"name": name, "deleted": True})
 

@@ -51,7 +51,10 @@ async def watch_topologies(
     """
 
     async def reload() -> None:
+        before = set(topologies)
         wrong = await topologies.reload(partial(_present, config))
+        for name in before.difference(topologies):
+            metrics.drop_target(name)
         for error in wrong:
             log.error("a topology file is wrong, and the version before stays: %s", error)
         metrics.topology_reloads.labels("invalid" if wrong else "loaded").inc()

@@ -155,6 +155,8 @@ class Connections:
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
+        self.checks: dict[asyncio.BaseTransport | None, Callable[[], object]] = {}
+        """Called at every sweep, for the connections whose requests aiohttp serves."""
         self._idle_until_s: dict[asyncio.WriteTransport, float] = {}  # the longest idle first
         self._timer: asyncio.TimerHandle | None = None
         self._swept_s = -inf
@@ -217,6 +219,8 @@ class Connections:
     def _sweep(self) -> None:
         self._timer = None
         self._close_overdue()
+        for check in tuple(self.checks.values()):
+            check()
         if self._idle_until_s:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
@@ -315,12 +319,17 @@ class FastConnection(asyncio.Protocol):
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Begin a request, or keep the bytes until the one before has its reply."""
+        """Begin a request, or keep the bytes until the one before has its reply.
+
+        More than MAX_BODY_BYTES are dropped, and the connection closes after that reply.
+        """
         self._received = self._received + data if self._received else data
         if self._task is None:
             self._begin_next()
         elif len(self._received) > MAX_BODY_BYTES:
-            self.transport.pause_reading()
+            # to stop reading would hide that the client leaves
+            self._received = b""
+            self._is_last = True
 
     def eof_received(self) -> bool:
         """Keep the connection for the reply to a client that sends no more."""
@@ -431,10 +440,8 @@ class FastConnection(asyncio.Protocol):
         self.lane.watch.set_idle(self.transport)
         if self.lane.closing or self._is_last:
             self.transport.close()
-        elif not self.transport.is_closing():
-            self.transport.resume_reading()
-            if self._received:
-                self._begin_next()
+        elif self._received and not self.transport.is_closing():
+            self._begin_next()
 
     def _write(self, reply: Response) -> None:
         if self.streaming:  # a second head cannot be sent within a stream

@@ -8,6 +8,7 @@ import ssl
 import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from traceback import extract_tb
 from typing import Any
 
@@ -19,9 +20,11 @@ from shell_router.http.app import (
     App,
     BodyTooLarge,
     ClientGone,
+    MethodNotAllowed,
     Reply,
     Request,
     Response,
+    UnknownRoute,
     UnreadableBody,
 )
 from shell_router.http.fast_lane import REPLYING, Connections, FastLane, ServerLimits, peer_of
@@ -153,14 +156,29 @@ async def _continue(request: web.Request) -> None:
     request.writer.output_size = 0
 
 
+def _drop_excess(request: web.Request, transport: asyncio.Transport) -> None:
+    """Drop what a client sends behind a request once aiohttp stops to read it.
+
+    Else a client that leaves would not be seen. The connection closes after the reply.
+    """
+    is_whole = request.method in ("GET", "HEAD") or request.content.is_eof()
+    if is_whole and not transport.is_reading() and not transport.is_closing():
+        request.protocol.close()
+        transport.resume_reading()
+
+
 async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int) -> web.AppRunner:
     @web.middleware
     async def serve(request: web.Request, handler: Any) -> web.StreamResponse:
-        connections.set_busy(request.transport)
+        transport = request.transport
+        connections.set_busy(transport)
+        if transport is not None:
+            connections.checks[transport] = partial(_drop_excess, request, transport)
         adapted = AiohttpRequest(app, request, connections)
         try:
             return adapted.finish(await app.gate(adapted, handler))
         finally:
+            connections.checks.pop(transport, None)
             connections.set_idle(request.transport)
 
     general = web.Application(middlewares=[serve], client_max_size=max_body_bytes)
@@ -172,6 +190,20 @@ async def _start_aiohttp(app: App, connections: Connections, max_body_bytes: int
         handler: Any = route.handler  # `serve` calls it, or aiohttp's own, which raises
         for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
             general.router.add_route(method, path, handler, expect_handler=_continue)
+
+    async def raise_unmatched(request: Any) -> web.StreamResponse:
+        allowed = set[str]()
+        for resource in general.router.resources():
+            if resource.name != UNMATCHED:
+                allowed |= (await resource.resolve(request.incoming))[1]
+        if allowed:
+            raise MethodNotAllowed(request.method, allowed)
+        raise UnknownRoute
+
+    # aiohttp's own route for them fails where it quotes an odd Expect
+    general.router.add_route(
+        "*", r"/{path:[\s\S]*}", raise_unmatched, name=UNMATCHED, expect_handler=_continue
+    )
     options: dict[str, Any] = {
         # it would block the event loop; `unpack` does not
         "auto_decompress": False,
@@ -214,39 +246,41 @@ class AiohttpRequest(Request):
         self.app = app
         self.method = incoming.method
         self.path = incoming.path
-        self.route = resource.canonical if resource else UNMATCHED
+        self.route = UNMATCHED
+        if resource is not None and resource.name != UNMATCHED:
+            self.route = resource.canonical
         self.match = incoming.match_info
         self.query = incoming.query
         self.headers = incoming.headers
         self.peer = peer_of(incoming.transport)
-        self._incoming = incoming
+        self.incoming = incoming
         self._connections = connections
         self._stream: AiohttpStream | None = None
 
     async def read(self, limit_s: float) -> bytes:
         """See `Request`."""
         async with asyncio.timeout(limit_s):
-            body = await self._incoming.read()
+            body = await self.incoming.read()
         if self.coding == "identity":
             return body
-        return await asyncio.to_thread(unpack, body, self.coding, self._incoming.client_max_size)
+        return await asyncio.to_thread(unpack, body, self.coding, self.incoming.client_max_size)
 
     def pieces(self) -> AsyncIterator[bytes]:
         """See `Request`."""
-        return aiter(self._incoming.content.iter_any())
+        return aiter(self.incoming.content.iter_any())
 
     async def form(self) -> MultipartReader:
         """See `Request`."""
-        return await self._incoming.multipart()
+        return await self.incoming.multipart()
 
     async def open_stream(
         self, status: int, headers: Mapping[str, str], write_timeout_s: float
     ) -> "AiohttpStream":
         """See `Request`."""
-        self._connections.set_busy(self._incoming.transport, REPLYING)
+        self._connections.set_busy(self.incoming.transport, REPLYING)
         response = web.StreamResponse(status=status, headers=headers)
-        self._stream = AiohttpStream(self._incoming, response, write_timeout_s)
-        await response.prepare(self._incoming)
+        self._stream = AiohttpStream(self.incoming, response, write_timeout_s)
+        await response.prepare(self.incoming)
         return self._stream
 
     def finish(self, reply: Reply) -> web.StreamResponse:
@@ -254,8 +288,8 @@ class AiohttpRequest(Request):
         if isinstance(reply, Response) and self._stream is None:
             return web.Response(body=reply.body or None, status=reply.status, headers=reply.headers)
         assert self._stream is not None
-        if reply is not self._stream and self._incoming.transport is not None:
-            self._incoming.transport.abort()  # a second head cannot be sent within a stream
+        if reply is not self._stream and self.incoming.transport is not None:
+            self.incoming.transport.abort()  # a second head cannot be sent within a stream
         return self._stream.response
 
 

@@ -297,7 +297,7 @@ async def test_positions_count_characters_where_there_are_no_ids(backend: Backen
 
 
 @pytest.mark.parametrize(
-    "text", ["日本語\n", "\U0001f468‍\U0001f469", "\x00\r\n", "\ud83d", '"quoted" \\', " "]
+    "text", ["日本語\n", "\U0001f468‍\U0001f469", "\x00\r\n", '"quoted" \\', " "]
 )
 async def test_any_text_comes_back_as_it_went_in(backend: Backend, text: str) -> None:
     log = await begin(backend.writer, KEY, Chunk(text, (2**31, 0)))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -12,6 +13,9 @@ from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Gates, Hold
 
+BODY = b'{"text":"hi"}'
+PLAIN = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 13\r\n\r\n"
+CHUNKED = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 AGENT = {"program": "p", "agent": "a", "model": "small", "prompt": "Hello"}
 
 
@@ -130,4 +134,22 @@ async def test_leaving_a_native_request_leaves_the_relays_context_early() -> Non
         await until(lambda: len(relay.forwarded) == 1)
         asking.cancel()
         await asyncio.wait([asking])
+        await until(lambda: relay.left_early == 1)
+
+
+@pytest.mark.parametrize("excess", [b"x" * 2**20, CHUNKED + b"100000\r\n" + b"x" * 2**20])
+@pytest.mark.parametrize("request_head", [PLAIN, CHUNKED], ids=["fast lane", "aiohttp"])
+async def test_bytes_behind_a_request_do_not_hide_that_the_client_leaves(
+    request_head: bytes, excess: bytes
+) -> None:
+    relay = ScriptedRelay((b"{", b"}"), gate=asyncio.Event())
+    async with api(relays={"small": relay}) as served:
+        at = urlsplit(served.url)
+        _, writer = await asyncio.open_connection(at.hostname, at.port)
+        body = b"d\r\n" + BODY + b"\r\n0\r\n\r\n" if request_head is CHUNKED else BODY
+        writer.write(request_head + body)
+        await until(lambda: len(relay.forwarded) == 1)
+        writer.write(excess)
+        await writer.drain()
+        writer.transport.abort()
         await until(lambda: relay.left_early == 1)

@@ -294,6 +294,8 @@ async def test_streams_keep_the_graph_that_they_began_with_while_it_is_replaced_
                 '"it is 4"' in text and "proposer" not in text and text.endswith("data: [DONE]\n\n")
             )
         await until(lambda: not served.moa.running)
+        async with served.client.get(f"{served.url}/metrics") as response:
+            assert 'target="mine"' not in await response.text()
 
 
 PANELS: dict[str, tuple[dict[str, object], list[str], str]] = {

@@ -520,6 +520,7 @@ SECRETS = {
     "a request line of more parts": b"GET / HTTP/1.1 SECRET\r\nHost: x\r\n\r\n",
     "no URL": b"GET http://[SECRET/ HTTP/1.1\r\nHost: x\r\n\r\n",
     "no chunk": b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nSECRET\r\n",
+    "an odd Expect of an unknown path": b"GET /x HTTP/1.1\r\nHost: x\r\nExpect: SECRET\xa0\r\n\r\n",
     "an odd Expect": b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: SECRET\xa0\r\n\r\n",
 }
 

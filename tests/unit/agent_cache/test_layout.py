@@ -79,6 +79,8 @@ NONSENSE: list[dict[bytes, bytes]] = [
         {b"chunks": field}
         for field in (
             b'[["%s", []]]' % (b"a" * 2**24),
+            b'[["\\ud800", [1]]]',
+            b'[["\xed\xa0\x80", [1]]]',
             b'[["a", [-1]]]',
             b'[["a", [true]]]',
             b'[["a", null]]',
