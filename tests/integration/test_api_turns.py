@@ -13,10 +13,9 @@ from shell_router.api import ApiSettings
 from shell_router.moa.executor import Executor
 from shell_router.topology import Topology, parse_topology
 from tests.fakes.api_server import Api, api
-from tests.fakes.moa import ScriptedMoa, agent_of
+from tests.fakes.moa import ScriptedMoa
 from tests.fakes.redis_server import RedisServer, own_redis
-from tests.fakes.scripted_engine import Script
-from tests.fakes.tool_loops import CALL, calling, ran
+from tests.fakes.tool_loops import CALL, CALLERS, calling, calling_below, ran
 
 NAME = "tree-9-3-1"
 TREE = parse_topology(
@@ -239,24 +238,7 @@ async def test_while_redis_is_away_a_router_goes_on_with_its_own_turns(redis: Re
         assert (await step(served, loop))[0] == ""
 
 
-CALLERS = parse_topology(
-    f"name: {NAME}\ntree: {{shape: [2, 1], models: [small, medium, large], proposer: {{tools: on}}}}",
-    source="callers.yaml",
-)
 AGENT_CALL = re.compile("call_[0-9a-f]{24}_[a-z0-9-]+")
-
-
-def calling_below(moa: ScriptedMoa | None = None) -> ScriptedMoa:
-    """Models whose agents, and then whose root, call `look` once."""
-    moa = moa or ScriptedMoa(call_mark="<tool_call>")
-    for alias, engine in moa.engines.items():
-
-        def answer(request: Any, alias: str = alias) -> Script:
-            prompt = moa.tokenizers[alias].decode(request.input_ids)
-            return Script(f"{agent_of(request)} is done" if "seen" in prompt else CALL)
-
-        engine.answer = answer
-    return moa
 
 
 async def ask(served: Api, loop: ChatLoop, stream: bool, **headers: str) -> tuple[int, str]:
@@ -290,7 +272,7 @@ async def test_calls_of_two_agents_come_at_once_and_each_goes_on_with_its_result
         assert ran(served.moa) == 2 + 3
         loop.go_on(loop.write([root_call]), "seen")
         status, text = await ask(served, loop, stream)
-        assert status == 200 and "root is done" in text
+        assert status == 200 and "It is dry." in text
         assert ran(served.moa) == 2 + 3 + 1
         loop.items.append({"role": "user", "content": "And now?"})
         assert len(find_calls((await ask(served, loop, stream))[1])) == 0, "seen before"
@@ -331,8 +313,11 @@ async def test_results_of_agents_calls_may_come_to_another_router(redis: RedisSe
     ):
         _, body = await step(here, loop)
         loop.go_on(body, "seen")
-        _, body = await step(there, loop)
+        key = {"Idempotency-Key": "one-step"}
+        _, body = await step(there, loop, **key)
+        _, again = await step(here, loop, **key)
+        assert again["usage"] == body["usage"] and ran(here.moa) == 2, "it was not run again"
         loop.go_on(body, "seen")
         header, body = await step(here, loop)
-        assert (header, loop.text(body)) == ("kept", "root is done")
+        assert (header, loop.text(body)) == ("kept", "It is dry.")
         assert (ran(here.moa), ran(there.moa)) == (2 + 1, 3)

@@ -1,4 +1,4 @@
-"""Client programs that take five steps with a tool on the shipped tree: its agents run once."""
+"""Client programs that run tools for a root, step by step, and for several agents at once."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ import pytest
 
 from shell_router.topology import parse_topology
 from tests.fakes.api_server import api
-from tests.fakes.tool_loops import ANSWER, calling, ran
+from tests.fakes.tool_loops import ANSWER, CALLERS, calling, calling_below, ran
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,9 +37,10 @@ async def openai_python(url: str, look: Look) -> object:
             message = answer.choices[0].message
             if not message.tool_calls:
                 return message.content
-            (call,) = message.tool_calls
-            result = look(**json.loads(call.function.arguments))
-            messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+            messages.append(message)
+            for call in message.tool_calls:
+                result = look(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
 async def openai_agents(url: str, look: Look) -> object:
@@ -72,13 +73,16 @@ async def anthropic(url: str, look: Look) -> object:
             answer = await ai.messages.create(
                 model=NAME, max_tokens=64, messages=messages, tools=[tool]
             )
-            used = answer.content[-1]
-            if used.type == "text":
-                return used.text
-            result = {"type": "tool_result", "tool_use_id": used.id, "content": look(**used.input)}
+            if answer.content[-1].type == "text":
+                return answer.content[-1].text
+            results = [
+                {"type": "tool_result", "tool_use_id": used.id, "content": look(**used.input)}
+                for used in answer.content
+                if used.type == "tool_use"
+            ]
             messages += [
                 {"role": "assistant", "content": answer.content},
-                {"role": "user", "content": [result]},
+                {"role": "user", "content": results},
             ]
 
 
@@ -102,3 +106,18 @@ async def test_five_steps_of_a_client_take_seventeen_agent_runs(
         assert await client(served.url, look) == ANSWER
         assert looked == 4 * [1]
         assert ran(served.moa) == runs
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
+async def test_a_client_runs_the_calls_of_two_agents_and_then_of_their_root(client: Client) -> None:
+    looked: list[int] = []
+
+    def look(at: int) -> str:
+        """Look at something."""
+        looked.append(at)
+        return f"seen {len(looked)}"
+
+    async with api(calling_below(), topologies=(CALLERS,)) as served:
+        assert await client(served.url, look) == ANSWER
+        assert looked == 3 * [1]
+        assert ran(served.moa) == 2 + 3 + 1
