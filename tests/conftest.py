@@ -11,8 +11,9 @@ import hypothesis
 import pytest
 
 from benchmarks.random_checkpoint import make_checkpoint
+from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
-from launch.sglang_cpu.pair import CpuPair, cpu_pair
+from launch.sglang_cpu.pair import CpuPair, cpu_pair, cpu_server
 from shell_router.engines.address import PairAddress
 from shell_router.standins.embedded.fleet import preload_servers
 from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, address_of, of_model
@@ -81,6 +82,22 @@ def own_sglang(
         model, venv, folder, options=options, drafts=True, progress=_uncaptured(request.config)
     ) as pair:
         yield pair
+
+
+@pytest.fixture(scope="session")
+def own_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    """A real undivided SGLang server, which a test may kill as long as it starts it again."""
+    venv = built_environment()
+    if venv is None:
+        pytest.skip(f"real SGLang is not built for these tests: {RUN_COMMAND}")
+    model: Path = request.getfixturevalue("sglang_model")
+    options = ("--chunked-prefill-size", "512", "--tool-call-parser", "qwen25")
+    folder = tmp_path_factory.mktemp("sglang-server")
+    progress = _uncaptured(request.config)
+    with cpu_server(model, venv, folder, options=options, drafts=True, progress=progress) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,8 @@ class ScriptedSettings:
     """How a scripted server behaves.
 
     Delays are seconds: `prefill_s` plus `prefill_token_s` for each token not cached, then `token_s`
-    for each token; with `token_s` 0 a whole answer is written at once. `warms` names the
+    for each token; with `token_s` 0 a whole answer is written at once. A server of the role `null`,
+    SGLang's word for it, prefills and decodes. `warms` names the
     prefill-only requests that fill the prefix cache, which holds `cache_tokens`; without `route`
     there is no such route. `cut_bytes` above 0 writes in pieces of that size, `crlf` ends lines as
     some proxies do. `log_bodies` keeps the bodies of that many last requests. With `stamped` every
@@ -52,7 +53,7 @@ class ScriptedSettings:
     `server_info` is what it reports besides of its settings.
     """
 
-    role: Literal["prefill", "decode"] = "decode"
+    role: Literal["prefill", "decode", "null"] = "decode"
     incremental: bool = True
     prefill_s: float = 0.0
     prefill_token_s: float = 0.0
@@ -179,7 +180,7 @@ class ScriptedRun:
         }
         if self._logprobs:
             meta["input_token_logprobs"] = (
-                self._input_logprobs() if self.settings.role == "prefill" else []
+                self._input_logprobs() if self.settings.role != "decode" else []
             )
             meta["output_token_logprobs"] = [self._scored(token) for token in ids]
         if self.settings.stamped:

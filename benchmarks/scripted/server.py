@@ -236,14 +236,16 @@ class ScriptedServer:
         run = self._accept(exchange)
         if run is None:
             return
-        if not isinstance(run.room, int):
+        if self.settings.role == "null":
+            run.room = None
+        elif not isinstance(run.room, int):
             raise BadRequest(
                 "Invalid request: Disaggregated request received without bootstrap room id. "
                 f"req.rid={run.rid!r}"
             )
         if not self._enter(run):
             return
-        if self.settings.role == "prefill":
+        if self.settings.role != "decode":
             self._prefill(run)
         elif self._rooms is None:
             self._after(self._prefill_s(run), run, self._write)
@@ -251,13 +253,14 @@ class ScriptedServer:
             self._rooms.wait(run.room, lambda cached_tokens: self._arrived(run, cached_tokens))
 
     def _prefill_only(self, exchange: Exchange) -> None:
-        if self.settings.role != "prefill" or "route" not in self.settings.warms:
+        if self.settings.role == "decode" or "route" not in self.settings.warms:
             exchange.answer_json({"detail": "Not Found"}, 404)
             return
         run = self._accept(exchange)
         if run is not None:
             run.room = None
             if self._enter(run):
+                run.first_token_only()
                 self._prefill(run)
 
     def _abort(self, exchange: Exchange) -> None:
@@ -350,7 +353,8 @@ class ScriptedServer:
         matched = self._cache.match(run.prompt, run.adapter) // ID_BYTES
         # as in SGLang, the last token is always computed, and so are tokens to be scored
         run.cached_tokens = min(matched, run.prompt_tokens - 1, run.scored_from)
-        run.first_token_only()
+        if self.settings.role == "prefill":
+            run.first_token_only()
         self._after(self._prefill_s(run), run, self._answer_prefill)
 
     def _answer_prefill(self, run: ScriptedRun) -> None:

@@ -45,6 +45,7 @@ COMMON_OPTIONS = (
     *("--disaggregation-transfer-backend", "mooncake_tcp"),
 )
 ROLE_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "server": (),
     "prefill": ("--disaggregation-mode", "prefill"),
     "decode": (
         "--disaggregation-mode",
@@ -67,23 +68,8 @@ class CpuPair:
     bootstrap_host: str = HOST
 
     def start(self, *, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
-        """Start what does not run and return when both serve; raises EngineUnreachable.
-
-        SGLang chooses some ports a while before it binds them: a server that lost one to another is
-        started again.
-        """
-        both = (self.prefill, self.decode)
-        end_s = monotonic() + limit_s
-        for start in range(1, STARTS + 1):
-            for server in both:
-                server.start()
-            try:
-                until_ready(*both, limit_s=end_s - monotonic(), progress=progress)
-                break
-            except EngineUnreachable as error:
-                if start == STARTS or PORT_TAKEN not in str(error).lower():
-                    raise
-                progress("a port was taken before it was bound: starting again")
+        """Start what does not run and return when both serve; raises EngineUnreachable."""
+        start_servers(self.prefill, self.decode, limit_s=limit_s, progress=progress)
 
     def stop(self) -> None:
         """Stop both servers. Again, it changes nothing."""
@@ -91,6 +77,27 @@ class CpuPair:
             server.signal(signal.SIGTERM)  # both at once: each takes seconds to end
         for server in (self.prefill, self.decode):
             server.stop()
+
+
+def start_servers(
+    *servers: EngineServer, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None
+) -> None:
+    """Start what does not run and return when all serve; raises EngineUnreachable.
+
+    SGLang chooses some ports a while before it binds them: a server that lost one to another is
+    started again.
+    """
+    end_s = monotonic() + limit_s
+    for start in range(1, STARTS + 1):
+        for server in servers:
+            server.start()
+        try:
+            until_ready(*servers, limit_s=end_s - monotonic(), progress=progress)
+            break
+        except EngineUnreachable as error:
+            if start == STARTS or PORT_TAKEN not in str(error).lower():
+                raise
+            progress("a port was taken before it was bound: starting again")
 
 
 def until_ready(
@@ -133,36 +140,69 @@ def make_pair(
 
     With `drafts` decode drafts what requests ask for.
     """
+    prefill_port, decode_port, bootstrap = free_ports(3)
+    options = ("--disaggregation-bootstrap-port", str(bootstrap), *options)
+    prefill, decode = (
+        make_server(role, port, model, venv, folder, options=options, plugin=plugin, drafts=drafts)
+        for role, port in (("prefill", prefill_port), ("decode", decode_port))
+    )
+    return CpuPair(prefill, decode, bootstrap)
+
+
+def make_server(
+    role: str,
+    port: int,
+    model: Path,
+    venv: Path,
+    folder: Path,
+    *,
+    options: Sequence[str] = (),
+    plugin: bool = True,
+    drafts: bool = False,
+) -> EngineServer:
+    """A server that is not started yet, of the role `server` for an undivided one."""
     site = folder / "site"
     site.mkdir(parents=True, exist_ok=True)
     if plugin:
         install_plugin(site)
-    prefill, decode, bootstrap = free_ports(3)
-    shared = (
-        "--model-path",
-        str(model),
+    drafting = drafts and role != "prefill"
+    command = (
+        *(str(venv / "bin" / "python"), "-m", "sglang.launch_server"),
+        *("--port", str(port), "--model-path", str(model)),
         *COMMON_OPTIONS,
-        "--disaggregation-bootstrap-port",
-        str(bootstrap),
         *options,
+        *ROLE_OPTIONS[role],
+        *(DRAFT_OPTIONS if drafting else ()),
     )
-    launch = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
-    variables = {**engine_variables(site), **TRANSFER_VARIABLES}
+    variables = {
+        **engine_variables(site),
+        **TRANSFER_VARIABLES,
+        **(DRAFT_VARIABLES if drafting else {}),
+    }
+    return EngineServer(role, command, port, folder / f"{role}.log", variables)
 
-    def server(role: str, port: int) -> EngineServer:
-        drafting = drafts and role == "decode"
-        command = (
-            *launch,
-            "--port",
-            str(port),
-            *shared,
-            *ROLE_OPTIONS[role],
-            *(DRAFT_OPTIONS if drafting else ()),
-        )
-        own = {**variables, **(DRAFT_VARIABLES if drafting else {})}
-        return EngineServer(role, command, port, folder / f"{role}.log", own)
 
-    return CpuPair(server("prefill", prefill), server("decode", decode), bootstrap)
+@contextmanager
+def cpu_server(
+    model: Path,
+    venv: Path,
+    folder: Path,
+    *,
+    options: Sequence[str] = (),
+    plugin: bool = True,
+    drafts: bool = False,
+    progress: Progress = lambda _: None,
+) -> Iterator[EngineServer]:
+    """An undivided server that serves (see `make_pair`), stopped at the end."""
+    (port,) = free_ports(1)
+    server = make_server(
+        "server", port, model, venv, folder, options=options, plugin=plugin, drafts=drafts
+    )
+    try:
+        start_servers(server, progress=progress)
+        yield server
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -53,7 +53,7 @@ TEXT_ANSWERS = {
 QUERIES = {
     "GET /v1/responses/{response_id}": ("stream", "starting_after"),
     "GET /v1/agent/outputs/{marker}": ("wait_s",),
-    "DELETE /v1/engines": ("model", "prefill", "decode", "wait_s"),
+    "DELETE /v1/engines": ("model", "prefill", "decode", "server", "wait_s"),
     "GET /metrics": ("name[]",),
     "GET /v1/traces": ("model", "status", "since", "limit"),
     "GET /v1/files": ("purpose", "order", "limit", "after"),

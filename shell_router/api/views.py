@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.resources import files
+from typing import NotRequired
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import TypedDict
@@ -53,10 +54,11 @@ class TopologyBody(TypedDict, total=False):
 
 
 class EnginesBody(TypedDict):
-    """One more pair of a model, as in the settings."""
+    """One more pair of a model, as in the settings, or the URL of one more undivided server."""
 
     model: Name
-    pair: NewValues
+    pair: NotRequired[NewValues]
+    server: NotRequired[str]
 
 
 class EnginesQuery(TypedDict):
@@ -240,19 +242,19 @@ async def list_engines(request: Request) -> Response:
 
 
 async def add_engines(request: Request) -> Response:
-    """Serve a model by one more pair, whose servers are up and are probed first."""
+    """Serve a model by one more pair or server, which is up and is probed first."""
     sent = await read_object(request)
     body = ENGINES.read(sent)
     warnings = note_ignored(request, ENGINES.find_unknown(sent))
     model = body["model"]
-    added = await request.app[SERVICES].fleet.add(model, body["pair"])
-    pair = {**body["pair"], **added}
-    log.info("%s added to model %s the pair %s", request[TENANT], model, pair)
-    return json_reply(request, {"model": model, **pair, **warnings}, status=201)
+    fields = body.get("pair") or {name: body[name] for name in ("server",) if name in body}
+    added = {**fields, **await request.app[SERVICES].fleet.add(model, fields)}
+    log.info("%s added to model %s the engines %s", request[TENANT], model, added)
+    return json_reply(request, {"model": model, **added, **warnings}, status=201)
 
 
 async def drain_engines(request: Request) -> Response:
-    """Drain a pair: send no more requests, and wait for the running ones.
+    """Drain a pair or a server: send no more requests, and wait for the running ones.
 
     The status is 202 if some still run after `wait_s`.
     """

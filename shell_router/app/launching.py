@@ -64,7 +64,7 @@ def launch_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]
 async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None:
     """See `launching.supervisor.Sleep`."""
     (alias,) = {str(engine.sleeper) for engine in engines}
-    addresses = [address_of(pair) for pair in config.models[alias].pairs]
+    addresses = [address_of(at) for at in config.models[alias].sglang]
     async with aclosing(connect_pairs(alias, addresses, config)) as pool:
         started = [
             server
@@ -90,6 +90,6 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
             except OSError as error:
                 raise ConfigError(
                     f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
-                    remedy="Stop what listens there, or correct the pair's URLs; --machine says "
+                    remedy="Stop what listens there, or correct the URLs; --machine says "
                     "which host this is.",
                 ) from error

@@ -1,4 +1,4 @@
-"""The engine kind of prefill-decode pairs: SGLang's, or servers that speak its wire format."""
+"""The engine kind of pairs and undivided servers: SGLang's, or others with its wire format."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from yarl import URL
 from shell_router.app.model_files import ModelFiles
 from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config, ModelSettings, PairSettings
-from shell_router.config.models import read_secret
-from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.config.models import ServerSettings, read_secret
+from shell_router.engines.address import PairAddress, PairLimits, ServerAddress
 from shell_router.engines.native_body import ANY_MODEL, NativeRules
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.sglang import AdaptedModel, SglangPair
@@ -27,6 +27,7 @@ from shell_router.routing.failures import BreakerSettings, RetrySettings
 
 log = logging.getLogger(__name__)
 
+Address = PairAddress | ServerAddress
 RETRY_S = 0.5
 SAMPLE = "The 12 quick foxes: größer, 東京, 🦊!\n"
 """A text that tokenizers of different families split differently."""
@@ -35,7 +36,7 @@ SGLANG_BATCH_SIZE = 32
 
 
 class SglangPairs:
-    """The engine kind of models that name `pairs`, which are running already.
+    """The engine kind of models that name `pairs` or `servers`, which are running already.
 
     With `may_lack` the router serves after the start limit if at least one model has engines, and
     waits for the engines of the others in the background.
@@ -51,7 +52,7 @@ class SglangPairs:
         self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
     ) -> AsyncIterator[Mapping[str, StartedEngine]]:
         """See `EngineKind`."""
-        addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
+        addresses = {alias: [*map(address_of, config.models[alias].sglang)] for alias in files}
         async with run_pairs(
             addresses, files, config, on_progress, may_lack=self._may_lack
         ) as pools:
@@ -69,7 +70,7 @@ def build_engine(
     model: ModelSettings,
     restarts: Callable[[], Mapping[str, int]] = dict,
 ) -> StartedEngine:
-    """Return pairs as a started engine; see its attributes."""
+    """Return a model's servers as a started engine; see its attributes."""
     adapted = {adapter: AdaptedModel(pool, adapter) for adapter in pool.adapters}
     return StartedEngine(
         pool,
@@ -84,27 +85,37 @@ def build_engine(
     )
 
 
-def _read_address(model: ModelSettings, fleet: PairFleet, fields: Mapping[str, Any]) -> PairAddress:
-    """Read a pair that is added to the model. Raises InvalidField or ConfigError."""
-    pair = read_sent(PairSettings, fields, "pair")
+def _read_address(model: ModelSettings, fleet: PairFleet, fields: Mapping[str, Any]) -> Address:
+    """Read a pair or a server that is added. Raises InvalidField or ConfigError."""
+    name = "server" if fleet.undivided else "pair"
+    kind: type[PairSettings | ServerSettings] = ServerSettings if fleet.undivided else PairSettings
+    sent = read_sent(kind, fields, name)
     require(
-        pair.launch is None,
-        "pair.launch works only in files.",
+        sent.launch is None,
+        f"{name}.launch works only in files.",
         "Start its engines, and leave launch out.",
     )
-    address = address_of(pair)
-    pairs = [
-        PairSettings(at.prefill_url, at.decode_url, at.bootstrap_port, at.bootstrap_host)
-        for at in (*fleet.addresses, address)
-    ]
-    replace(model, pairs=tuple(pairs))  # its constructor checks all pairs together
+    address = address_of(sent)
+    settings = tuple(_settings_of(at) for at in (*fleet.addresses, address))
+    changes: dict[str, Any] = {f"{name}s": settings}
+    replace(model, **changes)  # its constructor checks all together
     return address
 
 
-def address_of(pair: PairSettings) -> PairAddress:
-    """Return the pair's address; its bootstrap host is the prefill server's by default."""
-    host = pair.bootstrap_host or URL(pair.prefill).host or ""
-    return PairAddress(pair.prefill, pair.decode, host, pair.bootstrap_port)
+def _settings_of(address: Address) -> PairSettings | ServerSettings:
+    if isinstance(address, ServerAddress):
+        return ServerSettings(address.url)
+    return PairSettings(
+        address.prefill_url, address.decode_url, address.bootstrap_port, address.bootstrap_host
+    )
+
+
+def address_of(at: PairSettings | ServerSettings) -> Address:
+    """Return the address; a pair's bootstrap host is the prefill server's by default."""
+    if isinstance(at, ServerSettings):
+        return ServerAddress(at.server)
+    host = at.bootstrap_host or URL(at.prefill).host or ""
+    return PairAddress(at.prefill, at.decode, host, at.bootstrap_port)
 
 
 async def _name(fleet: PairFleet) -> str:
@@ -121,7 +132,7 @@ async def _name(fleet: PairFleet) -> str:
 
 @asynccontextmanager
 async def run_pairs(
-    addresses: Mapping[str, Sequence[PairAddress]],
+    addresses: Mapping[str, Sequence[Address]],
     files: Mapping[str, ModelFiles],
     config: Config,
     on_progress: Progress,
@@ -160,7 +171,7 @@ async def _check_tokenizers(alias: str, fleet: PairFleet, tokenizer: HfTokenizer
             if orjson.loads(answer)["tokens"] != tokenizer.encode(SAMPLE):
                 log.warning(
                     "the %s tokenizes otherwise than the folder of model %s, so its answers are "
-                    "wrong; correct the pair's URLs or the path",
+                    "wrong; correct the URLs or the path",
                     server,
                     alias,
                 )
@@ -168,7 +179,7 @@ async def _check_tokenizers(alias: str, fleet: PairFleet, tokenizer: HfTokenizer
 
 def connect_pairs(
     alias: str,
-    addresses: Sequence[PairAddress],
+    addresses: Sequence[Address],
     config: Config,
     rules: NativeRules = ANY_MODEL,
     client: type[SglangPair] = SglangPair,

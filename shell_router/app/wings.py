@@ -117,7 +117,7 @@ class RunningPredictor:
 
 def kind_of(model: ModelSettings) -> str:
     """Return the engine kind that serves the model."""
-    if model.pairs:
+    if model.sglang:
         return "pairs"
     return next(iter(model.engine), DEFAULT_KIND)
 

@@ -99,8 +99,8 @@ class Config:
 
     @property
     def sleeping(self) -> tuple[str, ...]:
-        """The models that take turns and have SGLang pairs of their own, which sleep in turns."""
-        return tuple(alias for alias in self.swapped if self.models[alias].pairs)
+        """The models that take turns and have SGLang engines of their own, which sleep in turns."""
+        return tuple(alias for alias in self.swapped if self.models[alias].sglang)
 
     def __post_init__(self) -> None:
         self._require_names()
@@ -157,7 +157,7 @@ class Config:
         for alias in self.swapped:
             model = self.models[alias]
             has_others = bool(model.engine.keys() - {"embedded"})
-            has_own = bool(model.pairs or model.engine)
+            has_own = bool(model.sglang or model.engine)
             require(
                 not has_others and not (swapping.pairs and has_own),
                 f"models.{alias} takes turns with others, and names engines of its own",
@@ -166,8 +166,8 @@ class Config:
             )
         require(
             len(self.sleeping) in (0, len(self.swapped)),
-            "some of the models that take turns have pairs of their own, and others have none",
-            "Give pairs to all of them, or name those that take turns in swapping.models.",
+            "some of the models that take turns have engines of their own, and others have none",
+            "Give engines to all of them, or name those that take turns in swapping.models.",
         )
         self._require_own_urls(swapping)
         for alias in self.sleeping:
@@ -175,12 +175,12 @@ class Config:
 
     def _require_own_urls(self, swapping: SwappingSettings) -> None:
         """Require that no server of models that take turns serves anything else."""
-        uses = Counter(url for pair in swapping.pairs for url in pair.urls)
+        uses = Counter(url for pair in swapping.pairs for url in pair.urls.values())
         for model in self.models.values():
-            uses.update({url for pair in model.pairs for url in pair.urls})
-        own = [pair for alias in self.sleeping for pair in self.models[alias].pairs]
-        for pair in (*swapping.pairs, *own):
-            for url in pair.urls:
+            uses.update({url for at in model.sglang for url in at.urls.values()})
+        own = [at for alias in self.sleeping for at in self.models[alias].sglang]
+        for at in (*swapping.pairs, *own):
+            for url in at.urls.values():
                 require(
                     uses[url] == 1,
                     f"{url} is named twice, and serves models that take turns",
@@ -215,6 +215,9 @@ class Config:
 
     def _list_flags(self, model: ModelSettings) -> list[list[str]]:
         """List the flags of each engine that `shell-router launch` starts for the model."""
-        launches = [pair.launch for pair in model.pairs if pair.launch is not None]
-        prefill = [flags_of("prefill", self.launch, launch) for launch in launches]
-        return prefill + [flags_of("decode", self.launch, launch) for launch in launches]
+        return [
+            flags_of(role, self.launch, at.launch)
+            for at in model.sglang
+            if at.launch is not None
+            for role in at.urls
+        ]

@@ -3,7 +3,7 @@
 import re
 import shlex
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,6 +32,8 @@ from shell_router.files.types import (
 )
 from shell_router.topology.graph import TEMPLATE_VARIABLES
 
+Role = Literal["prefill", "decode", "server"]
+"""The role of an engine; a server that is not of a pair prefills and decodes."""
 GPUS = Annotated[tuple[Index, ...], DISTINCT]
 """GPUs, counted from 0."""
 
@@ -142,6 +144,10 @@ class PairLaunch:
         "Moves a mixture-of-experts model's experts between an engine's GPUs while it serves.",
     ] = None
 
+    def gpus_of(self, role: Role) -> Sequence[int]:
+        """Return the GPUs of the pair's engine of this role."""
+        return self.prefill_gpus if role == "prefill" else self.decode_gpus
+
     def __post_init__(self) -> None:
         require(
             self.expert_placement is None or max(len(self.prefill_gpus), len(self.decode_gpus)) > 1,
@@ -149,6 +155,33 @@ class PairLaunch:
             "Name them in prefill_gpus or decode_gpus, or leave expert_placement out.",
         )
         _require_flags(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLaunch:
+    """`shell-router launch` starts this server; `{}` is enough."""
+
+    gpus: Annotated[GPUS, "Its GPUs; SGLang chooses without them."] = ()
+    flags: Annotated[str, "Further flags, as in a shell: quantization, memory, parallelism."] = ""
+    expert_placement: Annotated[
+        Literal["swap", "gimbal"] | None,
+        "Moves a mixture-of-experts model's experts between its GPUs while it serves.",
+    ] = None
+
+    def gpus_of(self, role: Role) -> Sequence[int]:
+        """Return the server's GPUs."""
+        return self.gpus
+
+    def __post_init__(self) -> None:
+        require(
+            self.expert_placement is None or len(self.gpus) > 1,
+            "expert_placement is set, and the server has not several GPUs",
+            "Name them in gpus, or leave expert_placement out.",
+        )
+        _require_flags(self)
+
+
+EngineLaunch = PairLaunch | ServerLaunch
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,21 +217,19 @@ class LaunchSettings:
         _require_flags(self)
 
 
-def flags_of(
-    role: Literal["prefill", "decode"], *sections: LaunchSettings | PairLaunch
-) -> list[str]:
+def flags_of(role: Role, *sections: LaunchSettings | EngineLaunch) -> list[str]:
     """List the further flags of an engine of this role, in their order."""
     return [
         flag
         for section in sections
-        for flag in shlex.split(f"{section.flags} {getattr(section, f'{role}_flags')}")
+        for flag in shlex.split(f"{section.flags} {getattr(section, f'{role}_flags', '')}")
     ]
 
 
-def _require_flags(section: PairLaunch | LaunchSettings) -> None:
+def _require_flags(section: EngineLaunch | LaunchSettings) -> None:
     for name in ("flags", "prefill_flags", "decode_flags"):
         try:
-            shlex.split(getattr(section, name))
+            shlex.split(getattr(section, name, ""))
         except ValueError as error:
             wrong = f"{name} cannot be split as a shell would: {error}"
             raise SettingError(wrong, remedy="Close every quote.") from None
@@ -222,16 +253,36 @@ class PairSettings:
     launch: PairLaunch | None = None
 
     def __post_init__(self) -> None:
-        require(
-            not any(mark in url for url in self.urls for mark in "?#"),
-            "the URL of an engine has a query or a fragment, which is never sent",
-            "Leave it out; the model's engine_key holds a key.",
-        )
+        _require_whole_urls(self.urls.values())
 
     @property
-    def urls(self) -> tuple[str, str]:
-        """Of both servers, prefill's first."""
-        return self.prefill, self.decode
+    def urls(self) -> Mapping[Role, str]:
+        """The URLs of both servers."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """An undivided SGLang server, which prefills and decodes."""
+
+    server: Annotated[Url, "URL of the server."]
+    launch: ServerLaunch | None = None
+
+    def __post_init__(self) -> None:
+        _require_whole_urls(self.urls.values())
+
+    @property
+    def urls(self) -> Mapping[Role, str]:
+        """The URL of the server."""
+        return {"server": self.server}
+
+
+def _require_whole_urls(urls: Iterable[str]) -> None:
+    require(
+        not any(mark in url for url in urls for mark in "?#"),
+        "the URL of an engine has a query or a fragment, which is never sent",
+        "Leave it out; the model's engine_key holds a key.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,13 +340,17 @@ class ModelSettings:
     """A model that topologies and requests may name, and what serves it.
 
     `engine` holds the settings of the engine kind that serves it, by the kind's name, unless
-    `pairs` do; without either it is `embedded` with its defaults.
+    `pairs` or `servers` do; without any it is `embedded` with its defaults.
     """
 
     path: Annotated[FilePath, "Hugging Face folder with the tokenizer and the weights."]
     pairs: Annotated[
         tuple[PairSettings, ...],
         "SGLang pairs that serve it; any prefill server works with any decode server.",
+    ] = ()
+    servers: Annotated[
+        tuple[Url | ServerSettings, ...],
+        "Undivided SGLang servers that serve it, each a URL, or a mapping to `launch` it.",
     ] = ()
     context_length: Annotated[
         Count | None,
@@ -323,10 +378,10 @@ class ModelSettings:
     ] = None
     engine_key: Annotated[
         str | FromEnvironment | None,
-        "Key that its pairs ask for, SGLang's `--api-key`, which is sent as a bearer.",
+        "Key that its engines ask for, SGLang's `--api-key`, which is sent as a bearer.",
         SECRET,
     ] = field(default=None, repr=False)
-    engine_tls: Annotated[TlsClient | None, "Certificates, for pairs with https:// URLs."] = None
+    engine_tls: Annotated[TlsClient | None, "Certificates, for engines with https:// URLs."] = None
     adapters: Annotated[
         Mapping[Name, FilePath],
         "LoRA adapters by name, served as `<alias>:<name>`: folders in PEFT's form, at "
@@ -339,8 +394,15 @@ class ModelSettings:
     ] = "auto"
     engine: Annotated[Values, CODE_ONLY] = field(default_factory=dict)
 
+    @property
+    def sglang(self) -> tuple[PairSettings | ServerSettings, ...]:
+        """The pairs or the undivided servers that serve it."""
+        return self.pairs or tuple(
+            ServerSettings(at) if isinstance(at, str) else at for at in self.servers
+        )
+
     def __post_init__(self) -> None:
-        kinds = [*(["pairs"] if self.pairs else []), *self.engine]
+        kinds = [*(name for name in ("pairs", "servers") if getattr(self, name)), *self.engine]
         require(
             len(kinds) < 2,
             f"a model is served by one kind of engine, not by both {' and '.join(kinds)}",
@@ -348,25 +410,26 @@ class ModelSettings:
         )
         for name in ("engine_key", "engine_tls", "adapters"):
             require(
-                bool(self.pairs) or not getattr(self, name),
-                f"{name} is for pairs, and there are none",
+                bool(self.sglang) or not getattr(self, name),
+                f"{name} is for pairs or servers, and there are none",
             )
         require(
             self.engine_tls is None
-            or all(url.startswith("https://") for pair in self.pairs for url in pair.urls),
-            "engine_tls is set, and not all of the pairs have https:// URLs",
+            or all(url.startswith("https://") for at in self.sglang for url in at.urls.values()),
+            "engine_tls is set, and not all of the engines have https:// URLs",
             remedy="Give them https:// URLs, or leave engine_tls out.",
         )
-        pairs = [tuple(map(_spell, pair.urls)) for pair in self.pairs]
+        named = [tuple(map(_spell, at.urls.values())) for at in self.sglang]
         require(
-            len(pairs) == len({*pairs}), "a pair is there twice", "Name it once, in one spelling."
+            len(named) == len({*named}),
+            "a pair or a server is there twice",
+            "Name it once, in one spelling.",
         )
         bootstraps = {
-            (prefill, pair.bootstrap_host, pair.bootstrap_port)
-            for (prefill, _), pair in zip(pairs, self.pairs, strict=True)
+            (_spell(pair.prefill), pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs
         }
         require(
-            len(bootstraps) == len({prefill for prefill, _ in pairs}),
+            len(bootstraps) == len({prefill for prefill, *_ in bootstraps}),
             "several pairs name one prefill server with different bootstrap hosts or ports",
             remedy="It has one; correct the others.",
         )

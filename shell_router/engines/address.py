@@ -1,7 +1,8 @@
 """Addresses of engine servers, and the limits of waiting for them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from yarl import URL
 
@@ -26,14 +27,28 @@ class PairLimits:
 
 
 DEFAULT_LIMITS = PairLimits()
+UNDIVIDED = "server"
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The role and the URL of an engine server."""
+    """The role and the URL of an engine server.
+
+    The role `server` is that of an undivided server, which prefills and decodes.
+    """
 
     role: str
     url: URL
+
+    @property
+    def name(self) -> str:
+        """The name in errors, which clients read."""
+        return "engine" if self.role == UNDIVIDED else f"{self.role} engine"
+
+    @property
+    def mode(self) -> str:
+        """SGLang's name of the role: its `--disaggregation-mode`."""
+        return "null" if self.role == UNDIVIDED else self.role
 
     @property
     def public_url(self) -> str:
@@ -41,7 +56,7 @@ class Server:
         return str(self.url.with_user(None))
 
     def __str__(self) -> str:
-        return f"{self.role} engine {self.public_url}"
+        return f"{self.name} {self.public_url}"
 
 
 class Address(Protocol):
@@ -69,3 +84,21 @@ class PairAddress:
     def servers(self) -> tuple[Server, ...]:
         """The prefill server, then the decode server."""
         return Server("prefill", URL(self.prefill_url)), Server("decode", URL(self.decode_url))
+
+    @property
+    def bootstrap(self) -> Mapping[str, str | int]:
+        """The fields of a body by which decode finds prefill, without a room."""
+        return {"bootstrap_host": self.bootstrap_host, "bootstrap_port": self.bootstrap_port}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """The address of an undivided server."""
+
+    url: str
+    bootstrap: ClassVar[Mapping[str, str | int]] = {}
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """The server alone."""
+        return (Server(UNDIVIDED, URL(self.url)),)

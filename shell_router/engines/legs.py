@@ -1,4 +1,4 @@
-"""One request on a prefill and a decode server, supervised as one."""
+"""One request on an undivided server, or on a prefill and a decode server, supervised as one."""
 
 import asyncio
 import logging
@@ -30,73 +30,46 @@ _TRANSFER_FAILED = "transfer failed"
 """SGLang's words, on either server."""
 
 
-class Legs:
-    """One request running on both servers; the first failure on either ends and aborts both.
+class Leg:
+    """One request running on an undivided server; `Legs` runs it on two.
 
     Make it, then call `next` for the answer; or read `decode` until it is empty and call
-    `settle_later`. Always end with `close`, which aborts on both servers unless the answer had
-    ended. The prefill leg is not awaited before decode's end. No leg is a task: its exchange
-    reports its end.
-
-    The first failure is blamed on the server that caused it, in `blamed_servers`:
-
-        failure                                     blamed
-        ------------------------------------------  --------------------------------
-        the prefill leg is lost, stalls, or errs    prefill
-        the decode leg is lost, stalls, or errs     decode
-        a leg stalls before any byte of an answer   both: one stalls the other
-        a status says "transfer failed"             both: each reports it
-        prefill errs after decode's error status    no server: decode's is first
-        a leg fails after the answer's end          no server
+    `settle_later`. Always end with `close`, which aborts unless the answer had ended. No leg is a
+    task: its exchange reports its end. A failure is blamed on the server, in `blamed_servers`.
 
     Args:
-        prefill: The prefill server.
-        decode: The decode server.
+        server: The server that decodes.
         rids: The request's ids, by which the servers abort it.
-        bodies: The bodies for prefill and decode.
+        body: The body.
         read_timeout_s: The longest time without a byte.
-        on_prefilled: Called when the prefill leg has ended.
+        on_begun: Called when `next` has the first tokens.
         blame: Called with each blamed server and the failure; by default its breaker counts it.
         route: The servers' route.
     """
 
     def __init__(
         self,
-        prefill: ServerClient,
-        decode: ServerClient,
+        server: ServerClient,
         rids: Sequence[str],
-        bodies: tuple[bytes, bytes],
+        body: bytes,
         read_timeout_s: float,
-        on_prefilled: Callable[[], None] | None = None,
+        on_begun: Callable[[], None] | None = None,
         blame: Callable[[ServerClient, ServerFailure], None] = ServerClient.note_failure,
         route: str = "generate",
     ) -> None:
-        self.prefill_server = prefill
-        self.decode_server = decode
+        self.decode_server = server
         self.blamed_servers: tuple[ServerClient, ...] = ()
         self._rids = rids
-        self._on_prefilled = on_prefilled
+        self._on_begun = on_begun
         self._blame = blame
         self._failure: ServerFailure | None = None
         self._ended = False
-        self._prefill_answer: bytes | None = None
-        self._prefill_over: asyncio.Event | None = None
         self._output: OutputReader | None = None
         self._begun = False
-        self.decode = decode.begin(
-            route,
-            bodies[1],
-            read_timeout_s=read_timeout_s,
-            streamed=True,
-            ended=self._decode_ended,
+        self.decode = server.begin(
+            route, body, read_timeout_s=read_timeout_s, streamed=True, ended=self._decode_ended
         )
-        """Decode's answer. Reading it raises the first failure of either leg."""
-        self._prefill = prefill.begin(
-            route,
-            bodies[0],
-            read_timeout_s=read_timeout_s,
-            ended=self._prefill_ended,
-        )
+        """Decode's answer. Reading it raises the first failure of any leg."""
 
     async def next(self, *, logprobs: bool) -> Tokens | Finish:
         """Return the tokens that decode streams next, and at the end one Finish.
@@ -118,6 +91,8 @@ class Legs:
                     if not self._begun:
                         self._begun = True
                         self.decode_server.note_success()
+                        if self._on_begun is not None:
+                            self._on_begun()
                     return tokens
             if reader.error is not None:
                 raise reader.error
@@ -125,7 +100,7 @@ class Legs:
                 raise EngineUnreachable(
                     f"The {self.decode_server.name} closed its stream before the answer ended."
                 )
-            return self._count_cached(reader.finish, await self.settle())
+            return await self._complete(reader.finish)
         except (EngineError, PromptTooLong) as error:
             self.fail(error)
             raise
@@ -136,6 +111,98 @@ class Legs:
         error = refusal_error(self.decode_server.name, self.decode.status, message)
         self.fail(error)
         raise error
+
+    async def read_prefill(self) -> bytes | None:
+        """Return the answer of the prefill server; None where decode's is the whole answer."""
+        return None
+
+    def settle_later(self) -> None:
+        """Note that the answer has ended well, for callers that read `decode` themselves."""
+        self._ended = True
+
+    def fail(self, error: ServerFailure) -> None:
+        """Report that decode answered with an error, which counts unless a leg failed first."""
+        self._fail(self.decode_server, error)
+
+    def close(self) -> None:
+        """Abort every leg, unless the answer has ended; idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        self._stop()
+
+    async def _complete(self, finish: Finish) -> Finish:
+        self._ended = True
+        return finish
+
+    def _stop(self) -> None:
+        self.decode.close()
+        self.decode_server.abort(self._rids)
+
+    def _decode_ended(self, decode: Exchange) -> None:
+        if isinstance(decode.failure, EngineError):
+            self._fail(self.decode_server, decode.failure)
+
+    def _fail(self, server: ServerClient, error: ServerFailure) -> None:
+        """Keep the first failure, make every reader raise it, and stop every leg."""
+        if self._failure is None and not self._ended:
+            self._failure = error
+            self.blamed_servers = self._find_blamed(server, error)
+            for blamed in self.blamed_servers:
+                self._blame(blamed, error)
+            self.decode.fail(error)
+            self.close()
+
+    def _find_blamed(self, server: ServerClient, error: ServerFailure) -> tuple[ServerClient, ...]:
+        """Return the server that failed, or all that may be at fault."""
+        return (server,)
+
+
+class Legs(Leg):
+    """One request running on two servers; the first failure on either ends and aborts both.
+
+    The prefill leg is not awaited before decode's end. The first failure is blamed on the server
+    that caused it:
+
+        failure                                     blamed
+        ------------------------------------------  --------------------------------
+        the prefill leg is lost, stalls, or errs    prefill
+        the decode leg is lost, stalls, or errs     decode
+        a leg stalls before any byte of an answer   both: one stalls the other
+        a status says "transfer failed"             both: each reports it
+        prefill errs after decode's error status    no server: decode's is first
+        a leg fails after the answer's end          no server
+
+    Args:
+        prefill: The prefill server.
+        decode: The decode server.
+        rids: See `Leg`, as for `read_timeout_s`, `blame` and `route`.
+        bodies: The bodies for prefill and decode.
+        on_prefilled: Called when the prefill leg has ended.
+    """
+
+    def __init__(
+        self,
+        prefill: ServerClient,
+        decode: ServerClient,
+        rids: Sequence[str],
+        bodies: tuple[bytes, bytes],
+        read_timeout_s: float,
+        on_prefilled: Callable[[], None] | None = None,
+        blame: Callable[[ServerClient, ServerFailure], None] = ServerClient.note_failure,
+        route: str = "generate",
+    ) -> None:
+        self.prefill_server = prefill
+        self._on_prefilled = on_prefilled
+        self._prefill_answer: bytes | None = None
+        self._prefill_over: asyncio.Event | None = None
+        super().__init__(decode, rids, bodies[1], read_timeout_s, blame=blame, route=route)
+        self._prefill = prefill.begin(
+            route,
+            bodies[0],
+            read_timeout_s=read_timeout_s,
+            ended=self._prefill_ended,
+        )
 
     async def read_prefill(self) -> bytes:
         """Await the prefill leg's answer before decode's; raise the first failure of either leg."""
@@ -158,8 +225,7 @@ class Legs:
                 log.warning(
                     "decode of %s ended without the %s's answer", self._rids, self.prefill_server
                 )
-                self._prefill.close()
-                self._abort()
+                self._stop()
         return self._prefill_answer
 
     def settle_later(self) -> None:
@@ -167,19 +233,6 @@ class Legs:
         self._ended = True
         if self._prefill_answer is None:
             self.prefill_server.tasks.start(self.settle())
-
-    def fail(self, error: ServerFailure) -> None:
-        """Report that decode answered with an error, which counts unless a leg failed first."""
-        self._fail(self.decode_server, error)
-
-    def close(self) -> None:
-        """Abort both legs, unless the answer has ended; idempotent."""
-        if self._ended:
-            return
-        self._ended = True
-        self.decode.close()
-        self._prefill.close()
-        self._abort()
 
     async def _wait_for_prefill(self, limit_s: float) -> None:
         if self._prefill.over:
@@ -189,8 +242,9 @@ class Legs:
             async with asyncio.timeout(limit_s):
                 await self._prefill_over.wait()
 
-    def _count_cached(self, finish: Finish, prefill_answer: bytes | None) -> Finish:
+    async def _complete(self, finish: Finish) -> Finish:
         """Take `cached_tokens` from the prefill leg: decode's count adds hits of its own cache."""
+        prefill_answer = await self.settle()
         if prefill_answer is None:
             return finish
         cached_tokens = read_prefilled(self.prefill_server.name, prefill_answer).cached_tokens
@@ -198,13 +252,10 @@ class Legs:
             return finish
         return replace(finish, cached_tokens=cached_tokens)
 
-    def _abort(self) -> None:
-        for server in (self.prefill_server, self.decode_server):
-            server.abort(self._rids)
-
-    def _decode_ended(self, decode: Exchange) -> None:
-        if isinstance(decode.failure, EngineError):
-            self._fail(self.decode_server, decode.failure)
+    def _stop(self) -> None:
+        super()._stop()
+        self._prefill.close()
+        self.prefill_server.abort(self._rids)
 
     def _prefill_ended(self, prefill: Exchange) -> None:
         if self._on_prefilled is not None:
@@ -223,16 +274,6 @@ class Legs:
                 self._fail(server, error)
         if self._prefill_over is not None:
             self._prefill_over.set()
-
-    def _fail(self, server: ServerClient, error: ServerFailure) -> None:
-        """Keep the first failure, make every reader raise it, and stop both legs."""
-        if self._failure is None and not self._ended:
-            self._failure = error
-            self.blamed_servers = self._find_blamed(server, error)
-            for blamed in self.blamed_servers:
-                self._blame(blamed, error)
-            self.decode.fail(error)
-            self.close()
 
     def _find_blamed(self, server: ServerClient, error: ServerFailure) -> tuple[ServerClient, ...]:
         """Return the server that failed, or both if either may be at fault.

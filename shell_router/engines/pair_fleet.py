@@ -1,4 +1,4 @@
-"""The prefill-decode pairs of a model, and their abilities: prefill-only requests and chats."""
+"""The servers of a model, in pairs or undivided: prefill-only requests, chats, priorities."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from shell_router.core.engine import ChatServing, Generation, PrefillCost, ServiceTier
 from shell_router.core.exact_json import NewValues, Values
-from shell_router.engines.address import PairAddress
+from shell_router.engines.address import UNDIVIDED, PairAddress, ServerAddress
 from shell_router.engines.fleet import Fleet
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.server_client import ServerClient, Transport
@@ -24,8 +24,10 @@ _PRIORITIES: Mapping[ServiceTier, int] = {"priority": 1, "default": 0, "flex": -
 """Numbers so close that SGLang interrupts no request for another."""
 
 
-class PairFleet(Fleet[PairAddress]):
+class PairFleet(Fleet[PairAddress | ServerAddress]):
     """The prefill and decode servers of a model; any two of them work together.
+
+    Undivided servers stand alone, and are both: `prefills` and `decodes` are one dispatcher.
 
     Attributes:
         prefill_only: The prefill-only requests of each prefill server.
@@ -38,6 +40,7 @@ class PairFleet(Fleet[PairAddress]):
         room: Gives fresh bootstrap rooms.
         rid: Gives fresh request ids.
         draw: Gives uniform numbers in [0, 1).
+        undivided: Whether the servers prefill and decode themselves.
     """
 
     def __init__(
@@ -48,11 +51,18 @@ class PairFleet(Fleet[PairAddress]):
         room: Callable[[], int],
         rid: Callable[[], str],
         draw: Callable[[], float],
+        *,
+        undivided: bool = False,
     ) -> None:
         clock = transport.clock
-        self.prefills = Dispatcher[ServerClient]([], scheduling, clock, decodes=False)
-        self.decodes = Dispatcher[ServerClient]([], scheduling, clock, prefills=False)
-        super().__init__(transport, {"prefill": self.prefills, "decode": self.decodes})
+        self.undivided = undivided
+        if undivided:
+            self.prefills = self.decodes = Dispatcher[ServerClient]([], scheduling, clock)
+            super().__init__(transport, {UNDIVIDED: self.prefills})
+        else:
+            self.prefills = Dispatcher([], scheduling, clock, decodes=False)
+            self.decodes = Dispatcher([], scheduling, clock, prefills=False)
+            super().__init__(transport, {"prefill": self.prefills, "decode": self.decodes})
         self.prefill_only: dict[ServerClient, PrefillOnly] = {}
         self.chat: ChatServing | None = None
         self.retries = retries
@@ -61,18 +71,20 @@ class PairFleet(Fleet[PairAddress]):
         self._rid = rid
         self._priority_signs: dict[ServerClient, int] = {}
 
-    def clients_of(self, address: PairAddress) -> tuple[ServerClient, ...]:
-        """See `Fleet.clients_of`; the prefill server comes first."""
-        prefill, decode = super().clients_of(address)
+    def clients_of(self, address: PairAddress | ServerAddress) -> tuple[ServerClient, ...]:
+        """See `Fleet.clients_of`; the server that prefills comes first."""
+        clients = super().clients_of(address)
+        prefill = clients[0]
         if prefill not in self.prefill_only:
-            bootstrap = {
-                "bootstrap_host": address.bootstrap_host,
-                "bootstrap_port": address.bootstrap_port,
-            }
             self.prefill_only[prefill] = PrefillOnly(
-                prefill, self.decodes, bootstrap, self._rid, self.room, self.transport.clock
+                prefill,
+                None if self.undivided else self.decodes,
+                address.bootstrap,
+                self._rid,
+                self.room,
+                self.transport.clock,
             )
-        return prefill, decode
+        return clients
 
     async def probe(self) -> tuple[PrefillWay, ...]:
         """Ask all servers for their abilities, and find ways of prefill-only that warm caches.
@@ -97,7 +109,7 @@ class PairFleet(Fleet[PairAddress]):
         chat = await chat_of(servers)
         if chat is None or self.chat.tool_parser not in (None, chat.tool_parser):
             raise EngineRejected(
-                "The pair has no chats, or others than the model.",
+                "The servers have no chats, or others than the model.",
                 status=400,
                 remedy="Start its engines with the --tool-call-parser of the model's others.",
             )

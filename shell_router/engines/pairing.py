@@ -1,13 +1,13 @@
-"""The attempts of one request, each on a pair of servers."""
+"""The attempts of one request, each on a pair of servers or an undivided one."""
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shell_router.core.engine import Placement
-from shell_router.engines.legs import Legs
+from shell_router.engines.legs import Leg, Legs
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.server_client import ServerClient, ServerFailure, take_slot
 from shell_router.engines.shared_prefixes import PrefixTurn
@@ -23,24 +23,47 @@ log = logging.getLogger(__name__)
 class Pair:
     """The slots of one attempt and its legs on both servers; `close` it in the end.
 
-    `bootstrap` has the body's fields by which decode finds prefill, `turn` the prompt's place among
-    those that share its beginning.
+    An undivided server has one slot, which is both. `fields` has the router's fields of the body,
+    by which decode finds prefill, `turn` the prompt's place among those that share its beginning.
     """
 
     prefill: EngineSlot[ServerClient]
     decode: EngineSlot[ServerClient]
-    bootstrap: Mapping[str, Any]
-    legs: Legs | None = None
+    fields: Mapping[str, Any]
+    legs: Leg | None = None
     turn: PrefixTurn | None = None
 
     @property
-    def placed(self) -> tuple[Placement, Placement]:
+    def placed(self) -> tuple[Placement, ...]:
         """The servers that it went to, and why."""
-        return self.prefill.placement(), self.decode.placement()
+        slots = dict.fromkeys((self.prefill, self.decode))
+        return tuple(slot.placement() for slot in slots)
+
+    def start(
+        self,
+        rids: Sequence[str],
+        bodies: tuple[bytes, bytes],
+        read_timeout_s: float,
+        blame: Callable[[ServerClient, ServerFailure], None],
+        route: str = "generate",
+    ) -> Leg:
+        """Send the bodies for prefill and decode; an undivided server gets the latter alone."""
+        prefill = self.prefill.engine
+        decode = self.decode.engine
+        if self.prefill is self.decode:
+            self.legs = Leg(
+                decode, rids, bodies[1], read_timeout_s, self.close_prefill, blame, route
+            )
+        else:
+            self.legs = Legs(
+                prefill, decode, rids, bodies, read_timeout_s, self.close_prefill, blame, route
+            )
+        return self.legs
 
     def close_prefill(self) -> None:
         """Free the prefill server's slot, because the prompt is prefilled."""
-        self.prefill.close()
+        if self.prefill is not self.decode:
+            self.prefill.close()
         self.decode.note_prefill()
         if self.turn is not None:
             self.turn.end(prefilled=True)
@@ -106,6 +129,8 @@ class Attempts:
         try:
             fleet.prefills.serving()
             to_decode = await take_slot(fleet.decodes, self.request, self._avoid)
+            if fleet.undivided:
+                return self._pair(to_decode, to_decode)
             try:
                 to_prefill = await take_slot(fleet.prefills, self.request, self._avoid)
             except BaseException:
@@ -113,10 +138,16 @@ class Attempts:
                 raise
         except EngineUnavailable as refusal:
             raise self._last or refusal from None
+        return self._pair(to_prefill, to_decode)
+
+    def _pair(
+        self, to_prefill: EngineSlot[ServerClient], to_decode: EngineSlot[ServerClient]
+    ) -> Pair:
+        fleet = self.fleet
         fleet.retried += self.made > 0
-        address = fleet.prefill_only[to_prefill.engine].bootstrap
+        bootstrap = fleet.prefill_only[to_prefill.engine].draw_bootstrap()
         tier = fleet.tier_fields(self.request.hints.tier)
-        return Pair(to_prefill, to_decode, {**address, "bootstrap_room": fleet.room(), **tier})
+        return Pair(to_prefill, to_decode, {**bootstrap, **tier})
 
     async def wait_after(self, pair: Pair, error: EngineError) -> None:
         """Return when the attempt after `pair` is due; raise `error` if it was the last."""

@@ -1,7 +1,7 @@
-"""Prefill without decode: by the plugin's route, or by a pair that decodes one token.
+"""Prefill without decode: by the plugin's route, or by a request that decodes one token.
 
-Stock SGLang keeps the KV of requests without a decode partner out of its prefix cache, so a probe
-finds the way that warms it.
+An undivided server writes that token in the pass that prefills. A stock prefill server keeps the KV
+of requests without a decode partner out of its prefix cache, so a probe finds a way that warms it.
 """
 
 import logging
@@ -27,8 +27,7 @@ from shell_router.routing.placement import PlacementRequest
 
 logger = logging.getLogger(__name__)
 
-PrefillWay = Literal["route", "pair"]
-PREFILL_WAYS: tuple[PrefillWay, ...] = ("route", "pair")
+PrefillWay = Literal["route", "pair", "generate"]
 PROBE_TOKENS = 256
 MEASURED_ROUNDS = 3
 
@@ -40,8 +39,8 @@ class PrefillOnly:
     """Prefill-only requests to one prefill server.
 
     Attributes:
-        server: The prefill server.
-        decodes: The decode servers, for requests by a pair.
+        server: The server that prefills.
+        decodes: The decode servers, for requests by a pair; None for an undivided server.
         bootstrap: The fields by which decode finds this server, without a room.
         rid: Gives fresh request ids.
         room: Gives random bootstrap rooms, which also serve as random numbers.
@@ -53,7 +52,7 @@ class PrefillOnly:
     """
 
     server: ServerClient
-    decodes: Dispatcher[ServerClient]
+    decodes: Dispatcher[ServerClient] | None
     bootstrap: Mapping[str, Any]
     rid: Callable[[], str]
     room: Callable[[], int]
@@ -62,6 +61,12 @@ class PrefillOnly:
     cost: PrefillCost | None = None
     prefixes: SharedPrefixes = field(default_factory=SharedPrefixes)
     overlaps_passes: bool = False
+
+    def draw_bootstrap(self) -> Mapping[str, Any]:
+        """Draw a room, and return the fields by which decode finds this server in it."""
+        if self.decodes is None:
+            return {}
+        return {**self.bootstrap, "bootstrap_room": self.room()}
 
     @property
     def fewest_shared(self) -> float:
@@ -76,19 +81,17 @@ class PrefillOnly:
         request = replace(
             request, sampling={**request.sampling, "max_new_tokens": 1}, logprobs=False
         )
-        if self.way == "pair":
-            return await self._send_by_pair(request)
-        return await self._send_by_route(request)
-
-    async def _send_by_route(self, request: Generation) -> Prefilled:
+        if self.way == "pair" and self.decodes is not None:
+            return await self._send_by_pair(request, self.decodes)
         body = orjson.dumps({**body_fields(request), "stream": False})
         async with self.forward(body, (request.rid,)) as response:
             return read_prefilled(self.server.name, await self.server.read_all(response))
 
     @asynccontextmanager
     async def forward(self, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
-        """Send a body to `prefill_only`; abort it unless the answer is read to its end."""
-        exchange = self.server.begin("prefill_only", body, streamed=True)
+        """Send a body that decodes one token; abort it unless the answer is read to its end."""
+        route = "prefill_only" if self.way == "route" else "generate"
+        exchange = self.server.begin(route, body, streamed=True)
         try:
             await exchange.wait_for_head()
             yield exchange
@@ -104,14 +107,15 @@ class PrefillOnly:
                 self.server.abort(rids)
                 exchange.close()
 
-    async def _send_by_pair(self, request: Generation) -> Prefilled:
+    async def _send_by_pair(
+        self, request: Generation, decodes: Dispatcher[ServerClient]
+    ) -> Prefilled:
         """Decode one token on this server and a decode server."""
         # decode's limit does not hold for an update: requests that wait for this prefill server
         # may fill decode
-        slot = await take_slot(self.decodes, PlacementRequest.of(request, update=True))
+        slot = await take_slot(decodes, PlacementRequest.of(request, update=True))
         try:
-            fields = {**self.bootstrap, "bootstrap_room": self.room()}
-            bodies = leg_bodies(request, fields)
+            bodies = leg_bodies(request, self.draw_bootstrap())
             stall_s = self.server.limits.stall_s
             legs = Legs(self.server, slot.engine, (request.rid,), bodies, stall_s)
             try:
@@ -133,7 +137,8 @@ class PrefillOnly:
             EngineRejected: No way warms the cache.
         """
         outcomes = []
-        for way in PREFILL_WAYS if route else PREFILL_WAYS[1:]:
+        ways: tuple[PrefillWay, ...] = ("route", "generate" if self.decodes is None else "pair")
+        for way in ways if route else ways[1:]:
             self.way = way
             outcome = await self._try(self._draw_ids())
             words = str(outcome)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import orjson
 
 from shell_router.core.engine import NO_HINTS, Hints, NativeRoute, Relayed
-from shell_router.engines.legs import Legs
+from shell_router.engines.legs import Leg
 from shell_router.engines.native_body import (
     ADAPTER,
     CACHE_KEY,
@@ -150,7 +150,7 @@ class PairRelay:
         request = PlacementRequest(
             tokens, None, most, hints, None, update, adapter, requests=requests
         )
-        if update and all(only.way != "pair" for only in self.fleet.prefill_only.values()):
+        if update and all(way == "route" for way in self.fleet.prefill_ways):
             return self._forward_to_prefill(native, request)
         return _ByPair(self, route, native, request)
 
@@ -182,9 +182,8 @@ class PairRelay:
         while True:
             pair = await attempts.pick()
             try:
-                relayed = await _await_answer(
-                    self._start_legs(route, native, pair, attempts), native, pair
-                )
+                legs = self._start_legs(route, native, pair, attempts)
+                relayed = await _await_answer(legs, native, pair)
                 attempts.count_statuses()
                 return pair, relayed
             except BaseException as error:
@@ -196,25 +195,16 @@ class PairRelay:
 
     def _start_legs(
         self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts
-    ) -> Legs:
+    ) -> Leg:
         if route == "prefill_only":
             route = "generate"
-            fields = {**pair.bootstrap, "stream": False, "sampling_params": {"max_new_tokens": 1}}
+            fields = {**pair.fields, "stream": False, "sampling_params": {"max_new_tokens": 1}}
             sent = native.replace_fields(fields)
         else:
-            sent = native.with_fields(pair.bootstrap)
+            sent = native.with_fields(pair.fields)
         limits = self.fleet.transport.limits
-        pair.legs = Legs(
-            pair.prefill.engine,
-            pair.decode.engine,
-            native.rids,
-            (sent, sent),
-            limits.stall_s if native.stream else limits.answer_s,
-            pair.close_prefill,
-            attempts.blame,
-            route,
-        )
-        return pair.legs
+        read_timeout_s = limits.stall_s if native.stream else limits.answer_s
+        return pair.start(native.rids, (sent, sent), read_timeout_s, attempts.blame, route)
 
 
 class _ByPair(AbstractAsyncContextManager[Relayed]):
@@ -235,7 +225,7 @@ class _ByPair(AbstractAsyncContextManager[Relayed]):
         self._pair.close()
 
 
-async def _await_answer(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
+async def _await_answer(legs: Leg, native: NativeBody, pair: Pair) -> Relayed:
     """Return decode's answer once its first bytes are here; earlier failures can be repeated."""
     decode = legs.decode
     await decode.wait_for_head()
@@ -248,8 +238,8 @@ async def _await_answer(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     if good and not fails:
         legs.decode_server.note_success()
     chunks: AsyncIterator[bytes] = _DecodeBody(legs, first, pair.decode)
-    if native.input_logprobs and good:
-        logprobs = InputLogprobs(legs.prefill_server.name, await legs.read_prefill())
+    if native.input_logprobs and good and (prefill_answer := await legs.read_prefill()) is not None:
+        logprobs = InputLogprobs(pair.prefill.engine.name, prefill_answer)
         streamed = decode.content_type.startswith("text/event-stream")
         chunks = _merge(logprobs, legs.decode_server.name, chunks, streamed=streamed)
     return Relayed(decode.status, decode.content_type, chunks, pair.placed)
@@ -262,7 +252,7 @@ class _DecodeBody(AsyncIterator[bytes]):
     no generator: the loop keeps a weak reference to each, which costs more than a chunk.
     """
 
-    def __init__(self, legs: Legs, first: bytes, slot: EngineSlot[ServerClient]) -> None:
+    def __init__(self, legs: Leg, first: bytes, slot: EngineSlot[ServerClient]) -> None:
         self._legs = legs
         self._first: bytes | None = first
         self._slot = slot

@@ -92,7 +92,7 @@ class ServerClient:
 
     def __init__(self, server: Server, transport: Transport) -> None:
         self.server = server
-        self.name = f"{server.role} engine"
+        self.name = server.name
         """The name in errors, which clients read; `str` has the URL too, for logs."""
         self.limits = transport.limits
         self.tasks = transport.tasks
@@ -199,11 +199,12 @@ class ServerClient:
         capabilities = self._object(answer)
         mode = capabilities.get("disaggregation_mode")
         contract = capabilities.get("contract")
-        if mode not in (None, self.server.role):
+        if mode not in (None, self.server.mode):
             raise EngineRejected(
                 f"The {self} says that its disaggregation mode is {mode}.",
                 status=501,
-                remedy="Correct the pair's URLs, or start it with --disaggregation-mode.",
+                remedy=f"Correct the URLs, or start it with --disaggregation-mode "
+                f"{self.server.mode}.",
             )
         self._check_model(str(capabilities.get("model_path", "")))
         if contract not in (None, CONTRACT):
@@ -221,7 +222,7 @@ class ServerClient:
         if len({*_MODEL_NAME.findall(paths)}) > 1:
             logger.warning(
                 "the %s serves %s, and the model's path is %s: unless both are one model, its "
-                "answers are wrong; correct the pair's URLs or the path",
+                "answers are wrong; correct the URLs or the path",
                 self,
                 path,
                 self._folder,

@@ -1,4 +1,4 @@
-"""A model's prefill and decode servers as an engine: SGLang's, or others with its wire format."""
+"""A model's pairs or undivided servers as an engine: SGLang's, or others with its wire format."""
 
 import random
 import ssl
@@ -14,11 +14,15 @@ import orjson
 from shell_router.core.engine import ChatServing, Finish, Generation, Prefilled, Tokens
 from shell_router.core.exact_json import Values, write_json
 from shell_router.core.sampling import PLAIN
-from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
-from shell_router.engines.legs import Legs
+from shell_router.engines.address import (
+    DEFAULT_LIMITS,
+    PairAddress,
+    PairLimits,
+    ServerAddress,
+)
 from shell_router.engines.native_body import ADAPTER, ANY_MODEL, CACHE_KEY, NativeRules
 from shell_router.engines.pair_fleet import PairFleet
-from shell_router.engines.pairing import Attempts, Pair
+from shell_router.engines.pairing import Attempts
 from shell_router.engines.relay import PairRelay
 from shell_router.engines.server_client import Transport, take_slot
 from shell_router.engines.wire import leg_bodies, wire_error
@@ -48,14 +52,14 @@ def random_rid() -> str:
 
 
 class SglangPair:
-    """The prefill-decode pairs of one model as `Engine`, `Relay` and `CallParser`.
+    """The pairs or the undivided servers of one model as `Engine`, `Relay` and `CallParser`.
 
     Requests of one affinity keep their prefill server; else `scheduling` says which server takes
     the next request, and when. A request that fails before its first token is sent again, on other
     servers if there are others. Each running request has a connection, which is kept for the next.
 
     Args:
-        addresses: At least one pair.
+        addresses: At least one pair, or one undivided server.
         limits: Of waiting for the servers.
         retries: Of requests that fail before their first token.
         breaker: Of each server.
@@ -77,7 +81,7 @@ class SglangPair:
 
     def __init__(
         self,
-        *addresses: PairAddress,
+        *addresses: PairAddress | ServerAddress,
         limits: PairLimits = DEFAULT_LIMITS,
         retries: RetrySettings = DEFAULT_RETRIES,
         breaker: BreakerSettings = DEFAULT_BREAKER,
@@ -94,13 +98,16 @@ class SglangPair:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         if not addresses:
-            raise ValueError("name at least one pair")
+            raise ValueError("name at least one server")
         self.adapters = adapters
         self._limits = limits
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s, tls=tls)
         transport = Transport(self._http, self._tasks, limits, breaker, clock, folder, key)
-        self.fleet = self.fleet_type(transport, scheduling, retries, room, rid, draw)
+        undivided = len(addresses[0].servers) == 1
+        self.fleet = self.fleet_type(
+            transport, scheduling, retries, room, rid, draw, undivided=undivided
+        )
         for address in addresses:
             self.fleet.use(address)
         self._isolates = isolates
@@ -121,7 +128,8 @@ class SglangPair:
             try:
                 request.on_placed(*pair.placed)
                 pair.turn = await self.fleet.begin_prompt(request, pair.prefill.engine)
-                legs = self._start_legs(sent, pair, attempts)
+                bodies = leg_bodies(sent, pair.fields)
+                legs = pair.start((sent.rid,), bodies, self._limits.stall_s, attempts.blame)
                 while True:
                     event = await legs.next(logprobs=request.logprobs)
                     if not begun:
@@ -142,18 +150,6 @@ class SglangPair:
             await attempts.wait_after(pair, failure)
             # engines abort whatever begins with the id of an attempt before, so that stands last
             sent = replace(request, rid=f"{attempts.made}.{request.rid}")
-
-    def _start_legs(self, request: Generation, pair: Pair, attempts: Attempts) -> Legs:
-        pair.legs = Legs(
-            pair.prefill.engine,
-            pair.decode.engine,
-            (request.rid,),
-            leg_bodies(request, pair.bootstrap),
-            self._limits.stall_s,
-            pair.close_prefill,
-            attempts.blame,
-        )
-        return pair.legs
 
     def _isolate(self, request: Generation) -> Generation:
         if self._isolates:

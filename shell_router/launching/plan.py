@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from yarl import URL
 
@@ -13,14 +12,10 @@ from shell_router.config import (
     Config,
     LaunchSettings,
     ModelSettings,
-    PairLaunch,
     PairSettings,
 )
-from shell_router.config.models import flags_of
+from shell_router.config.models import EngineLaunch, Role, ServerSettings, flags_of
 from shell_router.errors import ConfigError
-
-Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 DRAFT_VARIABLES: Mapping[str, str] = {"SHELL_ROUTER_DRAFTS": "1"}
 DRAFT_OPTIONS = (
@@ -85,7 +80,7 @@ class EngineCommand:
 
 
 def commands(config: Config, *, python: str) -> list[EngineCommand]:
-    """Return prefill and decode of every pair that has `launch`.
+    """Return the engines of every pair and server that has `launch`.
 
     Aliases of equal settings share their engines. `python` is the interpreter if the deployment
     names none. Raises ConfigError if two engines of one host would share a port.
@@ -108,28 +103,28 @@ def commands(config: Config, *, python: str) -> list[EngineCommand]:
 def _model_engines(
     settings: LaunchSettings, alias: str, model: ModelSettings, python: str
 ) -> Iterator[EngineCommand]:
-    """Yield the engines of a model's pairs.
+    """Yield the engines of a model's pairs or servers.
 
     An engine that several pairs name is started once, by its first pair's settings; the others must
     agree.
     """
-    launched: dict[tuple[Role, str], PairLaunch] = {}
-    for number, pair in enumerate(model.pairs):
-        for role in ROLES if pair.launch else ():
-            url = getattr(pair, role)
-            launch = pair.launch
-            assert launch is not None
+    launched: dict[tuple[Role, str], EngineLaunch] = {}
+    for number, at in enumerate(model.sglang):
+        launch = at.launch
+        if launch is None:
+            continue
+        for role, url in at.urls.items():
             if (role, url) in launched:
                 _require_agreement(
                     f"models.{alias}.pairs[{number}]", role, launched[role, url], launch
                 )
                 continue
             launched[role, url] = launch
-            if len(model.pairs) == 1:
+            if len(model.sglang) == 1:
                 name = alias
             else:
                 name = f"{alias}-{number + 1}"
-            yield _engine(f"{name}/{role}", role, model, pair, launch, settings, python)
+            yield _engine(f"{name}/{role}", role, model, at, launch, settings, python)
 
 
 def _let_sleep(engine: EngineCommand, alias: str) -> EngineCommand:
@@ -139,7 +134,7 @@ def _let_sleep(engine: EngineCommand, alias: str) -> EngineCommand:
     return replace(engine, argv=argv, env=env, sleeper=alias)
 
 
-def _require_agreement(where: str, role: Role, first: PairLaunch, launch: PairLaunch) -> None:
+def _require_agreement(where: str, role: Role, first: EngineLaunch, launch: EngineLaunch) -> None:
     for setting in ("flags", f"{role}_flags", f"{role}_gpus", "expert_placement"):
         if getattr(first, setting) != getattr(launch, setting):
             raise ConfigError(
@@ -153,32 +148,36 @@ def _engine(
     name: str,
     role: Role,
     model: ModelSettings,
-    pair: PairSettings,
-    launch: PairLaunch,
+    at: PairSettings | ServerSettings,
+    launch: EngineLaunch,
     settings: LaunchSettings,
     python: str,
 ) -> EngineCommand:
-    url = URL(getattr(pair, role))
+    url = URL(at.urls[role])
     host = url.host or ""
     port = url.port or 0
-    gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
+    gpus = launch.gpus_of(role)
     options = [
         *("--model-path", str(model.path), "--host", host, "--port", str(port)),
-        *("--disaggregation-mode", role),
-        *("--disaggregation-transfer-backend", settings.transfer_backend),
-        *("--disaggregation-bootstrap-port", str(pair.bootstrap_port)),
         # by default every streamed event repeats all earlier tokens
         *("--incremental-streaming-output", "--enable-metrics"),
         # xgrammar, the default, reads some patterns for minutes, and no other request meanwhile
         *("--grammar-backend", "llguidance"),
     ]
+    ports = [port]
     variables: dict[str, str] = {}
+    if isinstance(at, PairSettings):
+        options += ("--disaggregation-mode", role)
+        options += ("--disaggregation-transfer-backend", settings.transfer_backend)
+        options += ("--disaggregation-bootstrap-port", str(at.bootstrap_port))
+        if role == "decode":
+            variables |= DECODE_VARIABLES
+        else:
+            ports.append(at.bootstrap_port)
+            if settings.transfer_backend.startswith("mooncake"):
+                variables |= TRANSFER_VARIABLES
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    if role == "decode":
-        variables |= DECODE_VARIABLES
-    elif settings.transfer_backend.startswith("mooncake"):
-        variables |= TRANSFER_VARIABLES
     if len(gpus) > 1:
         options += ("--tp-size", str(len(gpus)))
     if model.context_length:
@@ -186,7 +185,7 @@ def _engine(
     if model.adapters:  # SGLang reads their ranks and modules, and pages them by itself
         named = [f"{adapter}={folder}" for adapter, folder in model.adapters.items()]
         options += ("--enable-lora", "--lora-paths", *named)
-    if settings.drafts and role == "decode" and model.drafts is not False:
+    if settings.drafts and role != "prefill" and model.drafts is not False:
         options += DRAFT_OPTIONS
         variables |= DRAFT_VARIABLES
     if len(gpus) > 1 and launch.expert_placement:
@@ -197,7 +196,7 @@ def _engine(
         name=name,
         role=role,
         host=host,
-        ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
+        ports=tuple(ports),
         argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
         env={**variables, **settings.environment},
         ready_url=str(url / "health"),
@@ -242,8 +241,8 @@ def _choose_machine(engines: list[EngineCommand], machine: str | None) -> str:
     hosts = list(dict.fromkeys(engine.host for engine in engines))
     if not hosts:
         raise ConfigError(
-            "no pair of this deployment is to be started.",
-            remedy="Add `launch: {}` to a pair; see docs/how-to/launch-engines.md.",
+            "no engine of this deployment is to be started.",
+            remedy="Add `launch: {}` to a pair or a server; see docs/how-to/launch-engines.md.",
         )
     if machine is None and len(hosts) == 1:
         return hosts[0]

@@ -9,8 +9,9 @@ from time import monotonic
 
 import aiohttp
 
+from shell_router.config.models import Role
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.plan import HEARTBEAT_S, EngineCommand, LaunchPlan, Role
+from shell_router.launching.plan import HEARTBEAT_S, EngineCommand, LaunchPlan
 from shell_router.processes.command import CommandProcess
 from shell_router.processes.restarts import RestartPolicy, keep_running
 

@@ -69,7 +69,7 @@ def add_routes(server_args: Any, *_arguments: Any, **_keywords: Any) -> None:
         return Response(file.read_bytes(), media_type="application/octet-stream")
 
     http_server.app.add_api_route("/shell_router/capabilities", report, methods=["GET"])
-    if capabilities["disaggregation_mode"] == "prefill":
+    if capabilities["disaggregation_mode"] != "decode":
         http_server.app.add_api_route("/prefill_only", prefill_only, methods=["POST"])
     if capabilities["expert_record"]:
         http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record, methods=["GET"])
@@ -91,7 +91,7 @@ def report_capabilities(
         "sglang_version": sglang_version,
         "disaggregation_mode": mode,
         "model_path": server_args.model_path,
-        "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
+        "prefill_only": mode != "decode" and not server_args.disable_radix_cache,
         "drafts": drafts_enabled() and server_args.speculative_algorithm == "NGRAM",
         "expert_record": fits and can_record(server_args, file),
         "expert_placement": fits and can_place(server_args, algorithm),

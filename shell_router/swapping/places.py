@@ -332,13 +332,13 @@ class SleepingPairs:
 async def open_sleeping_places(
     files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
 ) -> AsyncIterator[Places]:
-    """Use the models' own pairs. Raises ConfigError and EngineError."""
+    """Use the models' own engines. Raises ConfigError and EngineError."""
     addresses = {}
     launched = set()
     for alias in files:
-        pairs = config.models[alias].pairs
-        addresses[alias] = [address_of(pair) for pair in pairs]
-        if any(pair.launch for pair in pairs):
+        own = config.models[alias].sglang
+        addresses[alias] = [address_of(at) for at in own]
+        if any(at.launch for at in own):
             launched.add(alias)
     limit_s = config.limits.engine_start_s
     async with run_pairs(addresses, files, config, on_progress, client=SleepingPair) as clients:

@@ -1,5 +1,5 @@
-"""What the router needs of a prefill-decode pair on the wire, asked of every kind of pair in the
-same words.
+"""What the router needs of a model's servers on the wire, asked of every kind of pair and of
+undivided servers in the same words.
 
 Each point is checked on the raw HTTP answers, and where the router reads them, through its own
 client as well.
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import orjson
@@ -18,12 +18,19 @@ import pytest
 import pytest_asyncio
 
 from shell_router.core.engine import Finish, Generation, Tokens
-from shell_router.engines.address import PairAddress
-from shell_router.engines.prefill_only import PREFILL_WAYS
+from shell_router.engines.prefill_only import PrefillWay
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import PromptTooLong
-from tests.fakes.pairs_under_test import PairUnderTest, embedded, running, scripted
+from tests.fakes.pairs_under_test import (
+    PairUnderTest,
+    ServerAddress,
+    embedded,
+    of_model,
+    running,
+    scripted,
+    undivided,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -33,29 +40,31 @@ _unique = count(1)
 
 @dataclass(frozen=True)
 class Wire:
-    """A pair, spoken to without the router's client."""
+    """A pair or an undivided server, spoken to without the router's client."""
 
     under_test: PairUnderTest
     session: aiohttp.ClientSession
 
     @property
-    def address(self) -> PairAddress:
-        return self.under_test.address
+    def urls(self) -> list[str]:
+        """The prefill server's, then the decode server's; one of an undivided server."""
+        return [str(server.url).rstrip("/") for server in self.under_test.address.servers]
+
+    @property
+    def is_pair(self) -> bool:
+        return len(self.urls) == 2
 
     def body(self, ids: list[int], new_tokens: int = 12, **more: Any) -> dict[str, Any]:
-        """A greedy request of a fixed length, with the fields that pair its two legs."""
+        """A greedy request of a fixed length, with the fields that pair its legs, if it has two."""
         sampling = {
             "temperature": 0,
             "max_new_tokens": new_tokens,
             "ignore_eos": True,
             **more.pop("sampling", {}),
         }
-        pairing = {
-            "bootstrap_host": self.address.bootstrap_host,
-            "bootstrap_port": self.address.bootstrap_port,
-            "bootstrap_room": next(_unique) + 2**40,
-            "rid": f"wire-{next(_unique)}",
-        }
+        pairing = {**self.under_test.address.bootstrap, "rid": f"wire-{next(_unique)}"}
+        if self.is_pair:
+            pairing["bootstrap_room"] = next(_unique) + 2**40
         return {"input_ids": ids, "sampling_params": sampling, **pairing, **more}
 
     async def post(self, url: str, route: str, body: object) -> tuple[int, bytes]:
@@ -70,33 +79,28 @@ class Wire:
             return orjson.loads(await answer.read() or b"null")
 
     async def pair(self, body: dict[str, Any]) -> tuple[Output, Output]:
-        """Both legs' whole answers to one body: prefill's, then decode's."""
-        answers = await asyncio.gather(
-            self.post(self.address.prefill_url, "generate", body),
-            self.post(self.address.decode_url, "generate", body),
-        )
-        assert [status for status, _ in answers] == [200, 200], answers
-        return orjson.loads(answers[0][1]), orjson.loads(answers[1][1])
+        """The legs' whole answers to one body: prefill's, then decode's, which may be one."""
+        answers = await asyncio.gather(*(self.post(url, "generate", body) for url in self.urls))
+        assert {status for status, _ in answers} == {200}, answers
+        return orjson.loads(answers[0][1]), orjson.loads(answers[-1][1])
 
     async def stream(self, body: dict[str, Any]) -> list[bytes]:
         """The payloads of decode's stream."""
-        both = await asyncio.gather(
-            self.post(self.address.prefill_url, "generate", {**body, "stream": False}),
-            self.post(self.address.decode_url, "generate", {**body, "stream": True}),
+        *prefill, decode = self.urls
+        answers = await asyncio.gather(
+            *(self.post(url, "generate", {**body, "stream": False}) for url in prefill),
+            self.post(decode, "generate", {**body, "stream": True}),
         )
-        return [line[6:] for line in both[1][1].split(b"\n") if line.startswith(b"data: ")]
+        return [line[6:] for line in answers[-1][1].split(b"\n") if line.startswith(b"data: ")]
 
     async def until_idle(self) -> None:
-        """Return once neither server has a request; fails after half a minute."""
+        """Return once no server has a request; fails after half a minute."""
         async with asyncio.timeout(30):
             while await self.held():  # noqa: ASYNC110 - the engine is another process
                 await asyncio.sleep(0)
 
     async def held(self) -> int:
-        found = [
-            await self.get(url, "v1/loads")
-            for url in (self.address.prefill_url, self.address.decode_url)
-        ]
+        found = [await self.get(url, "v1/loads") for url in self.urls]
         ranks = [rank for one in found for rank in one["loads"]]
         return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in ranks)
 
@@ -132,7 +136,9 @@ def folded(payloads: list[bytes]) -> tuple[list[int], str, list[list[Any]]]:
         "scripted_cumulative",
         "embedded",
         "embedded_cumulative",
+        "undivided",
         pytest.param("sglang", marks=pytest.mark.sglang),
+        pytest.param("sglang_undivided", marks=pytest.mark.sglang),
     ],
 )
 def starting(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[PairUnderTest]:
@@ -141,6 +147,12 @@ def starting(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Pair
         return scripted(incremental=not mode)
     if kind == "embedded":
         return running(embedded(request.getfixturevalue("engines"), incremental=not mode))
+    if kind == "undivided":
+        return undivided()
+    if mode:
+        server = request.getfixturevalue("own_server")
+        model = request.getfixturevalue("sglang_model")
+        return running(of_model(ServerAddress(server.url), model))
     return running(request.getfixturevalue("real_sglang"))
 
 
@@ -153,7 +165,7 @@ async def wire(starting: AbstractAsyncContextManager[PairUnderTest]) -> AsyncIte
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(wire: Wire) -> AsyncIterator[SglangPair]:
-    pair = SglangPair(wire.address)
+    pair = SglangPair(wire.under_test.address)
     await pair.fleet.probe()
     yield pair
     await pair.aclose()
@@ -314,20 +326,16 @@ async def test_decode_reports_the_prefills_cached_tokens(wire: Wire) -> None:
     assert prefill["meta_info"]["cached_tokens"] == decode["meta_info"]["cached_tokens"] == 79
 
 
-async def test_an_abort_ends_the_stream_and_frees_both_servers(wire: Wire) -> None:
+async def test_an_abort_ends_the_stream_and_frees_the_servers(wire: Wire) -> None:
     body = wire.body(prompt(), new_tokens=1500, stream=True)
     headers = {"Content-Type": "application/json"}
     sent = orjson.dumps(body)
-    prefill = asyncio.create_task(
-        wire.post(wire.address.prefill_url, "generate", {**body, "stream": False})
+    prefill = asyncio.gather(
+        *(wire.post(url, "generate", {**body, "stream": False}) for url in wire.urls[:-1])
     )
-    async with wire.session.post(
-        f"{wire.address.decode_url}/generate", data=sent, headers=headers
-    ) as answer:
+    async with wire.session.post(f"{wire.urls[-1]}/generate", data=sent, headers=headers) as answer:
         received = await answer.content.readuntil(b"\n")
-        assert (await wire.post(wire.address.decode_url, "abort_request", {"rid": body["rid"]}))[
-            0
-        ] == 200
+        assert (await wire.post(wire.urls[-1], "abort_request", {"rid": body["rid"]}))[0] == 200
         received += await answer.content.read()
     await prefill
     last = [line[6:] for line in received.split(b"\n") if line.startswith(b"data: {")][-1]
@@ -335,7 +343,7 @@ async def test_an_abort_ends_the_stream_and_frees_both_servers(wire: Wire) -> No
     await wire.until_idle()
 
 
-async def test_a_caller_that_leaves_frees_both_servers(wire: Wire, client: SglangPair) -> None:
+async def test_a_caller_that_leaves_frees_the_servers(wire: Wire, client: SglangPair) -> None:
     async with aclosing(
         client.generate(generation(wire.body(prompt(), new_tokens=1500)))
     ) as stream:
@@ -347,14 +355,16 @@ async def test_a_caller_that_leaves_frees_both_servers(wire: Wire, client: Sglan
 
 
 async def test_aborting_an_unknown_request_is_no_error(wire: Wire) -> None:
-    for url in (wire.address.prefill_url, wire.address.decode_url):
+    for url in wire.urls:
         assert (await wire.post(url, "abort_request", {"rid": "unknown"}))[0] == 200
 
 
 async def test_a_request_without_a_room_is_refused_by_both(wire: Wire) -> None:
+    if not wire.is_pair:
+        pytest.skip("an undivided server needs no room")
     body = wire.body(prompt())
     del body["bootstrap_room"]
-    for url in (wire.address.prefill_url, wire.address.decode_url):
+    for url in wire.urls:
         status, answer = await wire.post(url, "generate", body)
         assert status == 400
         assert b"bootstrap room" in answer
@@ -363,7 +373,7 @@ async def test_a_request_without_a_room_is_refused_by_both(wire: Wire) -> None:
 
 async def test_a_prompt_over_the_context_is_refused_by_both(wire: Wire, client: SglangPair) -> None:
     body = wire.body(prompt(wire.under_test.context_length + 1))
-    for url in (wire.address.prefill_url, wire.address.decode_url):
+    for url in wire.urls:
         status, answer = await wire.post(url, "generate", body)
         assert status == 400
         assert b"context length" in answer
@@ -386,7 +396,7 @@ async def test_a_prompt_over_the_context_is_refused_by_both(wire: Wire, client: 
     ],
 )
 async def test_bad_bodies_get_a_4xx(wire: Wire, body: bytes) -> None:
-    for url in (wire.address.prefill_url, wire.address.decode_url):
+    for url in wire.urls:
         status, _ = await wire.post(url, "generate", body)
         assert 400 <= status < 500
     await wire.until_idle()
@@ -445,24 +455,24 @@ async def test_a_relayed_request_gets_decodes_answer(wire: Wire, client: SglangP
 
 
 async def test_each_server_says_what_it_is(wire: Wire) -> None:
-    for role, url in (("prefill", wire.address.prefill_url), ("decode", wire.address.decode_url)):
-        assert (await wire.get(url, "model_info"))["disaggregation_mode"] == role
-        assert (await wire.get(url, "server_info"))["disaggregation_mode"] == role
+    for server, url in zip(wire.under_test.address.servers, wire.urls, strict=True):
+        assert (await wire.get(url, "model_info"))["disaggregation_mode"] == server.mode
+        assert (await wire.get(url, "server_info"))["disaggregation_mode"] == server.mode
 
 
 async def test_loads_count_requests_and_tokens(wire: Wire, client: SglangPair) -> None:
     await client.fleet.ready()
-    for url in (wire.address.prefill_url, wire.address.decode_url):
+    for url in wire.urls:
         for rank in (await wire.get(url, "v1/loads"))["loads"]:
             assert {"dp_rank", "num_running_reqs", "num_waiting_reqs"} <= rank.keys()
             assert 0 <= rank["token_usage"] <= 1
             assert 0 <= rank["num_used_tokens"] <= rank["max_total_num_tokens"]
-    prefill, decode = [await server.report() for server in client.fleet.servers]
-    assert prefill.running == decode.running == 0
+    reports = [await server.report() for server in client.fleet.servers]
+    assert {report.running for report in reports} == {0}
 
 
 async def test_the_probe_found_a_way_to_prefill_only(client: SglangPair) -> None:
-    assert set(client.fleet.prefill_ways) <= set(PREFILL_WAYS)
+    assert set(client.fleet.prefill_ways) <= set(get_args(PrefillWay))
 
 
 async def test_the_prefills_answer_holds_one_input_log_probability_per_prompt_token_from_the_asked_start(
@@ -485,7 +495,7 @@ async def test_the_prefills_answer_holds_one_input_log_probability_per_prompt_to
             [logprob for logprob, _, _ in first_rows[start + 1 :]], abs=1e-4
         )
         assert prefill["meta_info"]["cached_tokens"] == start  # what follows is computed again
-        assert decode["meta_info"]["input_token_logprobs"] == []
+        assert not wire.is_pair or decode["meta_info"]["input_token_logprobs"] == []
 
 
 async def test_an_input_log_probability_is_that_with_which_the_token_would_be_generated(
@@ -525,7 +535,7 @@ async def test_without_a_start_neither_answer_holds_input_log_probabilities(
 
 async def test_a_start_behind_the_prompt_is_refused_by_both(wire: Wire) -> None:
     body = wire.body(prompt(), return_logprob=True, logprob_start_len=41)
-    for url in (wire.address.prefill_url, wire.address.decode_url):
+    for url in wire.urls:
         status, _ = await wire.post(url, "generate", body)
         assert status == 400
     await wire.until_idle()

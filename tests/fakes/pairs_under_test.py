@@ -14,10 +14,10 @@ from time import monotonic
 import aiohttp
 import pytest
 
-from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
+from benchmarks.scripted.server import ScriptedPair, ScriptedServer, ScriptedSettings
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.pair import CpuPair, free_ports, until_ready
-from shell_router.engines.address import PairAddress
+from shell_router.engines.address import PairAddress, ServerAddress
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes import embedded_as_sglang
 from tests.fakes.shared_engines import SharedEngines
@@ -33,12 +33,12 @@ SGLANG_VARIABLES = (
 
 @dataclass(frozen=True)
 class PairUnderTest:
-    """A running pair.
+    """A running pair, or an undivided server.
 
     `model` is its folder; it is None if there is no model, so that texts have no meaning.
     """
 
-    address: PairAddress
+    address: PairAddress | ServerAddress
     model: Path | None
     context_length: int
     vocabulary: int
@@ -63,6 +63,14 @@ async def scripted(*, incremental: bool) -> AsyncIterator[PairUnderTest]:
         yield PairUnderTest(address, None, CONTEXT_LENGTH, settings.vocabulary)
 
 
+@asynccontextmanager
+async def undivided() -> AsyncIterator[PairUnderTest]:
+    """A scripted server that prefills and decodes."""
+    settings = ScriptedSettings("null", token_s=0.002, context_length=CONTEXT_LENGTH)
+    async with ScriptedServer(settings) as server:
+        yield PairUnderTest(ServerAddress(server.url), None, CONTEXT_LENGTH, settings.vocabulary)
+
+
 def embedded(engines: SharedEngines, *, incremental: bool) -> PairUnderTest:
     """An embedded pair with a tiny model of random weights, which other tests ask, too."""
     model = engines.model(context_length=CONTEXT_LENGTH)
@@ -78,7 +86,7 @@ async def running(pair: PairUnderTest) -> AsyncIterator[PairUnderTest]:
     yield pair
 
 
-def of_model(address: PairAddress, model: Path) -> PairUnderTest:
+def of_model(address: PairAddress | ServerAddress, model: Path) -> PairUnderTest:
     """A pair that serves the model of that folder, with the limits in its configuration."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return PairUnderTest(address, model, config["max_position_embeddings"], config["vocab_size"])

@@ -43,7 +43,12 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
     at = {"models": ROOT / "models", "python": python, "folder": tmp_path / "logs", "root": ROOT}
     file.write_text(DEPLOYMENT.format(*free_ports(6), **at), encoding="utf-8")
     config = load_config(file, {})
-    urls = [url for model in config.models.values() for pair in model.pairs for url in pair.urls]
+    urls = [
+        url
+        for model in config.models.values()
+        for pair in model.pairs
+        for url in pair.urls.values()
+    ]
 
     async with aiohttp.ClientSession() as http:
 

@@ -6,6 +6,7 @@ import pytest
 
 from shell_router.app import load_config
 from shell_router.config import ApiKey, Config, PairSettings, read_keys
+from shell_router.config.models import ServerLaunch, ServerSettings
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.settings import EmbeddedSection
 
@@ -43,8 +44,13 @@ listen: {host: "::1", port: 0}
 models:
   a: {path: a, embedded: {device: cuda, dtype: bfloat16, threads: 2}, context_length: 4096}
   b: {path: /b, pairs: [{prefill: "http://p:1", decode: "http://d:2", bootstrap_port: 9, bootstrap_host: h}]}
+  c: {path: c, servers: ["http://s:1", {server: "http://s:2", launch: {}}]}
 limits: {drain_s: 3}
 """,
+    )
+    assert config.models["c"].sglang == (
+        ServerSettings("http://s:1"),
+        ServerSettings("http://s:2", ServerLaunch()),
     )
     assert config.models["a"].engine == {
         "embedded": EmbeddedSection(device="cuda", dtype="bfloat16", threads=2)
@@ -323,19 +329,35 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
             "not by both pairs and embedded",
         ),
         (
+            f"models:\n  a: {{path: x, servers: ['http://a'], {PAIR}}}\n",
+            2,
+            "not by both pairs and servers",
+        ),
+        (
+            "models:\n  a: {path: x, servers: ['http://localhost', {server: 'http://127.0.0.1/'}]}\n",
+            2,
+            "a pair or a server is there twice",
+        ),
+        (
+            "models:\n  a: {path: x, servers: [{server: 'http://a', launch: {gpus: [1], "
+            "expert_placement: swap}}]}\n",
+            2,
+            "the server has not several GPUs",
+        ),
+        (
             "models:\n  a: {path: x, engine_key: k}\n",
             2,
-            "engine_key is for pairs, and there are none",
+            "engine_key is for pairs or servers, and there are none",
         ),
         (
             "models:\n  a: {path: x, engine_tls: {}}\n",
             2,
-            "engine_tls is for pairs, and there are none",
+            "engine_tls is for pairs or servers, and there are none",
         ),
         (
             f"models:\n  a: {{path: x, engine_tls: {{}}, {PAIR}}}\n",
             2,
-            "not all of the pairs have https:// URLs",
+            "not all of the engines have https:// URLs",
         ),
         (
             f"models:\n  a: {{path: x, engine_key: k, {LAUNCHED}}}\n",
@@ -364,7 +386,7 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
         (
             "models:\n  a: {path: m, adapters: {odd: a}}\n",
             2,
-            "adapters is for pairs, and there are none",
+            "adapters is for pairs or servers, and there are none",
         ),
         (
             "models: {a: {path: m}}\nswapping: {}\n",
@@ -398,7 +420,7 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(
                 f"1}}\n"
             ),
             1,
-            "some of the models that take turns have pairs of their own, and others have none",
+            "some of the models that take turns have engines of their own, and others have none",
         ),
         (
             f"models: {{a: {{path: m, {PAIR}}}, b: {{path: m, {PAIR}}}}}\n"
@@ -497,4 +519,4 @@ def test_a_pair_is_named_once_in_whichever_spelling(tmp_path: Path, again: str) 
     decode = 'decode: "http://b:1"'
     pairs = f'[{{prefill: "http://127.0.0.1", {decode}}}, {{prefill: "{again}", {decode}}}]'
     error = _error(tmp_path, f"models: {{a: {{path: a, pairs: {pairs}}}}}\n")
-    assert "a pair is there twice" in str(error)
+    assert "a pair or a server is there twice" in str(error)

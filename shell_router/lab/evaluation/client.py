@@ -185,9 +185,9 @@ async def _start_deployment(
 ) -> str:
     """Start the deployment, which ends with `stack`, and return its URL."""
     launching = ""
-    if any(pair.launch for model in config.models.values() for pair in model.pairs):
+    if any(at.launch for model in config.models.values() for at in model.sglang):
         command = f"shell-router launch --config {file} --engines-only"
-        launching = f"Pairs with `launch` have to run already: `{command}` starts them."
+        launching = f"Engines with `launch` have to run already: `{command}` starts them."
         on_progress(launching)
     try:
         return await stack.enter_async_context(serve_deployment(config, on_progress=on_progress))

@@ -343,7 +343,7 @@ async def start_models(
     """
     kept = keep_one_pair_each(config, aliases)
     async with AsyncExitStack() as stack:
-        if any(pair.launch for model in kept.models.values() for pair in model.pairs):
+        if any(at.launch for model in kept.models.values() for at in model.sglang):
             planned = plan_launch(kept, name, machine, os.environ)
             on_progress(
                 f"starting {len(planned.engines)} engines; their logs are in {planned.folder}"
@@ -370,7 +370,7 @@ def keep_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
             remedy=f"Choose from: {', '.join(config.models)}.",
         )
     models = {
-        alias: replace(model, pairs=model.pairs[:1])
+        alias: replace(model, pairs=model.pairs[:1], servers=model.servers[:1])
         for alias, model in config.models.items()
         if alias in aliases or not aliases
     }
@@ -379,7 +379,7 @@ def keep_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
 
 def read_limits(model: ModelSettings) -> PairCosts:
     """Return an embedded pair's limits in the deployment, or SGLang's defaults."""
-    if model.pairs:
+    if model.sglang:
         return PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.0))
     section = model.engine.get("embedded") or EmbeddedSection()
     chunk_tokens = EmbeddedSettings(model_path="").chunked_prefill_size

@@ -58,6 +58,24 @@ def test_a_pair_becomes_a_prefill_and_a_decode_that_find_each_other(tmp_path: Pa
         assert engine.ready_url == f"http://127.0.0.1:{port}/health"
 
 
+def test_an_undivided_server_becomes_one_engine(tmp_path: Path) -> None:
+    launch = "{gpus: [2, 3], flags: --mem-fraction-static 0.8}"
+    server = f"{{server: 'http://127.0.0.1:1', launch: {launch}}}\n"
+    text = (
+        MODEL.replace("pairs", "servers")
+        + server
+        + "launch: {drafts: true, prefill_flags: --no, flags: --device cuda}\n"
+    )
+    (engine,) = planned(tmp_path, text).engines
+    assert (engine.name, engine.ports) == ("m/server", (1,))
+    assert engine.env == {"CUDA_VISIBLE_DEVICES": "2,3", "SHELL_ROUTER_DRAFTS": "1"}
+    given = options(engine)
+    assert (given["--tp-size"], given["--device"]) == ("2", "cuda")
+    assert given["--mem-fraction-static"] == "0.8"
+    assert given["--speculative-algorithm"] == "NGRAM"
+    assert not any("disaggregation" in flag or flag == "--no" for flag in engine.argv)
+
+
 def test_gpus_become_the_visible_devices_and_several_become_tensor_parallelism(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,6 @@
 """When a launched engine is started again."""
 
-from shell_router.launching.plan import Role
+from shell_router.config.models import Role
 from shell_router.launching.supervisor import Patience, policy_of
 from shell_router.processes.restarts import RestartPolicy
 
