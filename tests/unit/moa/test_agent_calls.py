@@ -1,12 +1,15 @@
 """Agents below the root that call tools: each goes on alone with the results of its own calls."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.core.engine import Generation
@@ -85,6 +88,38 @@ class Client:
             ran += [agent_of(request) for request in engine.generated]
             engine.generated.clear()
         return sorted(ran)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[str, dict[str, int]]:
+    """A graph whose agents may call tools or not, and how often each would."""
+    names = [*(f"n{number}" for number in range(draw(st.integers(1, 6)))), "root"]
+    read: set[str] = set()
+    text = "agents:\n"
+    for at, name in enumerate(names):
+        precursors = draw(st.sets(st.sampled_from(names[:at]), max_size=3)) if at else set()
+        if name == "root":
+            precursors |= set(names[:at]) - read
+        read |= precursors
+        tools = draw(st.sampled_from(["on", "off"])) if name != "root" else "on"
+        text += f"  {name}: {{model: small, tools: {tools}, precursors: {sorted(precursors)}}}\n"
+    return text, {name: draw(st.integers(0, 2)) for name in names}
+
+
+@given(graphs())
+async def test_in_any_graph_an_agent_runs_once_and_once_more_for_each_answer_that_it_called_in(
+    drawn: tuple[str, dict[str, int]],
+) -> None:
+    text, calls = drawn
+    client = Client(calls, text=text)
+    for name, agent in client.graph.agents.items():
+        if not client.graph.may_call(agent):
+            calls[name] = 0
+    while (answer := await client.ask()).calls:
+        client.give_results(answer)
+    assert answer.text == "root is done" and answer.agents.keys() == client.graph.agents.keys()
+    assert Counter(client.ran()) == {name: 1 + count for name, count in calls.items()}
+    assert not client.moa.running
 
 
 def agents_in(answer: Answer) -> list[str]:
