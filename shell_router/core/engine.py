@@ -56,6 +56,7 @@ class Hints:
             without meaning without the tenant.
         tier: Which requests of the queue go first; those of `flex` wait while others do.
         session: The session that its client named; without meaning without the tenant.
+        began_s: When the run of its topology began, in the event loop's seconds.
     """
 
     user: str | None = None
@@ -67,6 +68,7 @@ class Hints:
     end_user: str | None = None
     tier: ServiceTier = "default"
     session: Session | None = None
+    began_s: float | None = None
 
 
 NO_HINTS = Hints()

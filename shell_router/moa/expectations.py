@@ -192,6 +192,7 @@ def expect_outputs(
             request.end_user,
             request.tier,
             request.session,
+            request.ends_s - request.timeout_s,
         )
     return hints
 

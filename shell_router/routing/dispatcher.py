@@ -25,7 +25,7 @@ from shell_router.routing.placement import (
     PromptIndex,
     RoutingFeatures,
 )
-from shell_router.routing.queue import QueueEntry, QueueSettings, RequestQueue
+from shell_router.routing.queue import Program, QueueEntry, QueueSettings, RequestQueue
 
 E = TypeVar("E")
 
@@ -98,6 +98,7 @@ class EngineSlot(Generic[E]):
         features: RoutingFeatures,
         why: str,
         waited_s: float = 0.0,
+        program: Program | None = None,
     ) -> None:
         self.engine = at.engine
         self.name = at.name
@@ -105,6 +106,7 @@ class EngineSlot(Generic[E]):
         self.waited_s = waited_s
         self._dispatcher = dispatcher
         self.features = features
+        self._program = program
         self._load = load = at.load
         self._prefill = features.new_tokens if features.prefills else 0
         self._output = features.output_tokens
@@ -148,8 +150,8 @@ class EngineSlot(Generic[E]):
         self._written += tokens
         self._held += tokens
         load.held_tokens += tokens
-        if self._dispatcher.holds:
-            self._dispatcher.queue.count_tokens(self.features.user, 0, tokens)
+        if self._program is not None:
+            self._dispatcher.queue.count_tokens(self._program, 0, tokens)
 
     def note_completion(self) -> None:
         """Count its output as complete."""
@@ -166,8 +168,8 @@ class EngineSlot(Generic[E]):
         load.prefill_tokens -= self._prefill
         load.output_tokens -= self._output
         load.held_tokens -= self._held
-        if self._dispatcher.holds:
-            self._dispatcher.leave(self.features)
+        if self._program is not None:
+            self._dispatcher.end(self._program)
 
 
 class Dispatcher(Generic[E]):
@@ -336,7 +338,7 @@ class Dispatcher(Generic[E]):
             entry.slot.close()
         else:
             self._count_held_back(entry, -1)
-            self.queue.leave(entry.features)
+            self.queue.leave(entry.program)
 
     def grant(self) -> None:
         """Give free slots to waiting requests, in their order."""
@@ -370,10 +372,14 @@ class Dispatcher(Generic[E]):
             self._grant_to(first, able(first))
             first.decided()
 
-    def leave(self, features: RoutingFeatures) -> None:
-        """A request is over."""
-        self.queue.leave(features)
+    def end(self, program: Program) -> None:
+        """A request of the program is over.
+
+        It still counts as running in the choice of the next, so that programs that were served as
+        much go before its own.
+        """
         self.grant()
+        self.queue.end(program)
 
     def _has_capacity(self, at: TrackedEngine[E], *, update: bool) -> bool:
         """Tell whether the engine takes a request now.
@@ -445,11 +451,16 @@ class Dispatcher(Generic[E]):
             waited_s = now_s - entry.arrived_s
             self.waits.add(waited_s)
         self._count_held_back(entry, -1)
-        entry.slot = slot = self._take(choice, entry.features, now_s, waited_s)
+        entry.slot = slot = self._take(choice, entry.features, now_s, waited_s, entry.program)
         self.queue.take(entry, slot.features.new_tokens)
 
     def _take(
-        self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0
+        self,
+        choice: Choice,
+        features: RoutingFeatures,
+        now_s: float,
+        waited_s: float = 0.0,
+        program: Program | None = None,
     ) -> EngineSlot[E]:
         at = self._by_index[choice.index]
         features = self.prompts.note_sent(features, choice.index)
@@ -457,7 +468,7 @@ class Dispatcher(Generic[E]):
             at.breaker.note_attempt(now_s)
         at.load.chosen = self._memory.made
         self.choices[choice.why] += 1
-        return EngineSlot(self, at, features, choice.why, waited_s)
+        return EngineSlot(self, at, features, choice.why, waited_s, program)
 
 
 _NONE: frozenset[int] = frozenset()

@@ -170,6 +170,16 @@ class RoutingFeatures:
         return (hints.user, name, hints.topology, hints.agent)
 
     @property
+    def program(self) -> Hashable | None:
+        """The tenant's session with its relatives, or else its run; None without either."""
+        hints = self.hints
+        if hints.session is not None:
+            return (hints.user, hints.session.prefix or hints.session.id, None)
+        if hints.program is not None:
+            return (hints.user, None, hints.program)
+        return None
+
+    @property
     def place(self) -> Hashable | None:
         """Client, topology and agent; None if all are unknown.
 

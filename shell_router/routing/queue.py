@@ -4,13 +4,12 @@ docs/explanation/scheduling.md has a section per order. A new order is a functio
 ORDERS. The function gives a waiting request its key; the request with the lowest key is next.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from shell_router.core.choices import list_names
-from shell_router.core.engine import Hints
 from shell_router.errors import EngineUnavailable, require
 from shell_router.files.types import CODE_ONLY, Count, OneOf, Positive, Seconds
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
@@ -20,10 +19,31 @@ OUTPUT_WEIGHT = 2
 lists.
 """
 
+KEPT_PROGRAMS, IDLE_S = 10_000, 600.0
+"""Programs that are remembered, and for how many seconds without a request."""
 
-def _forget_oldest(remembered: OrderedDict[Any, Any]) -> None:
-    while len(remembered) > KEPT:
-        remembered.popitem(last=False)
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """The unit of fairness within a tenant: a session, or else a run, or else a request.
+
+    Attributes:
+        user: Its tenant.
+        tokens: Those that it was served, outputs doubled, over the weight of its tenant.
+        active: Its requests that wait or run.
+        running: Those that run.
+        level: The level, 0 or below, at which its requests start.
+        promoted: How many more of its requests start there.
+        used_s: When its last request came.
+    """
+
+    user: str | None = None
+    tokens: float = 0.0
+    active: int = 0
+    running: int = 0
+    level: int = 0
+    promoted: int = 0
+    used_s: float = 0.0
 
 
 def _ignore() -> None: ...
@@ -41,6 +61,7 @@ class QueueEntry:
         error: Why it gets no slot.
         decided: Called once it has a slot or an error.
         waits: Whether it got no slot at once.
+        program: Set when it joins a queue.
     """
 
     features: RoutingFeatures
@@ -53,6 +74,13 @@ class QueueEntry:
     decided: Callable[[], None] = _ignore
     waits: bool = False
     chosen_before: int = 0
+    program: Program = field(default_factory=Program)
+
+    @property
+    def began_s(self) -> float:
+        """When its run began; without one, when it came."""
+        began_s = self.features.hints.began_s
+        return self.arrived_s if began_s is None else began_s
 
 
 Key = tuple[float, ...]
@@ -63,18 +91,20 @@ class Order:
     """An order of waiting requests.
 
     Attributes:
-        key: Gives a request's key; requests with equal keys go by their arrival.
+        key: Gives a request's key; requests with equal keys go by the beginning of their runs.
         ages: Whether a request that has waited `age_s` goes first, so that none starves.
-        weighs_tenants: Whether the order reads the settings' `weights`.
+        ages_by_run: Whether it has waited since its run began.
+        weighs_tenants: Whether the order is fair, and reads the settings' `weights`.
     """
 
     key: Callable[[QueueEntry, "RequestQueue"], Key]
     ages: bool = True
+    ages_by_run: bool = False
     weighs_tenants: bool = False
 
 
 def fcfs(entry: QueueEntry, queue: "RequestQueue") -> Key:
-    """Order by arrival alone."""
+    """Order by the beginning of runs: a running graph's root goes before agents of later ones."""
     return ()
 
 
@@ -92,26 +122,30 @@ def shortest_total(entry: QueueEntry, queue: "RequestQueue") -> Key:
     A request rises by a level whenever S others were chosen before it. Running requests are not
     interrupted here, so the quantum counts requests: the next Q of a program whose request was
     promoted start at the level it had reached. A request without an expected total counts its own
-    expected output.
+    expected output. What is left of a session is not known: as much as it was served is added.
     """
     hints = entry.features.hints
-    level = queue.level(hints) - entry.missed // queue.settings.starvation_misses
+    program = entry.program
+    level = program.level - entry.missed // queue.settings.starvation_misses
+    served = program.tokens if hints.session else 0.0
     if hints.total_tokens is None:
-        return (level, entry.features.output_tokens)
-    return (level, hints.total_tokens)
+        return (level, served + entry.features.output_tokens)
+    return (level, served + hints.total_tokens)
 
 
 def least_attained(entry: QueueEntry, queue: "RequestQueue") -> Key:
     """Order by the tokens that the user was served, divided by its weight, fewest first.
 
+    Equal users' requests, and those of one user, go by what their programs were served.
     It does not age: a user who is not served becomes the least served, and with aging a flood of
     one user's requests would go before all others.
     """
-    return (queue.count_attained(entry.features.user),)
+    program = entry.program
+    return (queue.count_attained(entry.features.user), program.tokens, program.running)
 
 
 ORDERS: dict[str, Order] = {
-    "fcfs": Order(fcfs),
+    "fcfs": Order(fcfs, ages_by_run=True),
     "shortest_prefill": Order(shortest_prefill),
     "shortest_total": Order(shortest_total),
     "least_attained": Order(least_attained, ages=False, weighs_tenants=True),
@@ -187,21 +221,22 @@ def sort_key(entry: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
     later request faster.
     """
     order = ORDERS[queue.settings.order]
-    key = (*order.key(entry, queue), entry.arrived_s)
+    key = (*order.key(entry, queue), entry.began_s, entry.arrived_s)
     tier = entry.features.hints.tier
     if entry.features.update:
         return (4, *key)
     if tier == "flex":
         return (3, *key)
-    if order.ages and now_s - entry.arrived_s >= queue.settings.age_s:
-        return (0, entry.arrived_s)
+    since_s = entry.began_s if order.ages_by_run else entry.arrived_s
+    if order.ages and now_s - since_s >= queue.settings.age_s:
+        return (0, since_s, entry.arrived_s)
     return (1 if tier == "priority" else 2, *key)
 
 
 class RequestQueue:
     """The waiting requests, with the state that orders keep.
 
-    It counts the tokens that each user was served, and each program's starvation level.
+    It counts the tokens that each user and each program was served, and keeps programs' levels.
     """
 
     def __init__(self, settings: QueueSettings) -> None:
@@ -209,16 +244,12 @@ class RequestQueue:
         self.entries: list[QueueEntry] = []
         self._chosen = 0
         self._attained: OrderedDict[str | None, float] = OrderedDict()
-        self._active: Counter[str | None] = Counter()
-        self._levels: OrderedDict[tuple[str | None, str | None], tuple[int, int]] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._active: dict[str | None, set[Program]] = {}
 
     def count_attained(self, user: str | None) -> float:
         """Return the tokens that the user was served, outputs doubled, over its weight."""
         return self._attained.get(user, 0.0)
-
-    def level(self, hints: Hints) -> int:
-        """Return the level, 0 or below, at which requests of this tenant's program start."""
-        return self._levels.get((hints.user, hints.program), (0, 0))[0]
 
     def next(self, can_go: Callable[[QueueEntry], bool], now_s: float) -> QueueEntry | None:
         """Return the first entry, by the settings' order, that can go; None if none can."""
@@ -230,50 +261,76 @@ class RequestQueue:
     def join(self, entry: QueueEntry) -> None:
         """Add a request that arrives.
 
-        A user without requests gets no more credit than the least served user that has some.
+        A user without requests gets no more credit than the least served user that has some; nor
+        does a program of the user in a fair order.
         """
         user = entry.features.user
-        if not self._active[user] and self._active.total():
-            least = min(
-                self.count_attained(other) for other, count in self._active.items() if count
-            )
-            self._set(user, max(self.count_attained(user), least))
-        self._active[user] += 1
+        program = entry.program = self._find_program(entry)
+        if user not in self._active:
+            if self._active:
+                least = min(self.count_attained(other) for other in self._active)
+                self._set(user, max(self.count_attained(user), least))
+            self._active[user] = set()
+        others = self._active[user]
+        if others and not program.active and ORDERS[self.settings.order].weighs_tenants:
+            program.tokens = max(program.tokens, min(other.tokens for other in others))
+        program.active += 1
+        others.add(program)
         entry.chosen_before = self._chosen
         self.entries.append(entry)
+
+    def _find_program(self, entry: QueueEntry) -> Program:
+        user, key = entry.features.user, entry.features.program
+        if key is None:
+            return Program(user)
+        program = self._programs.setdefault(key, Program(user))
+        program.used_s = entry.arrived_s
+        self._programs.move_to_end(key)
+        oldest = next(iter(self._programs.values()))
+        while len(self._programs) > KEPT_PROGRAMS or oldest.used_s < entry.arrived_s - IDLE_S:
+            self._programs.popitem(last=False)
+            oldest = next(iter(self._programs.values()))
+        return program
 
     def take(self, entry: QueueEntry, new_tokens: int) -> None:
         """Remove an entry that is served now; `new_tokens` of its prompt are to be prefilled."""
         self.entries.remove(entry)
         self._chosen += 1
-        hints = entry.features.hints
-        risen = entry.missed // self.settings.starvation_misses
-        if hints.program is not None:
-            program = hints.user, hints.program  # a client may name its program as another tenant's
-            level, left = self._levels.pop(program, (0, 0))
-            left -= 1
-            if risen:
-                level = -risen
-                left = self.settings.quantum
-            if left > 0:
-                self._levels[program] = (level, left)
-                _forget_oldest(self._levels)
-        self.count_tokens(entry.features.user, new_tokens)
+        program = entry.program
+        program.running += 1
+        if program.promoted:
+            program.promoted -= 1
+        if risen := entry.missed // self.settings.starvation_misses:
+            program.level = -risen
+            program.promoted = self.settings.quantum
+        elif not program.promoted:
+            program.level = 0
+        self.count_tokens(program, new_tokens)
 
-    def count_tokens(self, user: str | None, prompt_tokens: int, output_tokens: int = 0) -> None:
-        """Count tokens that were prefilled or decoded for the user."""
+    def count_tokens(self, program: Program, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """Count tokens that were prefilled or decoded for the program."""
+        user = program.user
         tokens = prompt_tokens + OUTPUT_WEIGHT * output_tokens
-        self._set(
-            user, self.count_attained(user) + tokens / self.settings.weights.get(user or "", 1.0)
-        )
+        share = tokens / self.settings.weights.get(user or "", 1.0)
+        program.tokens += share
+        self._set(user, self.count_attained(user) + share)
 
-    def leave(self, features: RoutingFeatures) -> None:
-        """Count a request that has joined as ended."""
-        self._active[features.user] -= 1
-        if self._active[features.user] <= 0:
-            del self._active[features.user]
+    def end(self, program: Program) -> None:
+        """Count a request of the program that was taken as ended."""
+        program.running -= 1
+        self.leave(program)
+
+    def leave(self, program: Program) -> None:
+        """Count a request of the program that has joined as gone."""
+        program.active -= 1
+        if not program.active:
+            active = self._active[program.user]
+            active.remove(program)
+            if not active:
+                del self._active[program.user]
 
     def _set(self, user: str | None, tokens: float) -> None:
         self._attained[user] = tokens
         self._attained.move_to_end(user)
-        _forget_oldest(self._attained)
+        while len(self._attained) > KEPT:
+            self._attained.popitem(last=False)

@@ -15,10 +15,13 @@ import pytest
 from benchmarks.scripted.server import ScriptedSettings
 from shell_router.api import ApiSettings
 from shell_router.core.engine import ChatServing
+from shell_router.engines.sglang import SglangPair
+from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.queue import QueueSettings
 from shell_router.topology import parse_topology
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat
 from tests.fakes.moa import ScriptedMoa
-from tests.fakes.scripted_pair import ScriptedPool, scripted_pool
+from tests.fakes.scripted_pair import ScriptedPool, scripted_pool, until
 
 TRIO = parse_topology(
     "name: trio\ntree: {shape: [2, 1], models: [small, small]}\ndefaults: {sampling: {max_new_tokens: 4}}",
@@ -199,6 +202,31 @@ async def test_odd_bytes_name_a_session_by_their_digest(name: bytes, length: byt
         _, listed = await at.api.get("/v1/traces")
     expected = blake2b(name, digest_size=16).hexdigest()
     assert [trace["session"] for trace in listed["data"]] == [expected]
+
+
+async def test_a_chat_is_next_whatever_a_loop_of_its_tenant_has_waiting() -> None:
+    moa, ended = ScriptedMoa(), list[str]()
+    scheduling = SchedulingSettings(queue=QueueSettings("least_attained", max_running=1))
+    async with scripted_pool(settings=ScriptedSettings(vocabulary=10, token_s=0.005)) as at:
+        pair = SglangPair(*at.pool.fleet.addresses, scheduling=scheduling)
+        moa.models["small"] = replace(moa.models["small"], engine=pair)
+        async with api(moa) as served:
+            url = served.url + CHAT
+
+            async def ask(session: str) -> None:
+                body = chat(model="small", max_tokens=2)
+                await served.post(CHAT, body, **{"x-session-id": session})
+                ended.append(session)
+
+            held = chat(model="small", stream=True, max_tokens=1000, ignore_eos=True)
+            async with served.client.post(url, json=held, headers={"x-session-id": "loop"}) as one:
+                await one.content.readline()
+                asked = [asyncio.create_task(ask(name)) for name in ["loop"] * 20 + ["chat"]]
+                await until(lambda: pair.fleet.dispatchers["decode"].waiting == len(asked))
+                one.close()
+            await asyncio.gather(*asked)
+        await pair.aclose()
+    assert ended[0] == "chat"
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": True}, {"n": 2, "temperature": 0}])

@@ -44,11 +44,11 @@ def test_totals_count_each_follower_once() -> None:
     }
 
 
-def test_every_agent_asks_for_the_tenant_and_its_user() -> None:
-    found = expect_outputs(
-        TREE, LatencyEstimates(), MoaRequest("run-1", "alice", (), end_user="ann"), {}
-    )
-    assert {(one.user, one.end_user) for one in found.values()} == {("alice", "ann")}
+def test_every_agent_asks_for_the_tenant_and_its_user_with_the_beginning_of_the_run() -> None:
+    request = MoaRequest("run-1", "alice", (), end_user="ann", timeout_s=600.0, ends_s=700.0)
+    found = expect_outputs(TREE, LatencyEstimates(), request, {})
+    expected = ("alice", "ann", 100.0)
+    assert {(one.user, one.end_user, one.began_s) for one in found.values()} == {expected}
 
 
 def test_an_agent_that_is_new_is_expected_to_write_what_its_model_does() -> None:
@@ -58,7 +58,7 @@ def test_an_agent_that_is_new_is_expected_to_write_what_its_model_does() -> None
 
 def test_nothing_is_expected_of_a_model_that_is_new_nor_of_those_before_it() -> None:
     found = hints(paced(a=10, b=20, root=1000))
-    assert found["middle"] == Hints("alice", "run-1", "tree", "middle")
+    assert (found["middle"].output_tokens, found["middle"].total_tokens) == (None, None)
     assert (found["a"].output_tokens, found["a"].total_tokens) == (10, None)
     assert found["root"].total_tokens == 1000
 

@@ -212,6 +212,25 @@ async def test_the_order_decides_who_is_next() -> None:
 
 
 @virtually
+async def test_programs_of_a_tenant_take_turns_however_many_requests_one_of_them_has() -> None:
+    at = dispatcher(replace(ONE_AT_A_TIME, order="least_attained"), engines=1)
+    held, done = await take_slot(at, of_session("loop")), list[str]()
+
+    async def ask(session: str) -> None:
+        place = await take_slot(at, of_session(session))
+        done.append(session)
+        place.note_tokens(5)
+        place.close()
+
+    async with asyncio.TaskGroup() as group:
+        for session in ("loop", "loop", "loop", "loop", "chat", "chat"):
+            group.create_task(ask(session))
+        await soon()
+        held.close()
+    assert done == ["chat", "loop", "chat", "loop", "loop", "loop"]
+
+
+@virtually
 async def test_cancelled_while_it_waits_it_frees_its_turn() -> None:
     at = dispatcher(engines=1)
     held = await take_slot(at, wanted())

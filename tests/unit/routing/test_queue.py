@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.core.engine import Hints
+from shell_router.core.engine import Hints, Session
 from shell_router.files.read import check
 from shell_router.routing.placement import RoutingFeatures
-from shell_router.routing.queue import ORDERS, QueueEntry, QueueSettings, RequestQueue, sort_key
+from shell_router.routing.queue import (
+    IDLE_S,
+    KEPT_PROGRAMS,
+    ORDERS,
+    QueueEntry,
+    QueueSettings,
+    RequestQueue,
+    sort_key,
+)
 
 NEVER_AGE = 1e9
 
@@ -26,8 +34,30 @@ def first(
     return min(range(len(waiting)), key=lambda at: sort_key(waiting[at], known, now_s))
 
 
+def joined(queue: RequestQueue, at_s: float = 0.0, **hints: object) -> QueueEntry:
+    """A request of 10 tokens that waits there; `session` is the name of its session."""
+    if session := hints.pop("session", None):
+        hints["session"] = Session(str(session))
+    entry = QueueEntry(asked(**hints), at_s)
+    queue.join(entry)
+    return entry
+
+
+def serve(queue: RequestQueue, entry: QueueEntry, output_tokens: int = 0) -> None:
+    queue.take(entry, 10)
+    queue.count_tokens(entry.program, 0, output_tokens)
+    queue.end(entry.program)
+
+
 def test_first_come_first_served() -> None:
     assert first("fcfs", QueueEntry(asked(1), 0.9), QueueEntry(asked(99), 0.1)) == 1
+
+
+def test_the_root_of_a_running_graph_goes_before_proposers_of_later_runs_aged_ones_too() -> None:
+    proposers = [QueueEntry(asked(began_s=2.0), 2.0), QueueEntry(asked(began_s=3.0), 3.0)]
+    root = QueueEntry(asked(began_s=1.0), 9.0)
+    assert first("fcfs", *proposers, root, now_s=9.0) == 2
+    assert first("shortest_total", *proposers, root, now_s=9.0) == 0, "it has not waited"
 
 
 def test_the_shortest_prefill_first_by_what_is_new() -> None:
@@ -64,18 +94,29 @@ def test_a_promoted_programs_next_q_requests_start_as_high() -> None:
         entry = QueueEntry(asked(900, user="ann", program="slow", total_tokens=900.0), 0.0, missed)
         queue.join(entry)
         queue.take(entry, 900)
-        assert queue.level(entry.features.hints) == level
-        assert queue.level(Hints("bob", "slow")) == 0, (
-            "another tenant's program of that name has not risen"
-        )
+        assert entry.program.level == level
+        bobs = joined(queue, user="bob", program="slow")
+        assert bobs.program.level == 0, "another tenant's program of that name has not risen"
+
+
+def test_a_session_counts_what_it_was_served_as_what_it_has_left() -> None:
+    queue = RequestQueue(QueueSettings("shortest_total"))
+    call = joined(queue, session="loop", total_tokens=5.0)
+    chat = joined(queue, 0.1, session="chat", total_tokens=900.0)
+    assert first("shortest_total", call, chat, queue=queue) == 0
+    for _ in range(40):
+        serve(queue, joined(queue, session="loop"), 10)
+    assert first("shortest_total", call, chat, queue=queue) == 1
+    graph = joined(queue, program="run", total_tokens=5.0)
+    serve(queue, joined(queue, program="run"), 1000)
+    assert first("shortest_total", graph, chat, queue=queue) == 0, "what a run has left is known"
 
 
 def test_the_user_who_was_served_least_goes_first() -> None:
     queue = RequestQueue(QueueSettings("least_attained"))
-    for user in ("busy", "quiet"):
-        queue.join(QueueEntry(asked(user=user), 0.0))
-    queue.count_tokens("quiet", 20, 20)
-    queue.count_tokens("busy", 20, 500)
+    busy, quiet = joined(queue, user="busy"), joined(queue, user="quiet")
+    queue.count_tokens(quiet.program, 20, 20)
+    queue.count_tokens(busy.program, 20, 500)
     assert first(
         "least_attained",
         QueueEntry(asked(user="busy"), 0.0),
@@ -86,13 +127,11 @@ def test_the_user_who_was_served_least_goes_first() -> None:
 
 def test_a_users_weight_is_its_share() -> None:
     queue = RequestQueue(QueueSettings("least_attained", weights={"paying": 4.0}))
-    for user in ("paying", "free"):
-        queue.join(QueueEntry(asked(user=user), 0.0))
-    queue.count_tokens("paying", 100, 100)
-    queue.count_tokens("free", 30, 30)
-    waiting = [QueueEntry(asked(user=user), 0.0) for user in ("free", "paying")]
+    free, paying = waiting = [joined(queue, user=user) for user in ("free", "paying")]
+    queue.count_tokens(paying.program, 100, 100)
+    queue.count_tokens(free.program, 30, 30)
     assert first("least_attained", *waiting, queue=queue) == 1
-    queue.count_tokens("paying", 0, 100)
+    queue.count_tokens(paying.program, 0, 100)
     assert first("least_attained", *waiting, queue=queue) == 0
 
 
@@ -104,19 +143,64 @@ def test_a_flood_of_one_users_old_requests_does_not_go_before_anothers() -> None
     flood = [QueueEntry(asked(user="flood"), float(number)) for number in range(100)]
     for entry in flood:
         queue.join(entry)
-    queue.count_tokens("flood", 1000)
-    quiet = QueueEntry(asked(user="quiet"), 200.0)
-    queue.count_tokens("quiet", 900)
+    queue.count_tokens(flood[0].program, 1000)
+    quiet = joined(queue, 200.0, user="quiet")
+    assert queue.count_attained("quiet") == 1000
+    queue.count_tokens(flood[0].program, 1)
     assert first("least_attained", *flood, quiet, queue=queue, now_s=200.1) == 100
     assert first("shortest_prefill", *flood, quiet, now_s=200.1) == 0
 
 
 def test_a_user_who_was_away_gets_no_credit_for_it() -> None:
     queue = RequestQueue(QueueSettings("least_attained"))
-    queue.join(QueueEntry(asked(user="busy"), 0.0))
-    queue.count_tokens("busy", 5000)
-    queue.join(QueueEntry(asked(user="new"), 1.0))
+    queue.count_tokens(joined(queue, user="busy").program, 5000)
+    joined(queue, 1.0, user="new")
     assert queue.count_attained("new") == queue.count_attained("busy") == 5000
+
+
+@pytest.mark.parametrize("chat", [{}, {"session": "chat"}, {"program": "run"}])
+def test_a_chat_goes_before_the_calls_of_a_loop_of_its_tenant(chat: dict[str, object]) -> None:
+    queue = RequestQueue(QueueSettings("least_attained"))
+    running = joined(queue, user="ann", session="loop")
+    queue.take(running, 10)
+    loop = [joined(queue, float(at), user="ann", session="loop") for at in range(400)]
+    last = joined(queue, 500.0, user="ann", **chat)
+    assert first("least_attained", *loop, last, queue=queue) == 400, "the loop has a place"
+    serve(queue, last, 30)
+    assert first("least_attained", *loop, joined(queue, 501.0, user="ann"), queue=queue) == 400
+    queue.end(running.program)
+    following = [joined(queue, 502.0 + at, user="ann") for at in range(9)]
+    assert first("least_attained", *loop, *following, queue=queue) == 0, "nor is it starved"
+
+
+def test_a_tenants_share_does_not_grow_with_its_programs() -> None:
+    queue = RequestQueue(QueueSettings("least_attained"))
+    served = {"many": 0, "one": 0}
+    for number in range(60):
+        crowd = [joined(queue, user="many", session=f"{number}/{at}") for at in range(3)]
+        waiting = [*crowd, joined(queue, user="one", session="only")]
+        entry = waiting[first("least_attained", *waiting, queue=queue)]
+        served[entry.program.user or ""] += 1
+        queue.take(entry, 10)
+    assert abs(served["many"] - served["one"]) <= 1
+
+
+def test_a_session_that_pauses_keeps_what_it_was_served_until_it_is_long_idle() -> None:
+    queue = RequestQueue(QueueSettings("least_attained"))
+    serve(queue, joined(queue, user="ann", session="loop"), 100)
+    back = joined(queue, IDLE_S, user="ann", session="loop")
+    assert back.program.tokens == 10 + 2 * 100
+    serve(queue, back)
+    joined(queue, 2 * IDLE_S + 1, user="ann", session="other")
+    assert joined(queue, 2 * IDLE_S + 1, user="ann", session="loop").program.tokens == 0
+
+
+def test_only_so_many_programs_are_remembered_the_latest_ones() -> None:
+    queue = RequestQueue(QueueSettings())
+    for number in range(KEPT_PROGRAMS + 1):
+        serve(queue, joined(queue, session=f"{number}"))
+    assert joined(queue, session=f"{KEPT_PROGRAMS}").program.tokens == 10
+    assert joined(queue, session="0").program.tokens == 0
 
 
 def test_updates_wait_behind_real_requests_however_long_they_have_waited() -> None:
@@ -176,7 +260,7 @@ def test_no_real_request_waits_longer_than_to_age_and_for_those_before_it(
         one = min(waiting, key=lambda each: sort_key(each, queue, now_s))
         waiting.remove(one)
         queue.take(one, one.features.new_tokens)
-        queue.leave(one.features)
+        queue.end(one.program)
         assert (
             one.features.update
             or now_s - one.arrived_s
