@@ -46,6 +46,10 @@ class JournalDiffers(CacheError):
     """A journal of that key was begun with another head."""
 
 
+class JournalTaken(CacheError):
+    """Another process has claimed the journal since."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogKey:
     """The name of one agent's log: tenant, run of an agent program, agent."""
@@ -137,6 +141,10 @@ class Journals(Protocol):
         """The seconds for which a lease lasts after its owner's last write."""
         ...
 
+    def read_clock(self) -> float:
+        """Return the seconds of a clock that also counts a suspended machine's time, if it can."""
+        ...
+
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
         """Take the lease, begin a missing journal with `head`, and return the journal's records.
 
@@ -153,8 +161,10 @@ class Journals(Protocol):
     ) -> bool:
         """Add `records` after the first `position` records and renew the lease.
 
-        Records that are there already are not repeated. Returns False if the journal is lost or
-        another process owns it.
+        Records that are there already are not repeated. Returns False if the journal is lost.
+
+        Raises:
+            JournalTaken: Another process has claimed it since.
         """
         ...
 

@@ -3,12 +3,13 @@
 Each call is one atomic script.
 """
 
+import time
 from asyncio import CancelledError
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from agent_cache.protocol import CacheUnavailable, JournalDiffers, JournalState
+from agent_cache.protocol import CacheUnavailable, JournalDiffers, JournalState, JournalTaken
 from agent_cache.redis.connection import AWAY, RedisConnection
 from agent_cache.redis.layout import Layout
 
@@ -27,7 +28,9 @@ return redis.call('LRANGE', KEYS[2], 1, -1)
 """
 APPEND = """
 local known = redis.call('LLEN', KEYS[2]) - 1 - ARGV[4]
-if redis.call('GET', KEYS[3]) ~= ARGV[1] or known < 0 then return 0 end
+local owner = redis.call('GET', KEYS[3])
+if owner and owner ~= ARGV[1] then return -1 end
+if not owner or known < 0 then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 for at = 5 + known, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[at]) end
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
@@ -48,6 +51,7 @@ if found[1] then found[2] = redis.call('LINDEX', KEYS[2], -1) end
 return {head, redis.call('EXISTS', KEYS[1]), unpack(found)}
 """
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class RedisJournals:
@@ -60,6 +64,10 @@ class RedisJournals:
         self._layout = layout
         self._lives_ms = max(1, round(1000 * lease_s)), max(1, round(1000 * ttl_s))
         self.lease_s = lease_s
+
+    def read_clock(self) -> float:
+        """Return the boot time's seconds on Linux, monotonic seconds elsewhere."""
+        return time.clock_gettime(_CLOCK)
 
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
         """Take the lease and return the journal's records, or None while it is held."""
@@ -77,9 +85,10 @@ class RedisJournals:
         self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]
     ) -> bool:
         """Add `records` after the first `position` records and renew the lease."""
-        return bool(
-            await self._run(APPEND, tenant, key, owner, *self._lives_ms, position, *records)
-        )
+        reply = await self._run(APPEND, tenant, key, owner, *self._lives_ms, position, *records)
+        if reply < 0:
+            raise JournalTaken(f"the journal {key!r} has another owner")
+        return bool(reply)
 
     async def release(self, tenant: str, key: str, owner: str) -> None:
         """End the lease now if `owner` holds it."""

@@ -192,7 +192,7 @@ async def run_agent(request: Request) -> Reply:
     warnings = note_ignored(request, ignored)
     frames = AgentFrames(run, agent_request, body.get("usage", request.app[SETTINGS].usage))
     if body.get("stream"):
-        return await stream_run(request, run.answer, frames)
+        return await stream_run(request, run.answer, frames, run.require_lease)
     answer = frames.whole(await run.answer())
     return json_reply(request, {**answer, **join_warnings(warnings, answer)})
 

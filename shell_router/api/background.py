@@ -109,7 +109,7 @@ class BackgroundResponse:
         if not self.stream:
             return self.describe("queued")
         translated = TranslatedFrames(frames, self._make_translation())
-        return await stream_run(request, run.answer, translated)
+        return await stream_run(request, run.answer, translated, run.require_lease)
 
     async def _claim(self, store: Journals, run: Run) -> bool:
         """Return whether the run's journal is this router's now; raises KeyReused."""

@@ -394,7 +394,7 @@ async def _respond(
     without_effect = [*call.target.ignored, *(name for name in ignored if name in call.body)]
     warnings = note_ignored(request, without_effect)
     if chat.stream:
-        return await stream_run(request, answer, frames)
+        return await stream_run(request, answer, frames, run.require_lease)
     body = frames.whole(await answer())
     return json_reply(request, {**body, **join_warnings(warnings, body)})
 

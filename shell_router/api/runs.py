@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -149,6 +150,11 @@ class Run:
             return self.run(self.asked, also)
         return self.kept.follow(also)
 
+    async def require_lease(self) -> None:
+        """See `RunJournal.require_lease`; without a journal there is nothing to require."""
+        if self.kept is not None and self.kept.journal is not None:
+            await self.kept.journal.require_lease()
+
     async def run(self, asked: MoaRequest | AgentRequest, also: Emit | None) -> Answer:
         """Run `asked`, whose seed or journal may differ from the client's request."""
         services = self._services
@@ -271,6 +277,7 @@ class KeptRun:
     Attributes:
         last_record: Makes the last record of the journal from the answer or the error. If it is
             set, losing the journal ends the run.
+        journal: The open journal.
         is_open: Whether it can be followed.
     """
 
@@ -292,6 +299,7 @@ class KeptRun:
         self._deadlines = deadlines
         self._run: Callable[[Any, Emit], Awaitable[Answer]] | None = run
         self.last_record: Callable[[Answer | Exception], Any] | None = None
+        self.journal: RunJournal | None = None
         self._events: list[Event] = []
         self._followers: list[Emit] = []
         self._task: asyncio.Task[Answer] | None = None
@@ -322,13 +330,16 @@ class KeptRun:
             if not self._followers:
                 await self._close(task)
         if task.cancelled():
+            if self.journal is not None:
+                await self.journal.require_lease()
             raise errors.ResponseCancelled(
                 "The response was cancelled, or another router has gone on with it."
             )
         return task.result()
 
-    def _lose(self) -> None:
-        if self._task is not None:
+    def _lose(self, journal: RunJournal, *, ends: bool) -> None:
+        """End the run if another router has it, or if without its journal it `ends`."""
+        if self._task is not None and (ends or journal.is_taken):
             self._task.cancel()
 
     async def _close(self, task: asyncio.Task[Answer]) -> None:
@@ -401,8 +412,8 @@ class KeptRun:
         if failed:  # meanwhile
             await journal.close(void=False)
             raise errors.ResponseCancelled(failed["message"])
-        if self.last_record is not None:
-            journal.lost = self._lose
+        journal.lost = partial(self._lose, journal, ends=self.last_record is not None)
+        self.journal = journal
         return journal
 
     async def _claim(self) -> Sequence[bytes]:

@@ -217,9 +217,12 @@ class Frames(Protocol):
 
 
 async def stream_run(
-    request: Request, run: Callable[[Emit], Awaitable[Answer]], frames: Frames
+    request: Request,
+    run: Callable[[Emit], Awaitable[Answer]],
+    frames: Frames,
+    require_lease: Callable[[], Awaitable[None]],
 ) -> Reply:
-    """Answer with a run, event by event.
+    """Answer with a run, event by event, as long as `require_lease` raises nothing.
 
     Its head goes out with the run's first event, so that a request refused before anything
     ran still gets its status. A later failure is sent inside the stream.
@@ -229,7 +232,7 @@ async def stream_run(
         await live.wait_begun(ping_s)
         out = await open_stream(request)
         try:
-            await _pump(live, frames, out, ping_s)
+            await _pump(live, frames, out, ping_s, require_lease)
             last = frames.answer(live.answer())
         except (asyncio.CancelledError, ClientGone):
             raise
@@ -239,7 +242,13 @@ async def stream_run(
         return await out.end()
 
 
-async def _pump(run: LiveRun, frames: Frames, stream: Stream, ping_s: float) -> None:
+async def _pump(
+    run: LiveRun,
+    frames: Frames,
+    stream: Stream,
+    ping_s: float,
+    require_lease: Callable[[], Awaitable[None]],
+) -> None:
     """Send events as they come, all that wait in one write; after `ping_s` of silence a comment."""
     now_s = asyncio.get_running_loop().time
     quiet_since_s = now_s()
@@ -248,5 +257,6 @@ async def _pump(run: LiveRun, frames: Frames, stream: Stream, ping_s: float) -> 
         if not written and now_s() - quiet_since_s >= ping_s:
             written = PING
         if written:
+            await require_lease()
             await stream.send(written)
             quiet_since_s = now_s()

@@ -8,6 +8,7 @@ rest is requested.
 import asyncio
 import hashlib
 import logging
+import math
 import re
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,10 +20,10 @@ from typing import Any
 
 import orjson
 
-from agent_cache import CacheUnavailable, Journals
+from agent_cache import CacheUnavailable, Journals, JournalTaken
 from shell_router.core.engine import Finish, Generation, Prefilled, ServedModel, Tokens
 from shell_router.core.events import Event, ModelChosen
-from shell_router.errors import EngineError, PromptTooLong
+from shell_router.errors import EngineError, PromptTooLong, ResponseCancelled
 from shell_router.topology import AUTO, Topology
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ class RunJournal:
 
     Records are sent together, as soon as those before them have arrived. While the store is away
     they wait, and the run does not. If the journal is lost, or another attempt has it, `lost` is
-    called, and the run may go on without it.
+    called. The run may go on without a journal that is lost. With one that `is_taken` it must not:
+    its clients could read another text than the other attempt's.
 
     Attributes:
         run_id: The attempt.
@@ -107,6 +109,8 @@ class RunJournal:
     ) -> None:
         self.run_id = run_id
         self.lost: Callable[[], object] = bool
+        self.is_taken = False
+        self._leased_until_s = -math.inf  # until the first write: the claim's time is not known
         self._store: Journals | None = store
         self._address = tenant, key, run_id
         self._position = len(records)
@@ -225,6 +229,25 @@ class RunJournal:
             while self._position < upto and self._store is not None and not self._away:
                 await self._send(self._store)
 
+    async def require_lease(self) -> None:
+        """Return if no other router can have gone on with the run; before each write to a client.
+
+        The store is asked only if the lease has run out, as after a freeze of this process. While
+        it is away the run goes on.
+
+        Raises:
+            ResponseCancelled: Another router has the run.
+        """
+        store = self._store
+        if store is not None and not self._away and store.read_clock() >= self._leased_until_s:
+            await self._attempt()
+        if self.is_taken:
+            raise ResponseCancelled(
+                "Another router has gone on with this request, as this one was silent for longer "
+                "than cache.lease_s.",
+                remedy="Drop this text, and send the request again with the same key.",
+            )
+
     async def close(self, *, void: bool) -> None:
         """Send the waiting records and release the lease; a store still away lets it expire.
 
@@ -239,6 +262,8 @@ class RunJournal:
         if self._store is not None and not self._waiting:
             with suppress(CacheUnavailable):
                 await self._store.release(*self._address)
+        self._store = None
+        self.lost = bool  # it may refer to what refers to this
 
     async def _keep(self) -> None:
         """Send records as they come, and renew the lease."""
@@ -262,8 +287,12 @@ class RunJournal:
     async def _send(self, store: Journals) -> None:
         """Send the first waiting records; without any, this renews the lease."""
         records = self._waiting[:RECORDS_PER_WRITE]
+        sent_s = store.read_clock()
+        is_owned = False
         try:
             is_owned = await store.append(*self._address, self._position, records)
+        except JournalTaken:
+            self.is_taken = True
         except CacheUnavailable as error:
             if not self._away:
                 log.warning(
@@ -272,10 +301,10 @@ class RunJournal:
             self._away = True
             return
         self._away = False
+        self._leased_until_s = sent_s + store.lease_s
         if not is_owned:
-            log.warning(
-                "run %s is without its journal: it is lost, or another router has it", self.run_id
-            )
+            what = "ends: another router has it" if self.is_taken else "has lost its journal"
+            log.warning("run %s %s", self.run_id, what)
             self._store = None
             self._waiting.clear()
             self.lost()

@@ -58,6 +58,7 @@ class Seen:
     text: str = ""
     finished: set[str] = field(default_factory=set)
     is_done: bool = False
+    error: str = ""
 
     def add(self, frame: bytes) -> None:
         data = frame.rpartition(b"data: ")[2].strip()
@@ -65,7 +66,9 @@ class Seen:
             self.is_done = True
             return
         body: dict[str, Any] = orjson.loads(data)
-        assert "error" not in body, body
+        if "error" in body:
+            self.error = body["error"]["code"]
+            return
         event = body.get("agent_event", {})
         if event.get("type") == "agent.finished":
             self.finished.add(event["agent"])
@@ -109,7 +112,7 @@ class Deployment:
             while frame := await response.content.readuntil(b"\n\n"):
                 if not frame.startswith(b":"):
                     seen.add(frame)
-        assert seen.is_done
+        assert seen.is_done and not seen.error, seen.error
         return seen
 
     async def is_ready(self, router: Router) -> bool:
@@ -270,6 +273,29 @@ async def test_clients_of_a_killed_router_go_on_at_the_other(served: Deployment)
         engine.release()
     assert {one.result() for one in asking} == {expected.text}
     assert left == {"client-0", "client-2"}
+
+
+async def test_a_frozen_router_writes_nothing_once_another_has_its_run(
+    served: Deployment,
+) -> None:
+    engine, (frozen, other) = served.engine, [await served.router() for _ in range(2)]
+    expected = await served.read(other, "", Seen())
+    engine.stop_after(12 * TOKENS + TOKENS // 2)  # in the root's output
+    before = Seen()
+    reading = asyncio.create_task(served.read(frozen, "kept", before))
+    async with asyncio.timeout(LIMIT_S):
+        await engine.stopped.wait()
+        while not before.text:  # noqa: ASYNC110 - the client is behind a socket
+            await asyncio.sleep(0)
+    frozen.command.signal(signal.SIGSTOP)
+    engine.release()
+    assert (await served.read(other, "kept", Seen())).text == expected.text
+    had = before.text
+    frozen.command.signal(signal.SIGCONT)
+    with pytest.raises(AssertionError, match="response_cancelled"):
+        await reading
+    assert before.text == had != expected.text
+    assert (await served.read(frozen, "kept", Seen())).text == expected.text
 
 
 async def test_redis_killed_and_back_fails_no_request(

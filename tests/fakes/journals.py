@@ -5,7 +5,7 @@ A test can take them away, lose them, or copy them as they stood when a router d
 
 from collections.abc import Sequence
 
-from agent_cache import CacheUnavailable, JournalDiffers
+from agent_cache import CacheUnavailable, JournalDiffers, JournalTaken
 
 
 class MemoryJournals:
@@ -21,6 +21,10 @@ class MemoryJournals:
         self.lost = False
         self.appends = 0
         self.refused = 0
+        self.now_s = 0.0
+
+    def read_clock(self) -> float:
+        return self.now_s
 
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
         self._reach()
@@ -36,8 +40,10 @@ class MemoryJournals:
     ) -> bool:
         self._reach()
         self.appends += 1
-        if self.lost or self.claimed_by != owner or len(self.records) < position:
+        if self.lost or len(self.records) < position:
             return False
+        if self.claimed_by != owner:
+            raise JournalTaken(key)
         self.owner = owner
         self.records[position:] = records
         return True

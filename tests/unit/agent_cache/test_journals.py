@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from agent_cache import CacheUnavailable, JournalDiffers, JournalState
+from agent_cache import CacheUnavailable, JournalDiffers, JournalState, JournalTaken
 from agent_cache.redis import RedisAgentPromptCache
 from agent_cache.redis.connection import RedisConnection
 from agent_cache.redis.journals import CLAIM, RedisJournals
@@ -45,12 +45,14 @@ async def test_a_journal_has_one_owner_until_its_lease_ends(
 ) -> None:
     assert await journals.claim(*RUN, "a", "head") == []
     assert await journals.claim(*RUN, "b", "head") is None
-    assert not await journals.append(*RUN, "b", 0, [b"stranger's"])
+    with pytest.raises(JournalTaken):
+        await journals.append(*RUN, "b", 0, [b"stranger's"])
     await journals.release(*RUN, "b")
     assert await journals.claim(*RUN, "b", "head") is None
     await expire(server)
     assert await journals.claim(*RUN, "b", "head") == []
-    assert not await journals.append(*RUN, "a", 0, [b"late"])
+    with pytest.raises(JournalTaken):
+        await journals.append(*RUN, "a", 0, [b"late"])
 
 
 async def test_another_head_is_refused_whether_the_journal_is_owned_or_not(
@@ -94,7 +96,8 @@ async def test_an_owner_that_was_away_adds_nothing_once_another_came(
     await journals.claim(*RUN, "b", "head")
     await journals.append(*RUN, "b", 0, [b"b's"])
     await (journals.release(*RUN, "b") if left == "released" else expire(server))
-    assert not await journals.append(*RUN, "a", 0, [b"a's", b"too"])
+    with pytest.raises(JournalTaken):
+        await journals.append(*RUN, "a", 0, [b"a's", b"too"])
     assert await journals.claim(*RUN, "c", "head") == [b"b's"]
 
 

@@ -17,7 +17,7 @@ from shell_router.core.engine import Generation, Tokens
 from shell_router.core.events import AgentFinished, AgentStopped, AgentTokens, Event, ExitScored
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.early_exit.settings import EarlyExit
-from shell_router.errors import AgentFailed, EngineUnreachable
+from shell_router.errors import AgentFailed, EngineUnreachable, ResponseCancelled
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.journal import RecordedGeneration, RunJournal
@@ -472,3 +472,35 @@ def test_what_the_deadline_cut_off_is_cut_off_again(held: str) -> None:
     assert [used.state for used in second.agents.values()] == [
         used.state for used in first.agents.values()
     ]
+
+
+async def test_a_run_that_another_router_has_since_writes_nothing_more() -> None:
+    store = MemoryJournals()
+    store.lease_s = 600
+    journal = await begun(store)
+    await journal.require_lease()
+    assert store.appends == 1
+    store.owner = store.claimed_by = "second"  # after a freeze of the first
+    await journal.require_lease()
+    assert store.appends == 1, "a lease that runs is not asked for"
+    store.now_s = 600
+    for _ in range(2):
+        with pytest.raises(ResponseCancelled):
+            await journal.require_lease()
+    await journal.close(void=False)
+
+
+@pytest.mark.parametrize("fault", [away, lost])
+async def test_a_lease_that_ran_out_is_kept_where_no_other_router_has_the_run(
+    fault: Callable[[MemoryJournals], None],
+) -> None:
+    store = MemoryJournals()
+    store.lease_s = 600
+    journal = await begun(store)
+    await journal.require_lease()
+    store.now_s = 600
+    await journal.require_lease()
+    store.now_s = 1200
+    fault(store)
+    await journal.require_lease()
+    await journal.close(void=False)
