@@ -216,6 +216,10 @@ class EngineStalled(EngineError):
     """The engine sent nothing within the limit."""
 
 
+class AgentTimeout(EngineStalled):
+    """The engine did not end an agent's output within the agent's own limit."""
+
+
 class AgentFailed(ShellRouterError):
     """An agent failed, and its topology lets that fail the request; the cause is chained."""
 

@@ -33,7 +33,7 @@ from shell_router.core.sampling import OUTPUT_FORMS, check_sampling, require_pos
 from shell_router.core.spans import CURRENT, enter_span
 from shell_router.early_exit.algorithm1 import Confidence
 from shell_router.early_exit.answers import find_forms
-from shell_router.errors import EngineError, EngineStalled, PromptTooLong
+from shell_router.errors import AgentTimeout, EngineError, PromptTooLong
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import LatencyEstimates, guess_output_tokens
@@ -274,7 +274,7 @@ class AgentRun:
 
         Raises:
             PromptTooLong: Prompt and output do not fit the model's context.
-            EngineStalled: The output did not end within `timeout_s`.
+            AgentTimeout: The output did not end within `timeout_s`.
             EngineError: The engine failed.
         """
         task = self.task
@@ -294,7 +294,7 @@ class AgentRun:
             on_placed=self._report_placement,
         )
         late = partial(
-            EngineStalled,
+            AgentTimeout,
             f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on "
             f"{task.model.alias!r}.",
             remedy="Raise the agent's timeout_s or lower its max_new_tokens.",

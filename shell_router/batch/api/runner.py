@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,25 @@ from shell_router.batch.questions import Question, Questions
 from shell_router.batch.run import plan_apart
 from shell_router.batch.sessions import Follow, Move
 from shell_router.config import Config
-from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRouterError
+from shell_router.errors import (
+    AgentFailed,
+    AgentTimeout,
+    ConfigError,
+    EngineAborted,
+    EngineError,
+    EngineRejected,
+    EngineStalled,
+    InvalidField,
+    ShellRouterError,
+)
+from shell_router.routing.failures import RETRYABLE_STATUSES
 from shell_router.telemetry.metrics import Metrics
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 """Pauses between attempts; an engine that died is up again within about two minutes."""
+
+SUSPECT_ATTEMPTS = 3
+"""The most attempts at a line that may itself be why engines stall or fail."""
 
 log = logging.getLogger(__name__)
 
@@ -82,17 +97,17 @@ class ChatLines:
             await self._pools[name].run(batch.id, questions, keep)
 
     async def _answer(self, tenant: str, line: BatchLine, keep: Keep) -> None:
-        """Answer a line, again after a pause if the engine is away; other lines run meanwhile."""
-        result, retryable = await self._attempt(tenant, line)
-        for pause_s in self._pauses_s:
-            if not retryable:
+        """Answer a line, again after a pause if the engine failed; other lines run meanwhile."""
+        result, most = await self._attempt(tenant, line)
+        for attempts, pause_s in enumerate(self._pauses_s, 1):
+            if attempts >= most:
                 break
             await self._sleep(pause_s)
-            result, retryable = await self._attempt(tenant, line)
+            result, most = await self._attempt(tenant, line)
         await keep(result)
 
-    async def _attempt(self, tenant: str, line: BatchLine) -> tuple[LineResult, bool]:
-        """Return the result, and whether another attempt may succeed."""
+    async def _attempt(self, tenant: str, line: BatchLine) -> tuple[LineResult, float]:
+        """Return the result, and the most attempts at a line that ended like this."""
         request_id = self._chats.services.new_id()
         async with self._slots:
             with self._chats.services.metrics.running_batch_lines.track_inprogress():
@@ -100,8 +115,22 @@ class ChatLines:
                     run, frames = await self._chats.begin(line.body, tenant)
                     body = frames.whole(await run.answer())
                 except Exception as error:
-                    return refuse_line(line, request_id, error), is_retryable(error)
-        return LineResult(line.custom_id, request_id, 200, body), False
+                    return refuse_line(line, request_id, error), count_attempts(error)
+        return LineResult(line.custom_id, request_id, 200, body), 1
+
+
+def count_attempts(error: BaseException) -> float:
+    """Return the most attempts at a line that failed with `error`."""
+    if isinstance(error, AgentFailed) and error.__cause__ is not None:
+        return count_attempts(error.__cause__)
+    if is_retryable(error):
+        return inf
+    if isinstance(error, EngineRejected):
+        passes = error.status in RETRYABLE_STATUSES
+    else:
+        is_stalled = isinstance(error, EngineStalled) and not isinstance(error, AgentTimeout)
+        passes = is_stalled or isinstance(error, EngineAborted)
+    return SUSPECT_ATTEMPTS if passes else 1
 
 
 def refuse_line(line: BatchLine, request_id: str, error: Exception) -> LineResult:

@@ -18,6 +18,8 @@ from shell_router.batch.pool import Pool, load_pool
 from shell_router.core.events import Emit
 from shell_router.errors import (
     AgentFailed,
+    AgentTimeout,
+    EngineAborted,
     EngineRejected,
     EngineStalled,
     EngineUnavailable,
@@ -75,6 +77,7 @@ def runner(
     moa: ScriptedMoa | None = None,
     pool: Pool | None = None,
     folder: Path = Path("pools"),
+    pauses_s: tuple[float, ...] = (1, 2),
 ) -> ChatLines:
     moa = moa or ScriptedMoa()
     services = Services(
@@ -82,7 +85,7 @@ def runner(
     )
     chats = Chats(services, ApiSettings(), Targets(services.topologies, services.models))
     pools = {} if pool is None else {"panel": PoolLines("panel", pool, folder, services)}
-    return ChatLines(chats, concurrency, pools, pauses_s=(1, 2), sleep=sleep or Pauses())
+    return ChatLines(chats, concurrency, pools, pauses_s=pauses_s, sleep=sleep or Pauses())
 
 
 async def run(lines: ChatLines, *names: str) -> list[LineResult]:
@@ -134,7 +137,25 @@ async def test_a_line_whose_engine_stays_away_fails_in_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [EngineStalled("silent"), EngineRejected("crash", status=500), ValueError("a fault")]
+    "error",
+    [
+        EngineStalled("silent"),
+        EngineAborted("aborted"),
+        EngineRejected("crash", status=500),
+        caused_by(EngineStalled("silent")),
+    ],
+)
+async def test_a_line_whose_engine_fails_is_asked_again_only_a_few_times(error: Exception) -> None:
+    (result,) = await run(runner(error, error), "a")
+    assert result.succeeded
+    pauses = Pauses()
+    (result,) = await run(runner(*[error] * 9, sleep=pauses, pauses_s=(1, 2, 4)), "a")
+    assert not result.succeeded and pauses.taken_s == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AgentTimeout("slow"), EngineRejected("no", status=400), ValueError("a fault")],
 )
 async def test_a_line_that_may_be_at_fault_itself_is_not_asked_again(error: Exception) -> None:
     pauses = Pauses()
