@@ -14,7 +14,7 @@ from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair, cpu_server
-from shell_router.engines.address import PairAddress
+from shell_router.engines.address import PairAddress, ServerAddress
 from shell_router.standins.embedded.fleet import preload_servers
 from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, address_of, of_model
 from tests.fakes.shared_engines import SharedEngines, shared_engines
@@ -102,7 +102,13 @@ def own_server(
 
 @pytest.fixture(scope="session")
 def real_sglang(request: pytest.FixtureRequest) -> PairUnderTest:
-    """The pair that SHELL_ROUTER_SGLANG_* name, which may be anywhere; else one of our own."""
+    """The pair that SHELL_ROUTER_SGLANG_* name, which may be anywhere; else one of our own.
+
+    With the parameter `server` an undivided server.
+    """
+    if getattr(request, "param", "pair") == "server":
+        server: EngineServer = request.getfixturevalue("own_server")
+        return of_model(ServerAddress(server.url), request.getfixturevalue("sglang_model"))
     prefill_url, decode_url, port, model = (os.environ.get(name) for name in SGLANG_VARIABLES)
     if prefill_url and decode_url and port and model:
         return of_model(PairAddress(prefill_url, decode_url, "127.0.0.1", int(port)), Path(model))

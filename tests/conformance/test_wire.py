@@ -47,8 +47,7 @@ class Wire:
 
     @property
     def urls(self) -> list[str]:
-        """The prefill server's, then the decode server's; one of an undivided server."""
-        return [str(server.url).rstrip("/") for server in self.under_test.address.servers]
+        return self.under_test.urls
 
     @property
     def is_pair(self) -> bool:

@@ -31,6 +31,12 @@ SGLANG_VARIABLES = (
 )
 
 
+ON_A_PAIR_AND_ON_A_SERVER = pytest.mark.parametrize(
+    "real_sglang", ["pair", "server"], indirect=True
+)
+"""The test runs on a pair of real SGLang, and on an undivided server of it."""
+
+
 @dataclass(frozen=True)
 class PairUnderTest:
     """A running pair, or an undivided server.
@@ -42,6 +48,11 @@ class PairUnderTest:
     model: Path | None
     context_length: int
     vocabulary: int
+
+    @property
+    def urls(self) -> list[str]:
+        """The prefill server's, then the decode server's; one of an undivided server."""
+        return [str(server.url).rstrip("/") for server in self.address.servers]
 
     def needs_model(self) -> Path:
         """The model's folder; skips the test where there is none."""
@@ -236,6 +247,7 @@ async def _slots_of(session: aiohttp.ClientSession, url: str) -> Slots:
     """
     async with session.get(f"{url}/v1/loads") as answer:
         ranks = (await answer.json())["loads"]
-    handed_over = sum(rank["disaggregation"]["prefill_inflight_queue_reqs"] for rank in ranks)
+    stages = [rank.get("disaggregation") or {} for rank in ranks]  # an undivided server has none
+    handed_over = sum(stage.get("prefill_inflight_queue_reqs", 0) for stage in stages)
     requests = sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in ranks)
     return Slots(requests + handed_over, sum(rank["num_used_tokens"] for rank in ranks))

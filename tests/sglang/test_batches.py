@@ -4,8 +4,9 @@ import orjson
 import pytest
 
 from shell_router.engines.sglang import SglangPair
+from tests.fakes.pairs_under_test import ON_A_PAIR_AND_ON_A_SERVER
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, ON_A_PAIR_AND_ON_A_SERVER]
 
 PROMPTS = [[30 + at for at in range(40)], [90 + at for at in range(60)]]
 

@@ -12,8 +12,9 @@ import pytest
 
 from shell_router.engines.sglang import SglangPair
 from tests.fakes.api_server import api
+from tests.fakes.pairs_under_test import ON_A_PAIR_AND_ON_A_SERVER
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, ON_A_PAIR_AND_ON_A_SERVER]
 
 PARAMETERS = {
     "type": "object",

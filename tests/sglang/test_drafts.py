@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from launch.sglang_cpu.pair import CpuPair
 from shell_router.core.engine import Finish, Generation, Tokens
+from shell_router.engines.address import ServerAddress
 from shell_router.engines.sglang import SglangPair, random_rid
 from tests.fakes.pairs_under_test import address_of, idle
 
@@ -27,9 +28,13 @@ def servers(own_sglang: CpuPair) -> CpuPair:
     return own_sglang
 
 
-@pytest_asyncio.fixture
-async def drafting(servers: CpuPair) -> AsyncIterator[SglangPair]:
-    pair = SglangPair(address_of(servers))
+@pytest_asyncio.fixture(params=["pair", "server"])
+async def drafting(request: pytest.FixtureRequest) -> AsyncIterator[SglangPair]:
+    if request.param == "pair":
+        address = address_of(request.getfixturevalue("own_sglang"))
+    else:
+        address = ServerAddress(request.getfixturevalue("own_server").url)
+    pair = SglangPair(address)
     await pair.fleet.probe()
     yield pair
     await pair.aclose()
@@ -210,7 +215,7 @@ async def test_logprobs_are_those_of_a_plain_request_next_to_drafted_ones(
 
 
 async def test_an_aborted_request_leaves_nothing(
-    servers: CpuPair, drafting: SglangPair, session: aiohttp.ClientSession
+    drafting: SglangPair, session: aiohttp.ClientSession
 ) -> None:
     long = with_drafts({**GREEDY, "max_new_tokens": 20000})
     requests = [asyncio.create_task(written(drafting, prompt, long)) for prompt in PROMPTS]
@@ -218,7 +223,8 @@ async def test_an_aborted_request_leaves_nothing(
     for request in requests:
         request.cancel()
     await asyncio.gather(*requests, return_exceptions=True)
-    await idle(session, servers.prefill.url, servers.decode.url, limit_s=20)
+    urls = [str(server.server.url) for server in drafting.fleet.servers]
+    await idle(session, *urls, limit_s=20)
 
 
 async def test_drafts_that_are_nonsense_harm_no_request(

@@ -13,9 +13,9 @@ from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.moa.executor import Executor
 from shell_router.topology import Prefill
 from tests.e2e.test_incremental_prefill import TOPOLOGIES, assert_cache_is_hit, greedy, run_all
-from tests.fakes.pairs_under_test import PairUnderTest
+from tests.fakes.pairs_under_test import ON_A_PAIR_AND_ON_A_SERVER, PairUnderTest
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, ON_A_PAIR_AND_ON_A_SERVER]
 
 PROMPTS = 4
 

@@ -10,10 +10,10 @@ import pytest
 
 from shell_router.core.engine import Generation, Hints
 from shell_router.engines.sglang import SglangPair, random_rid
-from tests.fakes.pairs_under_test import PairUnderTest
+from tests.fakes.pairs_under_test import ON_A_PAIR_AND_ON_A_SERVER, PairUnderTest
 from tests.fakes.scripted_pair import collect
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, ON_A_PAIR_AND_ON_A_SERVER]
 
 TOKENS = 400
 ALICE, BOB = Hints(user="alice"), Hints(user="bob")

@@ -4,10 +4,13 @@ conftest.py.
 
 import os
 import signal
+from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 
+from launch.sglang_cpu.pair import free_ports
 from tests.fakes.command import running_command, survivors
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
@@ -46,6 +49,35 @@ async def test_one_file_gives_a_streamed_tree_outlives_its_prefill_and_leaves_no
         assert whole(await answer(url)), "decode took the new prefill for the old one"
         started = command.started()
         assert len(started) >= ENGINES_AND_THEIR_CHILDREN
+        command.signal(signal.SIGTERM)
+        code, output = await command.ended(limit_s=120)
+        assert (code, survivors(started)) == (0, set()), output
+
+
+def with_one_server(folder: Path) -> Path:
+    """Write the deployment with an undivided server that drafts in place of the pair."""
+    configs = Path(CONFIG).absolute().parent
+    config = yaml.safe_load(Path(CONFIG).read_text(encoding="utf-8"))
+    model = config["models"]["small"]  # the others are the same object
+    del model["pairs"], config["launch"]["decode_flags"]
+    (port,) = free_ports(1)
+    model["servers"] = [{"server": f"http://127.0.0.1:{port}", "launch": {}}]
+    model["path"] = str(configs / model["path"])
+    config["topologies"] = [str(configs / path) for path in config["topologies"]]
+    config["launch"] |= {"python": str(configs / config["launch"]["python"]), "drafts": True}
+    file = folder / "one-server.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return file
+
+
+async def test_one_undivided_server_gives_a_streamed_tree_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    file = with_one_server(tmp_path)
+    async with running_command("launch", "--config", file, "--port", "0") as command:
+        url = (await command.line_with("Serving on", limit_s=400)).split()[-1]
+        assert whole(await answer(url))
+        started = command.started()
         command.signal(signal.SIGTERM)
         code, output = await command.ended(limit_s=120)
         assert (code, survivors(started)) == (0, set()), output

@@ -16,9 +16,9 @@ from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
 from shell_router.topology import parse_topology
 from tests.fakes.moa import Recorder
-from tests.fakes.pairs_under_test import PairUnderTest, idle
+from tests.fakes.pairs_under_test import ON_A_PAIR_AND_ON_A_SERVER, PairUnderTest, idle
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, ON_A_PAIR_AND_ON_A_SERVER]
 
 SAID = "Answer: 42"
 AGREEING = f"""name: agreeing
@@ -53,4 +53,4 @@ async def test_two_that_agree_end_the_run_with_their_answer(
     }
     assert [passed.agent for passed in events.of(AggregationSkipped)] == ["root"]
     assert {finished.agent for finished in events.of(AgentFinished)} == {"a", "b"}
-    await idle(session, real_sglang.address.prefill_url, real_sglang.address.decode_url, limit_s=10)
+    await idle(session, *real_sglang.urls, limit_s=10)

@@ -17,10 +17,10 @@ from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
 from shell_router.topology import load_topology
 from tests.fakes.moa import Recorder
-from tests.fakes.pairs_under_test import PairUnderTest
+from tests.fakes.pairs_under_test import ON_A_PAIR_AND_ON_A_SERVER, PairUnderTest
 from tests.fakes.topologies import parse_steps
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, ON_A_PAIR_AND_ON_A_SERVER]
 
 STEPS = """name: steps
 start: quick

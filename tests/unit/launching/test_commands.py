@@ -259,6 +259,11 @@ def test_aliases_that_share_a_pair_share_its_engines() -> None:
     assert [engine.name for engine in launched.engines] == ["small/prefill", "small/decode"]
 
 
+def test_one_undivided_server_serves_the_three_names_of_the_shipped_topologies() -> None:
+    (engine,) = shipped("sglang-one-server.yaml").engines
+    assert engine.name == "small/server"
+
+
 def test_the_cpu_deployment_has_the_flags_of_the_pair_under_test() -> None:
     for engine in shipped("sglang-cpu.yaml").engines:
         wanted = (*COMMON_OPTIONS, *ROLE_OPTIONS[engine.role])

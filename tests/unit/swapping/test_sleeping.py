@@ -15,7 +15,7 @@ import pytest
 from benchmarks.scripted.run import ScriptedGpu
 from benchmarks.scripted.server import BootstrapRooms, ScriptedServer, ScriptedSettings
 from shell_router.core.engine import Finish, Generation
-from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.address import PairAddress, PairLimits, ServerAddress
 from shell_router.errors import EngineRejected, ModelFailed
 from shell_router.http.tasks import TaskOwner
 from shell_router.swapping.eviction import Eviction, ModelInTurn
@@ -179,6 +179,25 @@ async def test_every_request_is_answered_by_its_own_model_and_no_more_are_awake_
             for pair in router.sleeping.pairs.values()
             for server in pair.fleet.servers
         )
+
+
+async def test_undivided_servers_sleep_in_turns() -> None:
+    settings = ScriptedSettings("null", memory_saver=True, cpu_backup=True)
+    async with AsyncExitStack() as stack:
+        servers = {}
+        pairs = {}
+        for name in "ab":
+            servers[name] = server = await stack.enter_async_context(ScriptedServer(settings))
+            server.memory.asleep, server.memory.version = True, "default (asleep)"
+            pairs[name] = pair = SleepingPair(ServerAddress(server.url), limits=LIMITS)
+            stack.push_async_callback(pair.aclose)
+        sleeping = SleepingPairs(pairs, LIMIT_S, "")
+        for name in "aba":
+            async with sleeping.open(name) as engine:
+                request = Generation(name, (1, 2), {"max_new_tokens": 4})
+                assert [event async for event in engine.generate(request)]
+                assert [other for other in "ab" if not servers[other].memory.asleep] == [name]
+        assert not any(server.memory.died for server in servers.values())
 
 
 async def test_a_client_that_leaves_while_its_model_wakes_leaves_nothing_behind_but_the_model() -> (
