@@ -228,6 +228,10 @@ class PrecursorTimeout(ShellRouterError):
     """A precursor's output did not come within the limit."""
 
 
+class BudgetExceeded(ShellRouterError):
+    """The request, its program or its key has spent what it may, and there is no output."""
+
+
 class DeadlineExceeded(ShellRouterError):
     """The request did not end within its time limit."""
 

@@ -29,6 +29,7 @@ from shell_router.api.fields import (
 )
 from shell_router.api.services import SETTINGS
 from shell_router.api.sessions import digest
+from shell_router.core.budget import Budget
 from shell_router.core.engine import TIERS, UNSTREAMED_INTERVAL, ServiceTier, value
 from shell_router.core.exact_json import NewValues, Values, write_json
 from shell_router.core.json_schema import close_objects
@@ -323,6 +324,7 @@ def read_chat(
         chat_template_kwargs=template_kwargs,
         max_thinking_tokens=body.get("max_thinking_tokens"),
         offer=read_tools(body, sent),
+        budget=Budget(**body.get("budget", {})),
     )
 
 

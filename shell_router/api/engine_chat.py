@@ -47,6 +47,7 @@ CHOSEN_HERE: dict[str, tuple[Any, ...]] = dict.fromkeys(RANKS, ())
 NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
     **NOT_SERVED,
+    "budget": (),
     "include_agents": (False,),
     "max_thinking_tokens": (),
     "prediction": (),

@@ -5,7 +5,7 @@ The OpenAPI document is made from these types.
 
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-from annotated_types import Ge, Interval, MaxLen, MinLen
+from annotated_types import Ge, Gt, Interval, MaxLen, MinLen
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
@@ -181,6 +181,19 @@ class PrefillFields(TypedDict, total=False):
     chunk_tokens: Annotated[int, Interval(ge=1, le=MAX_CHUNK_TOKENS)] | Literal["adaptive"]
 
 
+@closed_object
+class BudgetFields(TypedDict, total=False):
+    """The most that a request may spend on all of its agents."""
+
+    calls: Annotated[int, Ge(1)]
+    tokens: Annotated[int, Ge(1)]
+    seconds: Annotated[float, Gt(0)]
+    cost: Annotated[float, Gt(0)]
+
+
+BudgetField = Annotated[BudgetFields, without_nulls]
+
+
 PrefillField = Annotated[PrefillFields, without_nulls]
 
 
@@ -194,6 +207,7 @@ class SharedFields(SamplingFields, BringingFields, PanelFields, total=False):
     program: Identifier
     lazy: bool
     prefill: PrefillField
+    budget: BudgetField
 
 
 class StreamOptions(TypedDict):

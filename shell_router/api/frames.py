@@ -28,7 +28,7 @@ from shell_router.core.events import (
 )
 from shell_router.core.exact_json import NewValues
 from shell_router.moa.calls import ToolCall
-from shell_router.moa.requests import AgentRequest, Answer
+from shell_router.moa.requests import AgentRequest, AgentUsage, Answer
 from shell_router.telemetry import Trace
 from shell_router.topology import AUTO
 
@@ -89,13 +89,19 @@ def _join_pieces(
 def sum_usage(answer: Answer, writer: str, counted: str = "all") -> NewValues:
     """Return OpenAI's usage, summed over the agents, or with "root" of the `writer` alone.
 
-    Outputs of other agents than the answer's `writer` are hidden, and count as its reasoning.
+    Outputs of other agents than the answer's `writer` are hidden, and count as its reasoning. With
+    the `cost` in dollars, and the same for each model.
     """
     agents = answer.agents
     if counted == "root" and writer in agents:
         agents = {writer: agents[writer]}
     prompt = written = cached = drafted = accepted = thought = 0
+    cost = 0.0
+    models: dict[str, NewValues] = {}
     for agent, spent in agents.items():
+        cost += spent.cost
+        if spent.prompt_tokens:
+            _add_model(models.setdefault(spent.model, {}), spent)
         prompt += spent.prompt_tokens
         written += spent.completion_tokens
         cached += spent.cached_tokens
@@ -112,7 +118,22 @@ def sum_usage(answer: Answer, writer: str, counted: str = "all") -> NewValues:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         },
+        "cost": cost,
+        "models": models,
     }
+
+
+def _add_model(total: NewValues, spent: AgentUsage) -> None:
+    """Add what an agent has spent to the total of its model."""
+    counts = {
+        "calls": 1,
+        "prompt_tokens": spent.prompt_tokens,
+        "cached_tokens": spent.cached_tokens,
+        "completion_tokens": spent.completion_tokens,
+        "cost": spent.cost,
+    }
+    for name, count in counts.items():
+        total[name] = total.get(name, 0) + count
 
 
 def describe_agents(answer: Answer, trace: Trace) -> NewValues:

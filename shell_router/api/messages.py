@@ -27,6 +27,7 @@ from shell_router.api.translation import (
     Kind,
     count_reasoning,
     name_own_fields,
+    read_costs,
 )
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.validation import Array, JsonObject, Name
@@ -439,6 +440,7 @@ class MessageTranslation(ItemTranslation):
             "cache_read_input_tokens": cached,
             "output_tokens": self.usage.get("completion_tokens", 0),
             "output_tokens_details": {"thinking_tokens": count_reasoning(self.usage)},
+            **read_costs(self.usage),
         }
         ended: NewValues = {
             "stop_reason": REASONS.get(self.reason, "end_turn"),

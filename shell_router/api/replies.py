@@ -73,6 +73,7 @@ PROBLEMS: dict[type[BaseException], ErrorStatus] = {
     errors.EngineStalled: ErrorStatus(504, "server_error", "engine_stalled"),
     errors.AgentFailed: ErrorStatus(502, "server_error", "agent_failed"),
     errors.PrecursorTimeout: ErrorStatus(504, "server_error", "precursor_timeout"),
+    errors.BudgetExceeded: ErrorStatus(402, "budget_error", "budget_exceeded"),
     errors.DeadlineExceeded: ErrorStatus(504, "server_error", "deadline_exceeded"),
     errors.StorageFailed: ErrorStatus(507, "server_error", "storage_failed"),
     errors.RouterStopping: ErrorStatus(503, "server_error", "router_stopping"),

@@ -19,7 +19,7 @@ from shell_router.api.fields import (
     Tokens,
 )
 from shell_router.api.replies import list_shared_fields
-from shell_router.api.translation import Events, ItemTranslation, Kind, count_reasoning
+from shell_router.api.translation import Events, ItemTranslation, Kind, count_reasoning, read_costs
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.sampling import check_depth
 from shell_router.core.validation import Array, JsonObject, Name, field_error
@@ -424,4 +424,5 @@ def _read_usage(usage: Values) -> NewValues | None:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": count_reasoning(usage)},
         "total_tokens": usage["total_tokens"],
+        **read_costs(usage),
     }

@@ -216,6 +216,10 @@ class Run:
         self.trace.close(at_s, outcome, error)
         self._services.rates.add(self.trace.tenant, sum(self.trace.usage), at_s)
         self._metrics.close(at_s, outcome)
+        for agent in self.trace.agents.values():
+            if model := self._services.models.get(agent.model):
+                cost = agent.cost(model.price)
+                self._services.metrics.cost_dollars.labels(agent.model).inc(cost)
         if self._is_topology and self.trace.target not in self._services.topologies:
             self._services.metrics.drop_target(self.trace.target)  # deleted meanwhile
         if self._recording is not None:

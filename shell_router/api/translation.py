@@ -59,6 +59,11 @@ Events = Sequence[tuple[str, Values]]
 ABORTED = "The engine ended the answer early. Send the request again."
 
 
+def read_costs(usage: Values) -> NewValues:
+    """Return the cost of a chat's usage, and that of each model."""
+    return {name: usage[name] for name in ("cost", "models") if name in usage}
+
+
 def count_reasoning(usage: Values) -> int:
     """Return the tokens of a chat's usage that its answer does not show."""
     details = usage.get("completion_tokens_details") or {}

@@ -10,6 +10,7 @@ from shell_router.app.model_files import ModelFiles, read_files
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
 from shell_router.config import Config, ModelSettings
 from shell_router.config.models import name_adapter
+from shell_router.core.budget import FREE
 from shell_router.core.engine import Relay, ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.fleet import Fleet
@@ -98,6 +99,7 @@ def _build_served(
         call_mark=CALL_MARKS.get(call_parser or ""),
         call_parser=engine.call_parser,
         sampling=files.sampling,
+        price=settings.price or FREE,
     )
     if engine.fleet is None:
         return model

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 from yarl import URL
 
+from shell_router.core.budget import Price
 from shell_router.core.exact_json import Values
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.core.sampling import MODEL_SAMPLING
@@ -387,6 +388,9 @@ class ModelSettings:
         "LoRA adapters by name, served as `<alias>:<name>`: folders in PEFT's form, at "
         "the same path on the engines' machines.",
     ] = field(default_factory=dict)
+    price: Annotated[
+        Price | None, "What its tokens cost, for `usage.cost` and for budgets; nothing by default."
+    ] = None
     drafts: Annotated[
         Switch | Literal["auto"],
         "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; "

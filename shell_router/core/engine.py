@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import orjson
 
+from shell_router.core.budget import FREE, Price
 from shell_router.core.control_text import ControlText
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.marks import ReasoningMarks
@@ -372,6 +373,7 @@ class ServedModel:
         call_mark: The beginning of a tool call in its outputs, if it is known.
         call_parser: Reads calls if the mark is not known.
         sampling: Parameters of agents that do not set them.
+        price: Of its tokens.
     """
 
     alias: str
@@ -387,6 +389,7 @@ class ServedModel:
     call_mark: str | None = None
     call_parser: CallParser | None = None
     sampling: Values = field(default_factory=dict)
+    price: Price = FREE
 
     @property
     def engines_parser(self) -> CallParser | None:

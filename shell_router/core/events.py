@@ -171,14 +171,14 @@ class AggregationSkipped:
 class AgentStopped:
     """The agent was cut off and its output discarded, or it did not run.
 
-    Its cluster exited, no agent needs it any more, the deadline came, its output was kept in an
-    earlier request, or it waits for an agent whose calls lack results. The text of a root that the
-    deadline cuts off stays the answer.
+    Its cluster exited, no agent needs it any more, the deadline or the end of the budget came, its
+    output was kept in an earlier request, or it waits for an agent whose calls lack results. The
+    text of a root that the deadline or the budget cuts off stays the answer.
     """
 
     at_s: float
     agent: str
-    why: Literal["early_exit", "unneeded", "deadline", "kept", "waiting"]
+    why: Literal["early_exit", "unneeded", "deadline", "budget", "kept", "waiting"]
     model: str = "unknown"
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 
 from agent_cache import AgentPromptCache, Chunk, LogKey, LogRead, LogWriter
+from shell_router.core.budget import Purse
 from shell_router.core.drafts import MOST_SOURCE_TOKENS
 from shell_router.core.engine import (
     NO_HINTS,
@@ -140,6 +141,7 @@ class RunContext:
     cache: AgentPromptCache
     emit: Emit
     clock: Callable[[], float]
+    purse: Purse | None = None
 
 
 OnText = Callable[[str, float], bool]
@@ -237,6 +239,7 @@ class AgentRun:
         self.progress = Progress(task, context)
         self._emit = context.emit
         self._clock = context.clock
+        self._purse = context.purse
         self._writer = writer
         self._on_text = on_text
         self._texts: list[str] = []
@@ -274,11 +277,14 @@ class AgentRun:
 
         Raises:
             PromptTooLong: Prompt and output do not fit the model's context.
+            BudgetExceeded: The run's budget does not pay for it, or no longer.
             AgentTimeout: The output did not end within `timeout_s`.
             EngineError: The engine failed.
         """
         task = self.task
         limit = limit_output(task, len(ids), may_shrink=task.may_shrink)
+        if self._purse is not None:
+            limit = self._purse.begin(task.model.price, len(ids), limit)
         sampling = {**await self._complete_sampling(), "max_new_tokens": limit}
         ready_s = self.progress.begin(len(ids), sent)
         if CURRENT.get() is not None:
@@ -353,6 +359,7 @@ class AgentRun:
             async for item in stream:
                 if isinstance(item, Finish):
                     return item
+                self._pay(len(item.ids))
                 tokens = item
                 if self._thinking is not None:
                     tokens = self._thinking.separate(item)
@@ -366,6 +373,15 @@ class AgentRun:
         finally:
             await stream.aclose()
         raise EngineError(f"The stream of agent {self.task.agent!r} ended without its last event.")
+
+    def _pay(self, tokens: int) -> None:
+        """Pay for tokens of the output. Raises BudgetExceeded after the last one that is paid."""
+        purse = self._purse
+        if purse is None:
+            return
+        if purse.is_empty:
+            raise purse.error(f"and agent {self.task.agent!r} writes")
+        purse.pay(self.task.model.price.cost(0, 0, tokens), tokens)
 
     def _accept(self, tokens: Tokens) -> None:
         """Hand tokens of the answer to all that follow it."""
@@ -397,6 +413,10 @@ class AgentRun:
             if text:
                 self._accept(Tokens((), text))
         confidence = None if self._confidence is None else self._confidence.value
+        if self._purse is not None:  # cached tokens may cost less
+            price = self.task.model.price
+            cost = price.cost(finish.prompt_tokens, finish.cached_tokens, 0)
+            self._purse.pay(cost - price.cost(finish.prompt_tokens, 0, 0))
         now_s = self.progress.finish(finish)
         self._emit(
             AgentFinished(
@@ -440,6 +460,9 @@ def count_usage(task: AgentTask, output: AgentOutput) -> AgentUsage:
         output.token_s,
         output.reasoning_tokens,
         finish.reason,
+        cost=task.model.price.cost(
+            finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
+from shell_router.core.budget import UNLIMITED, Purse
 from shell_router.core.engine import Finish, ServedModel
 from shell_router.core.events import (
     AgentErred,
@@ -29,6 +30,7 @@ from shell_router.core.predictors import Embedder
 from shell_router.early_exit.answers import Ballot, cast_ballot, elect
 from shell_router.errors import (
     AgentFailed,
+    BudgetExceeded,
     ConfigError,
     DeadlineExceeded,
     EngineError,
@@ -119,11 +121,19 @@ class Executor:
             AgentFailed: An agent failed. If there is only one agent, its error is raised instead.
             DeadlineExceeded: The run took longer than the request allows.
         """
-        late = partial(
+        late: Callable[[], ShellRouterError] = partial(
             DeadlineExceeded,
             f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
             remedy="Allow more time, or ask a topology with fewer agents or steps.",
         )
+        budget = request.budget.tighten(topology.budget)
+        if request.purse is None and budget != UNLIMITED:
+            purse = Purse(budget)
+            request = replace(request, purse=purse)
+            if budget.seconds is not None and budget.seconds < request.timeout_s:
+                request = replace(request, timeout_s=budget.seconds)
+                why = f"and {topology.name!r} gave no answer within {budget.seconds:g} s"
+                late = partial(purse.error, why)
         # a step has the deadline of its request
         ends_s = request.ends_s or asyncio.get_running_loop().time() + request.timeout_s
         with Deadline(request.timeout_s, late=late):
@@ -157,8 +167,11 @@ class Executor:
         topology = plan.outline.topology
         is_single = len(plan.tasks) == 1 and not topology.clusters and not topology.root.fallbacks
         is_single = is_single and not plan.refusals and not request.turn.kept.outputs
-        is_single = is_single and not topology.root_reserve_s  # it may end with its text so far
-        context = RunContext(resources.chooser.estimates, self.cache, emit, self.clock)
+        # these may end with the text so far
+        is_single = is_single and not topology.root_reserve_s and request.purse is None
+        context = RunContext(
+            resources.chooser.estimates, self.cache, emit, self.clock, request.purse
+        )
         with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
             if not is_single:
@@ -583,6 +596,13 @@ class GraphRun:
 
     def _fail(self, member: _Member, error: ShellRouterError) -> None:
         """Note that the agent failed, and raise the run's error unless it can be dropped."""
+        purse = self._context.purse
+        unpaid = any(self._members[name].gone == "budget" for name in member.agent.precursors)
+        if isinstance(error, AgentFailed) and unpaid and purse is not None:
+            error = purse.error(f"and agent {member.agent.id!r} has nothing to read")
+        if isinstance(error, BudgetExceeded):
+            self._end_unpaid(member, error)
+            return
         if isinstance(error, OutputLeft) and self._topology.root_reserve_s:
             self._begin_reserve()  # it was cut off then
             if member.is_running:
@@ -615,18 +635,34 @@ class GraphRun:
                 remedy="Ask again." if is_root else remedy,
             ) from error
 
+    # --- the budget
+
+    def _end_unpaid(self, member: _Member, error: BudgetExceeded) -> None:
+        """End an agent that the budget pays no more; raise its error if nothing can answer."""
+        if member.agent.id != self._root:
+            member.error = str(error)
+            self._end(member.agent.id, "budget")
+            self._cut_unneeded()
+            return
+        self._cut_root("budget")
+        if member.is_running:
+            raise error
+
     # --- the root's time
 
     def _set_timers(self) -> list[asyncio.TimerHandle]:
+        request = self._plan.outline.request
+        purse = request.purse
         reserve_s = self._topology.root_reserve_s
-        if not reserve_s:
-            return []
-        ends_s = self._plan.outline.request.ends_s
         loop = asyncio.get_running_loop()
-        return [
-            loop.call_at(ends_s - reserve_s, self._begin_reserve),
-            loop.call_at(ends_s - ANSWER_S, self._cut_root),
-        ]
+        timers = []
+        if reserve_s:
+            timers.append(loop.call_at(request.ends_s - reserve_s, self._begin_reserve))
+        is_short = purse is not None and purse.budget.seconds == request.timeout_s
+        if reserve_s or is_short:
+            why: CutOff = "budget" if is_short else "deadline"
+            timers.append(loop.call_at(request.ends_s - ANSWER_S, self._cut_root, why))
+        return timers
 
     def _begin_reserve(self) -> None:
         """Cut off all agents but the root as soon as it has an output to read."""
@@ -635,13 +671,15 @@ class GraphRun:
         if any(self._members[name].output is not None for name in voters):
             self._cut_below()
 
-    def _cut_below(self) -> None:
+    def _cut_below(self, why: CutOff = "deadline") -> None:
         for name, member in self._members.items():
             if name != self._root and member.is_running:
                 member.error = "It was cut off to leave the root time before the deadline."
-                self._cut(name, "deadline")
+                if why == "budget":
+                    member.error = "It was cut off at the end of the budget."
+                self._cut(name, why)
 
-    def _cut_root(self) -> None:
+    def _cut_root(self, why: CutOff = "deadline") -> None:
         """Cut off the root; its text so far is the answer, or else the nearest finished output.
 
         Without either, the root keeps the time that is left.
@@ -651,12 +689,13 @@ class GraphRun:
         text = "" if root.run is None else root.run.text
         if not root.is_running or not (source or text.strip()):
             return
-        warning = f"The deadline cut {self._root!r} off: the answer is its text so far."
+        warning = f"The {why} cut {self._root!r} off: the answer is its text so far."
         if source and not text.strip():
             output = self._members[source].output
             assert output is not None
             text += output.text
-            warning = f"The deadline left {self._root!r} no time: {source!r} answers in its place."
+            left = "money" if why == "budget" else "time"
+            warning = f"The {why} left {self._root!r} no {left}: {source!r} answers in its place."
             self._emit(
                 AggregationSkipped(
                     self._clock(), self._root, source, output.text, output.confidence
@@ -665,8 +704,8 @@ class GraphRun:
         reasoning = "" if root.run is None else root.run.reasoning
         finish = Finish("length", 0, 0, 0)
         self._late_answer = AgentOutput(text, finish, None, reasoning=reasoning, warning=warning)
-        self._cut_below()
-        self._cut(self._root, "deadline")
+        self._cut_below(why)
+        self._cut(self._root, why)
         self._end_judgements()
 
     def _find_nearest(self) -> str:
@@ -816,13 +855,16 @@ class GraphRun:
 
     def _cut(self, agent: str, why: CutOff) -> None:
         """Abort the agent; its log ends first, so that its successors go on at once."""
+        self._end(agent, why)
+        self._members[agent].cancel()
+
+    def _end(self, agent: str, why: CutOff) -> None:
         member = self._members[agent]
         self._leave(agent)
         member.gone = why
         self._news.set()
         member.writer.end(End.ABORTED, why)
         self._emit(AgentStopped(self._clock(), agent, why))
-        member.cancel()
 
 
 def _make_answer(root: AgentOutput, usage: Mapping[str, AgentUsage]) -> Answer:
@@ -860,9 +902,11 @@ def _count_usage(member: _Member) -> AgentUsage:
 
 def _count_lost(run: AgentRun, gone: CutOff | Literal["failed"], error: str) -> AgentUsage:
     """Return the tokens of an agent that gave no output."""
-    model = run.task.model.alias
-    progress = run.progress
-    return AgentUsage(model, progress.prompt_tokens, progress.decoded, 0, gone, error=error)
+    model = run.task.model
+    prompt_tokens = run.progress.prompt_tokens
+    decoded = run.progress.decoded
+    cost = model.price.cost(prompt_tokens, 0, decoded)
+    return AgentUsage(model.alias, prompt_tokens, decoded, 0, gone, error=error, cost=cost)
 
 
 async def _read_ballot(voter: str, output: AgentOutput) -> Ballot:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shell_router.core.budget import UNLIMITED, Budget, Purse
 from shell_router.core.engine import FinishReason, ServiceTier, Session, value
 from shell_router.core.events import AgentStopped
 from shell_router.core.exact_json import Values
@@ -11,7 +12,7 @@ from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.journal import RunJournal
 from shell_router.topology import Prefill
 
-CutOff = Literal["early_exit", "unneeded", "deadline", "waiting"]
+CutOff = Literal["early_exit", "unneeded", "deadline", "budget", "waiting"]
 AgentState = Literal["finished", "skipped", "kept", CutOff, "failed"]
 
 
@@ -24,6 +25,7 @@ class AgentUsage:
         token_s: Seconds per token after its first ones, None if there were no more.
         finish_reason: Why its own output ended, None if it was forwarded or cut off.
         error: Why it gave no output, if it failed or was cut off at the deadline.
+        cost: Dollars, by its model's price.
     """
 
     model: str
@@ -37,6 +39,7 @@ class AgentUsage:
     reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""
+    cost: float = 0.0
 
     def keep(self) -> "AgentUsage":
         """Return the cost in later requests of its turn, which read the same output."""
@@ -130,6 +133,8 @@ class MoaRequest:
         tier: As in `Hints`.
         session: As in `Hints`.
         turn: Set by the executor.
+        budget: The most that the run may spend, as far as its topology allows.
+        purse: Pays for the run; set by the executor where there is a budget.
         ends_s: The deadline by the event loop's clock; set by the executor.
     """
 
@@ -151,6 +156,8 @@ class MoaRequest:
     tier: ServiceTier = "default"
     session: Session | None = None
     turn: Turn = Turn()
+    budget: Budget = UNLIMITED
+    purse: Purse | None = None
     ends_s: float = 0.0
 
     @property

@@ -19,6 +19,7 @@ from shell_router.core.exact_json import Values
 from shell_router.core.predictors import Embedder, TokenStates
 from shell_router.errors import (
     AgentFailed,
+    BudgetExceeded,
     ConfigError,
     EngineError,
     InvalidField,
@@ -103,7 +104,10 @@ class Walk:
         """Return the output of the last step, with the usage of all steps that ran."""
         step = await self._begin()
         while True:
-            answer = await self._attempt(step)
+            try:
+                answer = await self._attempt(step)
+            except BudgetExceeded as error:
+                return self._answer_unpaid(step, error)
             following = await self._choose_next(step.id, step.then)
             if following is None:
                 break
@@ -117,6 +121,23 @@ class Walk:
         if step.is_last:
             self._request.turn.read = read
         return replace(self._answers[step.answer or step.id], agents=self._spent)
+
+    def _answer_unpaid(self, step: Step, error: BudgetExceeded) -> Answer:
+        """Return the newest output as the answer, as the budget does not pay for `step`.
+
+        Raises BudgetExceeded if there is none.
+        """
+        if not self._answers:
+            raise error
+        name = next(reversed(self._answers))
+        last = self._answers[name]
+        now_s = self._clock()
+        why = f"the budget does not pay for {step.id}"
+        root = self._topology.steps[name].root
+        self._hold(StepChosen(now_s, now_s, name, END, root, 0, why, last.text, last.reasoning))
+        warning = f"The budget left {step.id!r} no money: {name!r} answers in its place."
+        agents = {**self._spent, **error.spent}
+        return replace(last, reason="length", agents=agents, calls=(), warning=warning)
 
     async def _begin(self) -> Step:
         """Return the first step; in a turn whose earlier steps are kept, the last."""

@@ -149,7 +149,7 @@ class Metrics:
         )
         self.agents_stopped = count(
             "agents_stopped",
-            "Agents cut off: early_exit, unneeded or deadline; kept, waiting: did not run",
+            "Agents cut off: early_exit, unneeded, deadline or budget; kept, waiting: did not run",
             model,
             "why",
         )
@@ -159,6 +159,9 @@ class Metrics:
         )
         self.completion_tokens = count(
             "completion_tokens", "Tokens decoded by finished agents", model
+        )
+        self.cost_dollars = count(
+            "cost_dollars", "Cost of agents' tokens by models' prices, also of those cut off", model
         )
         self.output_token_seconds = self._histogram(
             "output_token_seconds",

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 
 from shell_router.core import events
+from shell_router.core.budget import Price
 from shell_router.core.engine import Placement
 from shell_router.core.exact_json import NewValues
 from shell_router.core.spans import SpanContext, make_run_span
@@ -98,6 +99,14 @@ class AgentTrace:
         if isinstance(self.end, events.AgentFinished):
             return self.end.prompt_tokens, self.end.completion_tokens
         return self.ready.prompt_tokens if self.ready else 0, self.tokens
+
+    def cost(self, price: Price) -> float:
+        """Return the dollars of its tokens, as far as they are known."""
+        prompt_tokens, completion_tokens = self.usage
+        cached_tokens = 0
+        if isinstance(self.end, events.AgentFinished):
+            cached_tokens = self.end.cached_tokens
+        return price.cost(prompt_tokens, cached_tokens, completion_tokens)
 
     @property
     def confidence(self) -> float | None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any, Literal
 
+from shell_router.core.budget import Budget
 from shell_router.core.exact_json import NewValues
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.files.document import Path, Values
@@ -107,6 +108,7 @@ def assemble(file: Values, *, name: str) -> Topology:
         description=file.get("description", ""),
         fan_out=file.get("fan_out", "turn"),
         root_reserve_s=file.get("root_reserve_s", 0.0),
+        budget=Budget(**file.get("budget", {})),
     )
     return replace(topology, clusters=tuple(_clusters(topology, file)))
 
@@ -222,6 +224,7 @@ def assemble_steps(file: Values, *, name: str, topologies: Mapping[str, Topology
         classifiers={each: _build_classifier(each, block) for each, block in classifiers.items()},
         description=file.get("description", ""),
         fan_out=file.get("fan_out", "turn"),
+        budget=Budget(**file.get("budget", {})),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from shell_router.core.budget import UNLIMITED, Budget
 from shell_router.core.exact_json import Values
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.files.types import Count, Switch
@@ -121,7 +122,7 @@ class Topology:
     """A checked graph without cycles, with one root that every agent reaches.
 
     `agents` is in topological order, precursors first; the root is last. An agent is in at most one
-    cluster. `root_reserve_s` is 0 where no time is kept for the root.
+    cluster. `root_reserve_s` is 0 where no time is kept for the root. `budget` is for each request.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Topology:
     description: str = ""
     fan_out: FanOut = "turn"
     root_reserve_s: float = 0.0
+    budget: Budget = UNLIMITED
 
     @property
     def keeps_proposals(self) -> bool:
@@ -324,6 +326,7 @@ class Conditional:
     classifiers: Mapping[str, Classifier] = field(default_factory=dict)
     description: str = ""
     fan_out: FanOut = "turn"
+    budget: Budget = UNLIMITED
 
     @property
     def keeps_proposals(self) -> bool:

@@ -14,6 +14,7 @@ from annotated_types import Interval, Len
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
+from shell_router.core.budget import Budget
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.sampling import RANGES
 from shell_router.core.validation import Array
@@ -306,6 +307,7 @@ TOPOLOGY = _block(
         "defaults": DEFAULTS,
         "on_failure": SHARED["on_failure"],
         "root_reserve_s": RESERVE,
+        "budget": _block("budget", class_text(Budget), list_described_fields(Budget)),
         "fan_out": Annotated[
             FanOut,
             "'turn' runs the agents below the root once for each user message and keeps their "

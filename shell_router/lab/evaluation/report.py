@@ -20,7 +20,7 @@ from shell_router.lab.evaluation.records import Record, Setting
 from shell_router.lab.tables import print_table
 from shell_router.topology import VOTE
 
-CUT_OFF = ("early_exit", "unneeded", "deadline")
+CUT_OFF = ("early_exit", "unneeded", "deadline", "budget")
 """States, in traces, of agents whose work was thrown away to save time."""
 
 
