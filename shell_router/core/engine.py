@@ -58,6 +58,7 @@ class Hints:
         tier: Which requests of the queue go first; those of `flex` wait while others do.
         session: The session that its client named; without meaning without the tenant.
         began_s: When the run of its topology began, in the event loop's seconds.
+        goes_on: Whether it reads outputs of its run.
     """
 
     user: str | None = None
@@ -70,6 +71,7 @@ class Hints:
     tier: ServiceTier = "default"
     session: Session | None = None
     began_s: float | None = None
+    goes_on: bool = False
 
 
 NO_HINTS = Hints()

@@ -193,6 +193,7 @@ def expect_outputs(
             request.tier,
             request.session,
             request.ends_s - request.timeout_s,
+            bool(agent.precursors),
         )
     return hints
 

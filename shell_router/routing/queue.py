@@ -136,12 +136,15 @@ def shortest_total(entry: QueueEntry, queue: "RequestQueue") -> Key:
 def least_attained(entry: QueueEntry, queue: "RequestQueue") -> Key:
     """Order by the tokens that the user was served, divided by its weight, fewest first.
 
-    Equal users' requests, and those of one user, go by what their programs were served.
+    Requests of one user go by what their programs were served. Agents that read outputs of their
+    run go before: if it took turns with later runs, all would end late.
     It does not age: a user who is not served becomes the least served, and with aging a flood of
     one user's requests would go before all others.
     """
-    program = entry.program
-    return (queue.count_attained(entry.features.user), program.tokens, program.running)
+    attained = queue.count_attained(entry.features.user)
+    if entry.features.hints.goes_on:
+        return (attained, 0.0, 0)
+    return (attained, entry.program.tokens, entry.program.running)
 
 
 ORDERS: dict[str, Order] = {

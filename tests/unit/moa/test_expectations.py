@@ -51,6 +51,11 @@ def test_every_agent_asks_for_the_tenant_and_its_user_with_the_beginning_of_the_
     assert {(one.user, one.end_user, one.began_s) for one in found.values()} == {expected}
 
 
+def test_agents_that_read_others_go_on_with_their_run() -> None:
+    goes_on = {name: one.goes_on for name, one in hints(paced()).items()}
+    assert goes_on == {"a": False, "b": False, "middle": True, "root": True}
+
+
 def test_an_agent_that_is_new_is_expected_to_write_what_its_model_does() -> None:
     found = hints(paced(a=10, middle=100, root=1000))
     assert found["b"].output_tokens == 10

@@ -173,6 +173,21 @@ def test_a_chat_goes_before_the_calls_of_a_loop_of_its_tenant(chat: dict[str, ob
     assert first("least_attained", *loop, *following, queue=queue) == 0, "nor is it starved"
 
 
+def test_of_a_tenants_programs_running_graphs_go_on_first_in_the_order_of_their_beginning() -> None:
+    queue = RequestQueue(QueueSettings("least_attained"))
+    for run in ("first", "second"):
+        serve(queue, joined(queue, user="ann", program=run), 900)
+    proposer = joined(queue, 3.0, user="ann", program="third", began_s=3.0)
+    goes_on = {"user": "ann", "goes_on": True}
+    second = joined(queue, 4.0, program="second", began_s=2.0, **goes_on)
+    root = joined(queue, 5.0, program="first", began_s=1.0, **goes_on)
+    assert first("least_attained", proposer, second, root, queue=queue) == 2
+    assert first("least_attained", proposer, second, queue=queue) == 1
+    other = joined(queue, 6.0, user="bob")
+    queue.count_tokens(root.program, 1)
+    assert first("least_attained", root, other, queue=queue) == 1, "tenants come before programs"
+
+
 def test_a_tenants_share_does_not_grow_with_its_programs() -> None:
     queue = RequestQueue(QueueSettings("least_attained"))
     served = {"many": 0, "one": 0}
