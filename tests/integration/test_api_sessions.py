@@ -246,3 +246,6 @@ async def test_all_choices_are_of_the_session_and_the_class() -> None:
     for one in requests:
         assert one.hints.session is not None and one.hints.session.id == "s"
         assert one.hints.tier == "priority"
+    by_run = Counter((one.hints.program, one.hints.began_s) for one in requests)
+    assert sorted(by_run.values()) == [3, 3], "agents share the beginning of their run"
+    assert all(one.hints.began_s for one in requests)
