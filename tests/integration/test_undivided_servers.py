@@ -26,6 +26,7 @@ from shell_router.errors import (
     PromptTooLong,
 )
 from tests.fakes.api_server import LIMIT, chat, until
+from tests.fakes.command import running_command
 from tests.fakes.scripted_pair import BREAKER, LIMITS, ONCE, SOON, collect, generation
 
 MODEL = Path(__file__).parents[2] / "models" / "small"
@@ -293,3 +294,16 @@ async def test_a_server_that_is_missing_at_the_start_is_named_and_taken_in_when_
                 while (await at.ask("POST", "/v1/chat/completions", asked))[0] != 200:
                     pass
         await late.stop()
+
+
+async def test_one_command_serves_the_shipped_topologies_over_one_server() -> None:
+    folder = {"tokenizer_path": str(MODEL.with_name("large"))}
+    async with scripted(settings=replace(SETTINGS, server_info=folder)) as (server,):
+        async with running_command("serve", "--engine", server.url, "--port", "0") as command:
+            url = (await command.line_with("Serving on", limit_s=60)).split()[-1]
+            async with aiohttp.ClientSession(timeout=LIMIT) as http:
+                asked = chat(model="tree-9-3-1", max_tokens=4)
+                assert (await Deployment(url, http).ask("POST", "/v1/chat/completions", asked))[
+                    0
+                ] == 200
+        assert server.requests > 13
