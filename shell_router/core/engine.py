@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import orjson
@@ -57,7 +58,7 @@ class Hints:
             without meaning without the tenant.
         tier: Which requests of the queue go first; those of `flex` wait while others do.
         session: The session that its client named; without meaning without the tenant.
-        began_s: When the run of its topology began, in the event loop's seconds.
+        began_s: When the run of its topology began, in the event loop's seconds; `inf` without one.
         goes_on: Whether it reads outputs of its run.
     """
 
@@ -70,7 +71,7 @@ class Hints:
     end_user: str | None = None
     tier: ServiceTier = "default"
     session: Session | None = None
-    began_s: float | None = None
+    began_s: float = inf
     goes_on: bool = False
 
 

@@ -79,8 +79,7 @@ class QueueEntry:
     @property
     def began_s(self) -> float:
         """When its run began; without one, when it came."""
-        began_s = self.features.hints.began_s
-        return self.arrived_s if began_s is None else began_s
+        return min(self.features.hints.began_s, self.arrived_s)
 
 
 Key = tuple[float, ...]
@@ -230,7 +229,9 @@ def sort_key(entry: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
         return (4, *key)
     if tier == "flex":
         return (3, *key)
-    since_s = entry.began_s if order.ages_by_run else entry.arrived_s
+    since_s = entry.arrived_s
+    if order.ages_by_run:
+        since_s = entry.began_s
     if order.ages and now_s - since_s >= queue.settings.age_s:
         return (0, since_s, entry.arrived_s)
     return (1 if tier == "priority" else 2, *key)
