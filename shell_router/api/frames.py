@@ -166,6 +166,10 @@ def list_warnings(answer: Answer, root: str) -> dict[str, list[str]]:
             f"Outputs were cut at their limit before other agents read them: {names}. Raise "
             "max_tokens of a panel, max_new_tokens of a topology's agents."
         )
+    estimated = [agent for agent, spent in answer.agents.items() if spent.estimated]
+    if estimated:
+        names = ", ".join(estimated[:NAMED_AGENTS])
+        warnings.append(f"Tokens were estimated, as their servers count none: {names}.")
     return {"warnings": warnings} if warnings else {}
 
 

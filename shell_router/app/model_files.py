@@ -5,19 +5,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shell_router.config import ModelSettings
+from shell_router.core.engine import Tokenizer
 from shell_router.core.exact_json import Values
 from shell_router.core.marks import WRITTEN_CALL
 from shell_router.core.sampling import MODEL_SAMPLING, check_sampling
+from shell_router.engines.messages import VOCABULARY, MessageTokenizer
 from shell_router.engines.tokenizer import HfTokenizer, read_json
-from shell_router.errors import ConfigError, InvalidRequest
+from shell_router.errors import ConfigError, InvalidRequest, require
+
+MESSAGES_CONTEXT = 131_072
+"""The context of models without files, unless it is set; their servers refuse what is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's folder and its content."""
+    """A model's folder and its content; one that takes messages has no folder."""
 
     folder: Path
-    tokenizer: HfTokenizer
+    tokenizer: Tokenizer
     context_length: int
     vocabulary: int
     sampling: Values = field(default_factory=dict)
@@ -41,16 +46,34 @@ class ModelFiles:
 
 def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
     """Read the files of each model by its alias; blocks. Raises ConfigError."""
-    files = {alias: _read(alias, settings) for alias, settings in models.items()}
-    # models of a family tokenize alike, so they share what one of them has tokenized
     first: dict[str, HfTokenizer] = {}
-    for model in files.values():
-        tokenizer = model.tokenizer
-        tokenizer.remember_with(first.setdefault(tokenizer.fingerprint, tokenizer))
-    return files
+    return {
+        alias: _describe_messages(alias, settings)
+        if "openai" in settings.engine
+        else _read(alias, settings, first)
+        for alias, settings in models.items()
+    }
 
 
-def _read(alias: str, settings: ModelSettings) -> ModelFiles:
+def _describe_messages(alias: str, settings: ModelSettings) -> ModelFiles:
+    """Return what stands for files of a model whose server takes messages."""
+    for name in ("path", "tool_call_parser", "quote_control_text"):
+        require(
+            getattr(settings, name) in (Path(), None, False),
+            f"models.{alias}.{name} has no effect with `openai`: its server has the model's files.",
+            "Leave it out.",
+        )
+    return ModelFiles(
+        settings.path,
+        MessageTokenizer(settings.chat_template_kwargs),
+        settings.context_length or MESSAGES_CONTEXT,
+        VOCABULARY,
+        settings.sampling,
+    )
+
+
+def _read(alias: str, settings: ModelSettings, first: dict[str, HfTokenizer]) -> ModelFiles:
+    """Read a model's files; `first` has the first tokenizer of each fingerprint."""
     folder = settings.path
     config = _config(folder, alias)
     length = settings.context_length or _count(config, "max_position_embeddings", folder, alias)
@@ -58,6 +81,8 @@ def _read(alias: str, settings: ModelSettings) -> ModelFiles:
     tokenizer = HfTokenizer.from_folder(
         folder, settings.chat_template_kwargs, quotes_chats=settings.quote_control_text
     )
+    # models of a family tokenize alike, so they share what one of them has tokenized
+    tokenizer.remember_with(first.setdefault(tokenizer.fingerprint, tokenizer))
     return ModelFiles(folder, tokenizer, length, vocabulary, _read_sampling(settings, alias))
 
 

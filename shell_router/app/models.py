@@ -12,8 +12,9 @@ from shell_router.config import Config, ModelSettings
 from shell_router.config.models import name_adapter
 from shell_router.core.budget import FREE
 from shell_router.core.engine import Relay, ServedModel
-from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
+from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS, ReasoningMarks
 from shell_router.engines.fleet import Fleet
+from shell_router.engines.messages import CALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,14 @@ def _build_served(
         sampling=files.sampling,
         price=settings.price or FREE,
     )
+    if engine.takes_messages:
+        return replace(
+            model,
+            drafts=False,
+            reasoning=model.reasoning or ReasoningMarks(),
+            call_mark=CALL,
+            takes_messages=True,
+        )
     if engine.fleet is None:
         return model
     return with_prefill_of(model, engine.fleet)

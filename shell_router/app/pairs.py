@@ -16,11 +16,11 @@ from shell_router.app.model_files import ModelFiles
 from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.config.models import ServerSettings, read_secret
+from shell_router.core.engine import Tokenizer
 from shell_router.engines.address import PairAddress, PairLimits, ServerAddress
 from shell_router.engines.native_body import ANY_MODEL, NativeRules
 from shell_router.engines.pair_fleet import PairFleet
 from shell_router.engines.sglang import AdaptedModel, SglangPair
-from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import EngineError, EngineStalled, require
 from shell_router.files.read import read_sent
 from shell_router.routing.failures import BreakerSettings, RetrySettings
@@ -162,7 +162,7 @@ async def run_pairs(
         yield pools
 
 
-async def _check_tokenizers(alias: str, fleet: PairFleet, tokenizer: HfTokenizer) -> None:
+async def _check_tokenizers(alias: str, fleet: PairFleet, tokenizer: Tokenizer) -> None:
     """Warn of servers that tokenize otherwise than the model's folder. Only SGLang's can say."""
     body = orjson.dumps({"prompt": SAMPLE, "add_special_tokens": False})
     for server in fleet.servers:
@@ -255,7 +255,7 @@ async def _probe_servers(
 async def _probe(
     alias: str,
     fleet: PairFleet,
-    tokenizer: HfTokenizer,
+    tokenizer: Tokenizer,
     on_progress: Progress,
     late: asyncio.Event,
     reasons: dict[str, str],

@@ -12,7 +12,7 @@ from shell_router.config import Config
 from shell_router.errors import ConfigError, TopologyError
 from shell_router.files.document import Problem
 from shell_router.telemetry import Metrics
-from shell_router.topology import Catalog, Conditional, Graph, files_in
+from shell_router.topology import Catalog, Conditional, Graph, Topology, files_in
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,8 @@ def _lacks(config: Config, topology: Graph) -> Iterator[Problem]:
             "Set embedder.model: default, or take out of the topology what has to embed:"
             " classifiers, and early_exit with another policy than in_flight.",
         )
+    for part in topology.parts:
+        yield from _lacks_confidence(config, part)
     if (
         isinstance(topology, Conditional)
         and topology.scored_models
@@ -108,3 +110,28 @@ def _lacks(config: Config, topology: Graph) -> Iterator[Problem]:
             "for score_below.",
             "Name a folder that `shell-router train router` wrote, or remove the rule.",
         )
+
+
+def _lacks_confidence(config: Config, topology: Topology) -> Iterator[Problem]:
+    """Yield the agents whose confidence is compared, on models whose servers give none."""
+    compared = {
+        name
+        for cluster in topology.clusters
+        if cluster.early_exit is not None and cluster.early_exit.needs.judges
+        for name in cluster.agents
+    }
+    for agent in topology.agents.values():
+        if agent.votes == "confidence":
+            compared.update(agent.voters)
+    for name in sorted(compared):
+        agent = topology.agents[name]
+        for model in (agent.model, *agent.candidates, *agent.fallbacks):
+            section = config.models[model].engine.get("openai") if model in config.models else None
+            if section is not None and not section.logprobs:
+                yield Problem(
+                    (),
+                    f"the confidence of agent {name!r} of {topology.name!r} is compared with "
+                    f"others', and the server of {model!r} gives none.",
+                    f"Set models.{model}.openai.logprobs if it gives log-probabilities, or choose "
+                    "early_exit with policy quorum, or vote: majority.",
+                )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ENGINE_KINDS: Mapping[str, str] = {
     "pairs": "shell_router.app.pairs:SglangPairs",
+    "openai": "shell_router.app.openai:OpenAIServers",
     "embedded": "shell_router.standins.embedded.kind:Embedded",
 }
 """Engine kinds by the setting of a model that asks for them, as in `models.small.embedded`."""
@@ -66,6 +67,7 @@ class StartedEngine:
         shared_fleets: The servers of models that take turns: by model, or by number if their
             weights are swapped.
         metrics: The metrics of all models that take turns with it.
+        takes_messages: See `ServedModel`.
     """
 
     engine: Engine
@@ -79,6 +81,7 @@ class StartedEngine:
     restarts: Callable[[], Mapping[str, int]] = dict
     shared_fleets: Mapping[str, "Fleet[Any]"] = field(default_factory=dict)
     metrics: "Collector | None" = None
+    takes_messages: bool = False
 
 
 class EngineKind(Protocol):

@@ -9,7 +9,7 @@ from shell_router.config.deployment import Config
 from shell_router.config.models import FromEnvironment, read_secret
 from shell_router.config.settings import ApiKey, KeysFile
 from shell_router.errors import ConfigError, require
-from shell_router.files.document import Document
+from shell_router.files.document import Document, Problem
 from shell_router.files.document import Path as Place
 from shell_router.files.read import SEE_PAGE, check, load_document, problem_of, read_file
 from shell_router.files.schema import Schema, json_schema
@@ -51,6 +51,10 @@ def _with_engines(document: Document, folder: Path, kinds: Kinds) -> Config:
     config, problems = check(
         Config, value, folder=folder, see=SEE_PAGE, schema=lambda: deployment_schema(kinds)
     )
+    for alias, model in config.models.items() if config else ():
+        if model.path == Path() and (alias, "openai") not in sections:
+            where: Place = ("models", alias)
+            problems.append(Problem(where, f"models.{alias} lacks 'path'.", "Add 'path'."))
     engines: dict[str, dict[str, Any]] = {}
     for (alias, name), section in sections.items():
         at = ("models", alias, name)

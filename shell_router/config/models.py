@@ -344,7 +344,10 @@ class ModelSettings:
     `pairs` or `servers` do; without any it is `embedded` with its defaults.
     """
 
-    path: Annotated[FilePath, "Hugging Face folder with the tokenizer and the weights."]
+    path: Annotated[
+        FilePath,
+        "Hugging Face folder with the tokenizer and the weights; none with `openai`.",
+    ] = field(default_factory=Path)
     pairs: Annotated[
         tuple[PairSettings, ...],
         "SGLang pairs that serve it; any prefill server works with any decode server.",

@@ -175,6 +175,7 @@ class Finish:
 
     `cached_tokens` is part of `prompt_tokens`. `accepted_tokens`, the correct ones of
     `drafted_tokens`, is part of `completion_tokens`. `matched` is the stop string that ended it.
+    `estimated` counts were made of texts, because the engine gave none.
     """
 
     reason: FinishReason
@@ -184,6 +185,7 @@ class Finish:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     matched: str = ""
+    estimated: bool = False
 
 
 @value
@@ -377,6 +379,8 @@ class ServedModel:
         call_parser: Reads calls if the mark is not known.
         sampling: Parameters of agents that do not set them.
         price: Of its tokens.
+        takes_messages: Its engine takes messages and separates thinking and calls itself. Prompts
+            are not prefilled while they grow, and no request continues an output.
     """
 
     alias: str
@@ -393,6 +397,12 @@ class ServedModel:
     call_parser: CallParser | None = None
     sampling: Values = field(default_factory=dict)
     price: Price = FREE
+    takes_messages: bool = False
+
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether its thinking can end at a limit."""
+        return self.reasoning is not None and not self.takes_messages
 
     @property
     def engines_parser(self) -> CallParser | None:

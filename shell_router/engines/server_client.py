@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,7 @@ class Transport:
         clock: Gives monotonic seconds.
         folder: The model's folder, which the servers were started with, too.
         key: Sent as a bearer.
+        headers: Sent, too.
     """
 
     http: HttpClient
@@ -80,6 +81,7 @@ class Transport:
     clock: Callable[[], float]
     folder: Path = Path()
     key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 class ServerClient:
@@ -102,6 +104,7 @@ class ServerClient:
         self._http = transport.http
         self._clock = transport.clock
         self._key = transport.key
+        self._headers = transport.headers
         self._folder = transport.folder
         # parsing a URL costs a tenth of a small request
         self._endpoints: dict[str, Endpoint] = {}
@@ -133,7 +136,9 @@ class ServerClient:
     def _endpoint(self, method: str, route: str) -> Endpoint:
         name = route if method == "POST" else f"{method} {route}"
         if name not in self._endpoints:
-            self._endpoints[name] = make_endpoint(method, self.server.url / route, self._key)
+            self._endpoints[name] = make_endpoint(
+                method, self.server.url / route, self._key, self._headers
+            )
         return self._endpoints[name]
 
     async def read_all(self, exchange: Exchange) -> bytes:

@@ -33,7 +33,7 @@ status 500.
 """
 
 _TOO_LONG = re.compile(
-    r"context length|maximum allowed length|longer than the model", re.IGNORECASE
+    r"context (?:length|size)|maximum allowed length|longer than the model", re.IGNORECASE
 )
 
 _TOTAL = re.compile(

@@ -9,7 +9,7 @@ import asyncio
 import ssl
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -32,6 +32,7 @@ HTTP_OK = 200
 _FIRST_ERROR = 400
 _FRAMINGS = (b"content-length", b"transfer-encoding")
 _NO_BODY = (204, 304)
+NO_HEADERS: Mapping[str, str] = {}
 
 Origin = tuple[str, int, bool]
 """Host, port, and whether TLS is spoken. A connection serves one origin."""
@@ -81,11 +82,13 @@ class Endpoint:
         return b"".join((self.head, headers, length, body))
 
 
-def make_endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
+def make_endpoint(
+    method: str, url: URL, key: str | None = None, headers: Mapping[str, str] = NO_HEADERS
+) -> Endpoint:
     """Return the endpoint of `url`. Raises ValueError if it names no host.
 
     A `key` is sent as a bearer token; without one, a user and a password in the URL are sent as
-    basic authentication.
+    basic authentication. `headers` are sent, too.
     """
     if url.host is None or url.port is None:
         raise ValueError(f"{url} names no host")
@@ -95,6 +98,7 @@ def make_endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
     elif url.user is not None:
         secret = b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
         head += f"Authorization: Basic {secret}\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return Endpoint((url.host, url.port, url.scheme == "https"), head.encode())
 
 
@@ -102,6 +106,7 @@ class Exchange:
     """One request and its answer as it comes, for one reader at a time.
 
     `status` is 0 until the answer's head has come, `began` False until the first byte of its body.
+    `retry_after` is the header of that name.
     An exchange fails with TimeoutError if no byte comes for `read_timeout_s`, and with
     AnswerTooLong if the body is over its limit. A `streamed` answer of events has no limit.
 
@@ -125,6 +130,7 @@ class Exchange:
     ) -> None:
         self.status = 0
         self.content_type = "application/octet-stream"
+        self.retry_after = ""
         self.began = False
         self.complete = False
         self.over = False
@@ -202,9 +208,10 @@ class Exchange:
         """Return the loop's time at which the exchange times out unless bytes come."""
         return (self._loop.time() if self._paused else self._last_byte_s) + self._read_timeout_s
 
-    def take_head(self, status: int, content_type: str) -> None:
+    def take_head(self, status: int, content_type: str, retry_after: str) -> None:
         """Note the answer's head, from which the body's limit follows."""
         self.status = status
+        self.retry_after = retry_after
         self.content_type = content_type or self.content_type
         is_events = status == HTTP_OK and content_type.startswith("text/event-stream")
         self._streamed = self._streamed and is_events
@@ -285,6 +292,7 @@ class Connection(asyncio.BufferedProtocol):
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._content_type = ""
+        self._retry_after = ""
         self._frame_bytes = 0
         self._sized = False
         self._ended = False
@@ -445,6 +453,7 @@ class Connection(asyncio.BufferedProtocol):
         """Begin an answer, or a 1xx before it."""
         self._reusable = not self._ended  # a second answer was not asked for
         self._content_type = ""
+        self._retry_after = ""
         self._sized = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -452,6 +461,8 @@ class Connection(asyncio.BufferedProtocol):
         lower = name.lower()
         if lower == b"content-type":
             self._content_type = value.decode("latin-1")
+        elif lower == b"retry-after":
+            self._retry_after = value.decode("latin-1")
         elif lower in _FRAMINGS:
             self._sized = True
 
@@ -462,7 +473,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange = self._exchange
         if status >= HTTP_OK and exchange is not None and not self._ended:
             self._frame_bytes = 0
-            exchange.take_head(status, self._content_type)
+            exchange.take_head(status, self._content_type, self._retry_after)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""

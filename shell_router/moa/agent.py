@@ -246,7 +246,9 @@ class AgentRun:
         self._confidence = Confidence() if task.logprobs else None
         self._call_reader = None
         if task.offer is not None:
-            is_constrained = task.sampling.get("json_schema") is not None
+            is_constrained = (
+                task.sampling.get("json_schema") is not None and not task.model.takes_messages
+            )
             self._call_reader = CallReader(task.offer, task.model, is_constrained=is_constrained)
         self._thinking = None
         if task.marks is not None:
@@ -463,6 +465,7 @@ def count_usage(task: AgentTask, output: AgentOutput) -> AgentUsage:
         cost=task.model.price.cost(
             finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens
         ),
+        estimated=finish.estimated,
     )
 
 

@@ -65,6 +65,19 @@ class ToolCall:
     arguments: str
 
 
+def ask_for_calls(sampling: Values, offer: ToolOffer, model: ServedModel) -> Values:
+    """Return the sampling with what makes the model's outputs calls as the offer says.
+
+    An engine that takes messages gets OpenAI's fields as `custom_params`. Raises InvalidField.
+    """
+    if not model.takes_messages:
+        return constrain_calls(sampling, offer)
+    choice: NewValues = {"tool_choice": "required"} if offer.must_call else {}
+    if not offer.parallel:
+        choice["parallel_tool_calls"] = False
+    return {**sampling, "custom_params": choice}
+
+
 def constrain_calls(sampling: Values, offer: ToolOffer) -> Values:
     """Return the sampling with a schema of calls, if calls must come or there is another schema.
 

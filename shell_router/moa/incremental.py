@@ -106,7 +106,7 @@ class _SlotFiller:
         self._read_agents: set[str] = set()
         self._filled = 0
         self._unsent = 0
-        self._sends = task.prefill.incremental
+        self._sends = task.prefill.incremental and not task.model.takes_messages
         self._update: asyncio.Task[None] | None = None
         self._updates = 0
         self._last_sent: list[int] = []

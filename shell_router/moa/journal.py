@@ -411,7 +411,7 @@ class JournaledEngine:
         sampling = request.sampling
         names = {name for name, value in sampling.items() if value is not None}
         custom = sampling.get("custom_params") or {}
-        if not names <= CONTINUABLE or custom.keys() - {"drafts"}:
+        if not names <= CONTINUABLE or custom.keys() - {"drafts"} or self._model.takes_messages:
             return 0
         pieces = [piece for _, piece in recorded.pieces]
         written = sum(len(piece.ids) for piece in pieces)

@@ -21,7 +21,7 @@ from shell_router.errors import (
 )
 from shell_router.moa.agent import AgentTask, Source, check_task
 from shell_router.moa.agent_calls import select_messages
-from shell_router.moa.calls import ToolOffer, constrain_calls
+from shell_router.moa.calls import ToolOffer, ask_for_calls
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.comparison import RunComparison
 from shell_router.moa.expectations import (
@@ -223,7 +223,7 @@ async def plan_fallback(outline: Outline, agent: str, attempt: int) -> AgentTask
     model = outline.topology.agents[agent].fallbacks[attempt]
     topology = outline.topology.with_models({agent: model})
     request = outline.request
-    if outline.models[model].reasoning is None:  # the limit was for the failed model
+    if not outline.models[model].limits_thinking:  # the limit was for the failed model
         unlimited = replace(topology.agents[agent], max_thinking_tokens=None)
         topology = replace(topology, agents={**topology.agents, agent: unlimited})
         request = replace(request, max_thinking_tokens=None)
@@ -249,8 +249,7 @@ def merge_sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sam
         own = agent.sampling
         if not request.sampling.keys().isdisjoint(GRAMMARS):
             own = {name: value for name, value in own.items() if name not in GRAMMARS}
-        sampling = {**own, **request.sampling}
-        return constrain_sampling(topology, agent, request, sampling)
+        return {**own, **request.sampling}
     merged: dict[str, Any] = {}
     seed = request.sampling.get("sampling_seed")
     if seed is not None:
@@ -260,15 +259,7 @@ def merge_sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sam
         for name in ("max_new_tokens", *OUTPUT_FORMS):
             if name in request.sampling:
                 merged[name] = request.sampling[name]
-    return constrain_sampling(topology, agent, request, merged)
-
-
-def constrain_sampling(
-    topology: Topology, agent: Agent, request: MoaRequest, sampling: Sampling
-) -> Sampling:
-    """Return the sampling with what the agent's calls of tools need; raises InvalidField."""
-    offer = find_offer(topology, agent, request)
-    return sampling if offer is None else constrain_calls(sampling, offer)
+    return merged
 
 
 def find_offer(topology: Topology, agent: Agent, request: MoaRequest) -> ToolOffer | None:
@@ -311,7 +302,7 @@ def find_growing_prompts(outline: Outline, characters: int) -> Mapping[str, floa
     if not outline.topology.prefill.incremental:
         return growing
     for agent in outline.topology.agents.values():
-        if not agent.precursors or agent.votes:
+        if not agent.precursors or agent.votes or outline.models[agent.model].takes_messages:
             continue
         if chunk != "adaptive":
             growing[agent.id] = float(chunk)
@@ -468,10 +459,13 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         params = {"stream_interval": choose_stream_interval(outline, agent), **params}
     elif request.max_thinking_tokens is not None:
         max_thinking_tokens = request.max_thinking_tokens
-        if request.bends_limits and model.reasoning is None:
+        if request.bends_limits and not model.limits_thinking:
             max_thinking_tokens = None
             warning = UNLIMITED_THINKING.format(model=model.alias)
     check_thinking_limit(agent.id, max_thinking_tokens, model)
+    offer = find_offer(topology, agent, request)
+    if offer is not None:
+        params = ask_for_calls(params, offer, model)
     slots = [part.agent for part in parts if isinstance(part, Slot)]
     sources = {name: find_source(outline, name, model) for name in slots}
     return AgentTask(
@@ -492,7 +486,7 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         marks=model.reasoning if is_root or agent.readers_get == "answer" else None,
         max_thinking_tokens=max_thinking_tokens,
         is_read=not is_root,
-        offer=find_offer(topology, agent, request),
+        offer=offer,
         may_shrink=bool(sources) and _has_most_room(outline, agent),
         affinity=_name_affinity(outline, agent),
         fits_context=request.bends_limits,
@@ -566,8 +560,13 @@ UNLIMITED_THINKING = (
 
 def check_thinking_limit(agent: str, limit: int | None, model: ServedModel) -> None:
     """Raise InvalidRequest for a thinking limit if the model has no reasoning parser."""
-    if limit is None or model.reasoning is not None:
+    if limit is None or model.limits_thinking:
         return
+    if model.takes_messages:
+        raise InvalidRequest(
+            f"Agent {agent!r} has max_thinking_tokens, which {model.alias!r} does not know.",
+            remedy="Leave it out.",
+        )
     raise InvalidRequest(
         f"Agent {agent!r} has max_thinking_tokens, and the model {model.alias!r} has no "
         "reasoning_parser.",

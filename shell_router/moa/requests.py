@@ -26,6 +26,7 @@ class AgentUsage:
         finish_reason: Why its own output ended, None if it was forwarded or cut off.
         error: Why it gave no output, if it failed or was cut off at the deadline.
         cost: Dollars, by its model's price.
+        estimated: Whether its engine gave no counts.
     """
 
     model: str
@@ -40,6 +41,7 @@ class AgentUsage:
     finish_reason: FinishReason | None = None
     error: str = ""
     cost: float = 0.0
+    estimated: bool = False
 
     def keep(self) -> "AgentUsage":
         """Return the cost in later requests of its turn, which read the same output."""

@@ -67,7 +67,7 @@ class Thinking:
         thinking, too. The second one's prompt ends with what was decoded, and with the end mark if
         that is missing.
         """
-        if self._split.stage == "answer":
+        if self._split.stage == "answer" or self._model.takes_messages:
             return await consume(request)
         sampling = request.sampling
         most = int(sampling["max_new_tokens"])

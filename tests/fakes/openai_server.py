@@ -1,0 +1,99 @@
+"""A stand-in for an OpenAI-compatible server, which answers as it is told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+USAGE = {
+    "prompt_tokens": 11,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def event(delta: Mapping[str, Any] | None = None, **fields: Any) -> bytes:
+    """An event of a stream; fields of the choice are those of `logprobs` and `finish_reason`."""
+    choice = {name: fields.pop(name) for name in ("logprobs", "finish_reason") if name in fields}
+    if delta is not None or choice:
+        fields["choices"] = [{"index": 0, "delta": delta or {}, **choice}]
+    return b"data: %b\n\n" % orjson.dumps(fields)
+
+
+def text_of(*words: str, usage: Any = USAGE, reason: str = "stop") -> list[bytes]:
+    """The events of a whole answer."""
+    counts = [] if usage is None else [event(choices=[], usage=usage)]
+    said = [event({"content": word}) for word in words]
+    return [event({"role": "assistant"}), *said, event(finish_reason=reason), *counts, DONE]
+
+
+@dataclass
+class Answer:
+    """An answer: pieces of its body, which then ends, breaks off, or is never ended."""
+
+    pieces: Sequence[bytes] = ()
+    end: str = "whole"
+    status: int = 200
+    content_type: str = "text/event-stream"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    before: Callable[[int], Any] | None = None
+    """Awaited before each piece, with its number."""
+
+
+@dataclass
+class OpenAIServer:
+    """Gives the next of `answers` to each chat; the last one stays.
+
+    Attributes:
+        bodies: The bodies of chats, as they came.
+        headers: Their headers.
+        left: Set when a client closes an answer that has not ended.
+    """
+
+    answers: list[Answer]
+    bodies: list[Any] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    models_status: int = 200
+    url: str = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["OpenAIServer"]:
+        app = web.Application()
+        app.add_routes(
+            [web.post("/v1/chat/completions", self._chat), web.get("/v1/models", self._models)]
+        )
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("/v1"))
+            yield self
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": []}, status=self.models_status)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        headers = {"Content-Type": answer.content_type, **answer.headers}
+        response = web.StreamResponse(status=answer.status, headers=headers)
+        await response.prepare(request)
+        try:
+            for number, piece in enumerate(answer.pieces):
+                if answer.before is not None:
+                    await answer.before(number)
+                await response.write(piece)
+            if answer.end == "never":
+                await asyncio.Event().wait()
+        except (asyncio.CancelledError, ConnectionError):
+            self.left.set()
+            raise
+        if answer.end == "broken":
+            assert request.transport is not None
+            request.transport.abort()
+        return response
