@@ -87,8 +87,11 @@ def build_engine(
 
 def _read_address(model: ModelSettings, fleet: PairFleet, fields: Mapping[str, Any]) -> Address:
     """Read a pair or a server that is added. Raises InvalidField or ConfigError."""
-    name = "server" if fleet.undivided else "pair"
-    kind: type[PairSettings | ServerSettings] = ServerSettings if fleet.undivided else PairSettings
+    name = "pair"
+    kind: type[PairSettings | ServerSettings] = PairSettings
+    if fleet.undivided:
+        name = "server"
+        kind = ServerSettings
     sent = read_sent(kind, fields, name)
     require(
         sent.launch is None,

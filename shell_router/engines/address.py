@@ -43,12 +43,16 @@ class Server:
     @property
     def name(self) -> str:
         """The name in errors, which clients read."""
-        return "engine" if self.role == UNDIVIDED else f"{self.role} engine"
+        if self.role == UNDIVIDED:
+            return "engine"
+        return f"{self.role} engine"
 
     @property
     def mode(self) -> str:
         """SGLang's name of the role: its `--disaggregation-mode`."""
-        return "null" if self.role == UNDIVIDED else self.role
+        if self.role == UNDIVIDED:
+            return "null"
+        return self.role
 
     @property
     def public_url(self) -> str:

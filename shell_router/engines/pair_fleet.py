@@ -57,11 +57,12 @@ class PairFleet(Fleet[PairAddress | ServerAddress]):
         clock = transport.clock
         self.undivided = undivided
         if undivided:
+            self._partners = None
             self.prefills = self.decodes = Dispatcher[ServerClient]([], scheduling, clock)
             super().__init__(transport, {UNDIVIDED: self.prefills})
         else:
             self.prefills = Dispatcher([], scheduling, clock, decodes=False)
-            self.decodes = Dispatcher([], scheduling, clock, prefills=False)
+            self._partners = self.decodes = Dispatcher([], scheduling, clock, prefills=False)
             super().__init__(transport, {"prefill": self.prefills, "decode": self.decodes})
         self.prefill_only: dict[ServerClient, PrefillOnly] = {}
         self.chat: ChatServing | None = None
@@ -78,7 +79,7 @@ class PairFleet(Fleet[PairAddress | ServerAddress]):
         if prefill not in self.prefill_only:
             self.prefill_only[prefill] = PrefillOnly(
                 prefill,
-                None if self.undivided else self.decodes,
+                self._partners,
                 address.bootstrap,
                 self._rid,
                 self.room,
