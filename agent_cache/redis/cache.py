@@ -19,6 +19,7 @@ from agent_cache.protocol import (
     LogTimeout,
     LogWriter,
 )
+from agent_cache.redis.accounts import RedisAccounts
 from agent_cache.redis.connection import AWAY, RedisConnection, concerns_key, connect
 from agent_cache.redis.journals import RedisJournals
 from agent_cache.redis.layout import Layout, read_entries
@@ -87,6 +88,7 @@ class RedisAgentPromptCache:
         self._memory = MemoryAgentPromptCache(
             clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop
         )
+        self.accounts = RedisAccounts(self._connection, layout, clock)
         self.journals = RedisJournals(
             self._connection, layout, ttl_s=journal_ttl_s, lease_s=lease_s
         )
@@ -152,6 +154,7 @@ class RedisAgentPromptCache:
             await asyncio.gather(self._renewal, return_exceptions=True)
         await self._publisher.close(limit_s)
         await self._memory.close()
+        await self.accounts.aclose()
         await self._client.aclose()
 
     async def __aenter__(self) -> Self:

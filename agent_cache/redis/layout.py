@@ -79,6 +79,10 @@ class Layout:
         name = self._program(tenant, key)
         return f"{name}:lease", f"{name}:journal", f"{name}:owner"
 
+    def account(self, tenant: str, name: str) -> str:
+        """Return the key of the hash of what an account has spent."""
+        return f"{self._program(tenant, name)}:account"
+
     def begin(self, key: LogKey) -> list[Command]:
         """Begin the log, which only one process can, and keep the names by which it is found."""
         agents = self.agents(key.tenant, key.program)

@@ -47,7 +47,13 @@ from shell_router.core.engine import (
 )
 from shell_router.core.validation import JsonObject, parse_object
 from shell_router.engines.wire import EventSplitter, index_of
-from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
+from shell_router.errors import (
+    DeadlineExceeded,
+    EngineRejected,
+    Forbidden,
+    InvalidRequest,
+    UnknownModel,
+)
 from shell_router.http.app import ClientGone, Reply, Request, Stream
 from shell_router.moa.deadline import Deadline
 
@@ -129,6 +135,12 @@ async def forward(
 ) -> Reply:
     """Answer with the engines' answer to `bodies`, which are the choices of one request."""
     require_no_key(request, "what an engine answers itself")
+    if request.app[SERVICES].budgets.limits(request[TENANT]):
+        raise Forbidden(
+            "The API key has a budget, and what an engine answers itself is not counted in it.",
+            remedy="Ask for a chat without images, log probabilities and tools of the engine, or "
+            "use a key without daily_budget and program_budget.",
+        )
     if _WORD in bodies[0] and holds_marker(bodies[0].decode(errors="replace")):
         raise InvalidRequest(
             "The body holds a lazy answer's marker.", remedy="Send the text that it stands for."

@@ -159,6 +159,9 @@ class Run:
         """Run `asked`, whose seed or journal may differ from the client's request."""
         services = self._services
         self._also = also
+        accounts = tuple(services.budgets.list_accounts(asked))
+        if accounts:
+            asked = replace(asked, accounts=accounts)
         outcome = "failed"
         text = ""
         answer = None

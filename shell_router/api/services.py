@@ -16,6 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agent_cache import Journals
+from agent_cache.accounts import MemoryAccounts
+from shell_router.api.budgets import TenantBudgets
 from shell_router.api.live import LiveTopologies
 from shell_router.config import ApiKey, Limits, UsageCount
 from shell_router.core.engine import Placement, Relay, ServedModel
@@ -105,6 +107,7 @@ class Services:
         spans: Gets the finished runs.
         holdouts: The savings of incremental prefill and drafts.
         rates: The tokens that tenants used of late.
+        budgets: What tenants and their programs may spend.
         deadlines: The open deadlines of requests, which a stop of the server ends.
         clock: The runs' clock, in monotonic seconds.
         wall: Gives Unix time.
@@ -130,6 +133,9 @@ class Services:
     spans: "SpanExport | None" = None
     holdouts: Holdouts = field(default_factory=Holdouts)
     rates: TokenRates = field(default_factory=TokenRates)
+    budgets: TenantBudgets = field(
+        default_factory=lambda: TenantBudgets(MemoryAccounts(time.monotonic), time.time)
+    )
     deadlines: Deadlines = field(default_factory=Deadlines)
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

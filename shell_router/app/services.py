@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_cache import AgentPromptCache, CacheStats, Journals, MemoryAgentPromptCache
+from agent_cache.accounts import Accounts, MemoryAccounts
 from shell_router.api import ENGINE_CHECK, Services
+from shell_router.api.budgets import TenantBudgets
 from shell_router.api.live import LiveTopologies
 from shell_router.app.fleet_changes import FleetChanges
 from shell_router.app.models import RunningModel, engine_kinds, run_models
@@ -55,12 +57,14 @@ class RunningCache:
 
     Attributes:
         healthy: Tells whether they can be shared now.
+        accounts: What tenants have spent.
         stats: Counts failures.
         journals: None if nothing outlives the router.
     """
 
     logs: AgentPromptCache
     healthy: Check
+    accounts: Accounts
     stats: CacheStats = field(default_factory=CacheStats)
     journals: Journals | None = None
 
@@ -76,7 +80,7 @@ async def open_cache(
     """
     if settings.backend == "memory":
         async with MemoryAgentPromptCache(clock=clock, ttl_s=settings.ttl_s) as logs:
-            yield RunningCache(logs, healthy=_always)
+            yield RunningCache(logs, _always, MemoryAccounts(clock))
         return
     try:
         from agent_cache.redis import RedisAgentPromptCache  # noqa: PLC0415 - an extra
@@ -102,7 +106,7 @@ async def open_cache(
     ) as shared:
         if not await shared.healthy():
             log.warning("Redis is away: agents are cached in this router's memory meanwhile")
-        yield RunningCache(shared, shared.healthy, shared.stats, shared.journals)
+        yield RunningCache(shared, shared.healthy, shared.accounts, shared.stats, shared.journals)
 
 
 async def _always() -> bool:
@@ -201,6 +205,7 @@ async def run_services(
             spans=_span_export(config, metrics, stack),
             traces=TraceStore(config.traces.kept),
             journals=cache.journals,
+            budgets=TenantBudgets(cache.accounts, time.time),
             holdouts=executor.holdouts,
             clock=clock,
         )

@@ -13,6 +13,7 @@ from annotated_types import Interval
 from pydantic import Field
 
 from shell_router.config.models import FromEnvironment, TlsClient
+from shell_router.core.budget import Allowance
 from shell_router.core.engine import ServiceTier
 from shell_router.errors import SettingError, require
 from shell_router.files.types import (
@@ -86,6 +87,12 @@ class ApiKey:
     tokens_per_minute: Annotated[
         Count | None,
         "Tokens of prompts and outputs of its tenant a minute; then it is answered 429.",
+    ] = None
+    daily_budget: Annotated[
+        Allowance | None, "What its tenant may spend on a day (UTC); then it is answered 402."
+    ] = None
+    program_budget: Annotated[
+        Allowance | None, "What each program or session of its tenant may spend within a day."
     ] = None
     native_fields: Annotated[
         tuple[str, ...], "Fields that it may send to engines besides `limits.native_fields`."

@@ -1,7 +1,7 @@
 """Prices of tokens, and what requests may spend."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Self
 
 from annotated_types import Ge, Gt
 
@@ -32,21 +32,27 @@ FREE = Price(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """The most that a request may spend on all of its agents; None is no limit."""
+class Allowance:
+    """The most that several requests may spend together; None is no limit."""
 
     calls: Annotated[int | None, "Requests to engines.", Ge(1)] = None
     tokens: Annotated[int | None, "Tokens of prompts and outputs.", Ge(1)] = None
-    seconds: Annotated[float | None, "Time from the request's arrival.", Gt(0)] = None
     cost: Annotated[float | None, "Dollars, by the models' prices.", Gt(0)] = None
 
-    def tighten(self, other: "Budget") -> "Budget":
-        """Return the budget that is within both."""
+    def tighten(self, other: Self) -> Self:
+        """Return what is within both."""
         least = {}
         for limit in fields(self):
             limits = (getattr(self, limit.name), getattr(other, limit.name))
             least[limit.name] = min((each for each in limits if each is not None), default=None)
-        return Budget(**least)
+        return type(self)(**least)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(Allowance):
+    """The most that a request may spend on all of its agents; None is no limit."""
+
+    seconds: Annotated[float | None, "Time from the request's arrival.", Gt(0)] = None
 
 
 UNLIMITED = Budget()

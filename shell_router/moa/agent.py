@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 
 from agent_cache import AgentPromptCache, Chunk, LogKey, LogRead, LogWriter
-from shell_router.core.budget import Purse
+from shell_router.core.budget import Price, Purse
 from shell_router.core.drafts import MOST_SOURCE_TOKENS
 from shell_router.core.engine import (
     NO_HINTS,
@@ -40,6 +40,7 @@ from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import LatencyEstimates, guess_output_tokens
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encode_text
 from shell_router.moa.requests import AgentUsage
+from shell_router.moa.spending import Account, Spending
 from shell_router.moa.thinking import Thinking
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt
@@ -142,6 +143,13 @@ class RunContext:
     emit: Emit
     clock: Callable[[], float]
     purse: Purse | None = None
+    accounts: Sequence[Account] = ()
+
+    def open_spending(self, price: Price) -> Spending | None:
+        """Return what pays for an agent, None if nothing limits what it may spend."""
+        if self.purse is None and not self.accounts:
+            return None
+        return Spending(price, self.purse, self.accounts)
 
 
 OnText = Callable[[str, float], bool]
@@ -239,7 +247,7 @@ class AgentRun:
         self.progress = Progress(task, context)
         self._emit = context.emit
         self._clock = context.clock
-        self._purse = context.purse
+        self._spending = context.open_spending(task.model.price)
         self._writer = writer
         self._on_text = on_text
         self._texts: list[str] = []
@@ -285,8 +293,8 @@ class AgentRun:
         """
         task = self.task
         limit = limit_output(task, len(ids), may_shrink=task.may_shrink)
-        if self._purse is not None:
-            limit = self._purse.begin(task.model.price, len(ids), limit)
+        if self._spending is not None:
+            limit = await self._spending.begin(len(ids), limit)
         sampling = {**await self._complete_sampling(), "max_new_tokens": limit}
         ready_s = self.progress.begin(len(ids), sent)
         if CURRENT.get() is not None:
@@ -315,8 +323,14 @@ class AgentRun:
                     finish = await self._thinking.generate(
                         request, task.max_thinking_tokens, self._consume
                     )
+        except BaseException:
+            if self._spending is not None:
+                self._spending.close()
+            raise
         finally:
             self.progress.end_prefill()
+        if self._spending is not None:
+            self._spending.close(finish.prompt_tokens, finish.cached_tokens)
         return await self._finish(finish)
 
     async def _complete_sampling(self) -> Values:
@@ -361,7 +375,8 @@ class AgentRun:
             async for item in stream:
                 if isinstance(item, Finish):
                     return item
-                self._pay(len(item.ids))
+                if self._spending is not None:
+                    await self._spending.write(len(item.ids), self.task.agent)
                 tokens = item
                 if self._thinking is not None:
                     tokens = self._thinking.separate(item)
@@ -375,15 +390,6 @@ class AgentRun:
         finally:
             await stream.aclose()
         raise EngineError(f"The stream of agent {self.task.agent!r} ended without its last event.")
-
-    def _pay(self, tokens: int) -> None:
-        """Pay for tokens of the output. Raises BudgetExceeded after the last one that is paid."""
-        purse = self._purse
-        if purse is None:
-            return
-        if purse.is_empty:
-            raise purse.error(f"and agent {self.task.agent!r} writes")
-        purse.pay(self.task.model.price.cost(0, 0, tokens), tokens)
 
     def _accept(self, tokens: Tokens) -> None:
         """Hand tokens of the answer to all that follow it."""
@@ -415,10 +421,6 @@ class AgentRun:
             if text:
                 self._accept(Tokens((), text))
         confidence = None if self._confidence is None else self._confidence.value
-        if self._purse is not None:  # cached tokens may cost less
-            price = self.task.model.price
-            cost = price.cost(finish.prompt_tokens, finish.cached_tokens, 0)
-            self._purse.pay(cost - price.cost(finish.prompt_tokens, 0, 0))
         now_s = self.progress.finish(finish)
         self._emit(
             AgentFinished(

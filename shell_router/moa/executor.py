@@ -169,8 +169,14 @@ class Executor:
         is_single = is_single and not plan.refusals and not request.turn.kept.outputs
         # these may end with the text so far
         is_single = is_single and not topology.root_reserve_s and request.purse is None
+        is_single = is_single and not request.accounts
         context = RunContext(
-            resources.chooser.estimates, self.cache, emit, self.clock, request.purse
+            resources.chooser.estimates,
+            self.cache,
+            emit,
+            self.clock,
+            request.purse,
+            request.accounts,
         )
         with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
@@ -596,10 +602,9 @@ class GraphRun:
 
     def _fail(self, member: _Member, error: ShellRouterError) -> None:
         """Note that the agent failed, and raise the run's error unless it can be dropped."""
-        purse = self._context.purse
-        unpaid = any(self._members[name].gone == "budget" for name in member.agent.precursors)
-        if isinstance(error, AgentFailed) and unpaid and purse is not None:
-            error = purse.error(f"and agent {member.agent.id!r} has nothing to read")
+        unpaid = [each.error for each in self._members.values() if each.gone == "budget"]
+        if isinstance(error, AgentFailed) and unpaid:  # it has nothing to read
+            error = BudgetExceeded(unpaid[0])
         if isinstance(error, BudgetExceeded):
             self._end_unpaid(member, error)
             return

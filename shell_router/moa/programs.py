@@ -371,7 +371,9 @@ class Programs:
             # nothing is learned from what is repeated
             if request.journal.repeats:
                 chooser = chooser.copy_unmeasured()
-        context = RunContext(chooser.estimates, self._cache, emit, self._clock)
+        context = RunContext(
+            chooser.estimates, self._cache, emit, self._clock, accounts=request.accounts
+        )
         run = AgentRun(task, context, writer=writer)
         record.run = run
         run.start()
@@ -437,6 +439,7 @@ class Programs:
             end_user=request.end_user,
             tier=request.tier,
             session=request.session,
+            accounts=request.accounts,
         )
         written = list[str]()
 

@@ -10,6 +10,7 @@ from shell_router.core.events import AgentStopped
 from shell_router.core.exact_json import Values
 from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.journal import RunJournal
+from shell_router.moa.spending import Account
 from shell_router.topology import Prefill
 
 CutOff = Literal["early_exit", "unneeded", "deadline", "budget", "waiting"]
@@ -137,6 +138,7 @@ class MoaRequest:
         turn: Set by the executor.
         budget: The most that the run may spend, as far as its topology allows.
         purse: Pays for the run; set by the executor where there is a budget.
+        accounts: Pay for it, too, and for other requests.
         ends_s: The deadline by the event loop's clock; set by the executor.
     """
 
@@ -160,6 +162,7 @@ class MoaRequest:
     turn: Turn = Turn()
     budget: Budget = UNLIMITED
     purse: Purse | None = None
+    accounts: tuple[Account, ...] = ()
     ends_s: float = 0.0
 
     @property
@@ -230,6 +233,7 @@ class AgentRequest:
     end_user: str | None = None
     tier: ServiceTier = "default"
     session: Session | None = field(default=None, compare=False)
+    accounts: tuple[Account, ...] = field(default=(), compare=False)
 
     @property
     def reads(self) -> tuple[str, ...]:

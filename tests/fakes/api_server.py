@@ -17,6 +17,7 @@ from aiohttp import web
 from openai.types import Batch
 
 from agent_cache import Journals
+from agent_cache.accounts import Accounts, MemoryAccounts
 from shell_router.api import (
     ApiSettings,
     Runs,
@@ -25,6 +26,7 @@ from shell_router.api import (
     serve_app,
 )
 from shell_router.api.app import server_limits
+from shell_router.api.budgets import TenantBudgets
 from shell_router.api.live import LiveTopologies
 from shell_router.api.services import SETTINGS, new_run_id
 from shell_router.app.fleet_changes import FleetChanges
@@ -196,6 +198,7 @@ async def api(
     access_log: Recorder | None = None,
     holdouts: Holdouts | None = None,
     journals: Journals | None = None,
+    accounts: Accounts | None = None,
     embedders: Mapping[str, Embedder] | None = None,
     drain_s: float = 1,
     send_buffer_bytes: int | None = None,
@@ -225,6 +228,7 @@ async def api(
         access_log=access_log,
         holdouts=holdouts or Holdouts(),
         journals=journals,
+        budgets=TenantBudgets(accounts or MemoryAccounts(time.monotonic), wall),
     )
     app = create_app(services, replace(settings or ApiSettings(), drain_s=drain_s))
     extend(app)

@@ -1,13 +1,22 @@
 """What requests cost, and what they may spend, on each route."""
 
+import asyncio
+import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shell_router.core.budget import Price
-from tests.fakes.api_server import api, chat
+from agent_cache.redis import RedisAgentPromptCache
+from shell_router.api import ApiSettings
+from shell_router.config import ApiKey
+from shell_router.core.budget import Allowance, Price
+from tests.fakes.api_server import ScriptedRelay, api, chat
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.redis_server import RedisServer, own_redis
+
+redis = pytest.fixture(own_redis)
 
 PRICE = Price(input=1.0, output=10.0, cached=0.5)
 BODIES: dict[str, dict[str, Any]] = {
@@ -81,3 +90,103 @@ async def test_a_wrong_budget_is_400_and_names_the_field(budget: object) -> None
     async with api(ScriptedMoa()) as served:
         status, body = await served.post("/v1/chat/completions", chat(budget=budget))
     assert (status, body["error"]["param"].partition(".")[0]) == (400, "budget")
+
+
+# --- budgets of keys and programs
+
+SHARED = ApiSettings(
+    keys={
+        "alice": ApiKey(key="alice-secret", daily_budget=Allowance(calls=7)),
+        "bob": ApiKey(key="bob-secret", program_budget=Allowance(calls=4)),
+    }
+)
+ALICE = {"Authorization": "Bearer alice-secret"}
+BOB = {"Authorization": "Bearer bob-secret"}
+
+
+def count_calls(moa: ScriptedMoa) -> int:
+    return sum(len(engine.generated) for engine in moa.engines.values())
+
+
+async def test_fifty_requests_at_once_make_no_more_calls_than_the_day_allows() -> None:
+    async with api(settings=SHARED) as served:
+        asked = (served.post("/v1/chat/completions", chat(), **ALICE) for _ in range(50))
+        answers = await asyncio.gather(*asked)
+        assert count_calls(served.moa) == 7
+        refused = [body["error"]["code"] for status, body in answers if status != 200]
+        assert {status for status, _ in answers} <= {200, 402}
+        assert len(refused) >= 43
+        assert set(refused) == {"budget_exceeded"}
+        status, _ = await served.post("/v1/chat/completions", chat(), **BOB)
+        assert status == 200
+
+
+async def test_two_routers_with_one_redis_share_a_days_budget(redis: RedisServer) -> None:
+    async with AsyncExitStack() as stack:
+        routers = []
+        for _ in range(2):
+            cache = RedisAgentPromptCache(redis.url, clock=time.monotonic)
+            await stack.enter_async_context(cache)
+            router = api(ScriptedMoa(), SHARED, accounts=cache.accounts)
+            routers.append(await stack.enter_async_context(router))
+        asked = (
+            routers[number % 2].post("/v1/chat/completions", chat(), **ALICE)
+            for number in range(50)
+        )
+        await asyncio.gather(*asked)
+        assert sum(count_calls(router.moa) for router in routers) == 7
+
+
+async def test_a_day_begins_anew_at_midnight_in_utc() -> None:
+    now_s = 86_400.0 * 20_000 - 1
+    async with api(settings=SHARED, wall=lambda: now_s) as served:
+        for status in (200, 200, 200, 402):
+            assert (await served.post("/v1/chat/completions", chat(), **ALICE))[0] == status
+        now_s += 1
+        assert (await served.post("/v1/chat/completions", chat(), **ALICE))[0] == 200
+
+
+async def test_a_programs_requests_share_its_budget_and_no_other_programs() -> None:
+    async with api(settings=SHARED) as served:
+        first = {**BOB, "x-session-id": "one"}
+        status, body = await served.post("/v1/chat/completions", chat(), **first)
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
+        status, body = await served.post("/v1/chat/completions", chat(), **first)
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
+        status, body = await served.post("/v1/chat/completions", chat(), **first)
+        assert (status, body["error"]["code"]) == (402, "budget_exceeded")
+        assert "program 'one'" in body["error"]["message"]
+        other = {**BOB, "x-session-id": "two"}
+        assert (await served.post("/v1/chat/completions", chat(), **other))[0] == 200
+        agent = {"program": "three", "model": "small", "prompt": "Why?"}
+        for number in range(4):
+            sent = {**agent, "agent": f"a{number}"}
+            assert (await served.post("/v1/agent/requests", sent, **BOB))[0] == 200
+        status, body = await served.post("/v1/agent/requests", {**agent, "agent": "a4"}, **BOB)
+        assert (status, body["error"]["code"]) == (402, "budget_exceeded")
+
+
+async def test_unused_and_abandoned_tokens_are_given_back() -> None:
+    whole = await price_of_a_chat()
+    keys = {"eve": ApiKey(key="eve-secret", daily_budget=Allowance(tokens=3 * whole + 900))}
+    async with api(settings=ApiSettings(keys=keys)) as served:
+        for _ in range(3):  # each pays more than 256 tokens for each of its agents at first
+            status, body = await served.post(
+                "/v1/chat/completions", chat(), Authorization="Bearer eve-secret"
+            )
+            assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
+
+
+async def price_of_a_chat() -> int:
+    async with api() as served:
+        _, body = await served.post("/v1/chat/completions", chat())
+    total: int = body["usage"]["total_tokens"]
+    return total
+
+
+async def test_a_key_with_a_budget_cannot_pass_it_by_on_an_engines_own_routes() -> None:
+    relay = ScriptedRelay((b"1",))
+    async with api(settings=SHARED, relays={"small": relay}) as served:
+        status, body = await served.post("/generate", {"text": "x"}, **ALICE)
+        assert (status, "has a budget" in body["error"]["message"]) == (403, True)
+        assert relay.forwarded == []

@@ -10,7 +10,7 @@ from agent_cache.redis.layout import Entry, Layout, decode, encode, read_entries
 LAYOUT = Layout("prefix", "owner", 1.0)
 chunks = st.builds(
     Chunk,
-    text=st.text(st.characters(exclude_categories=()), min_size=1),
+    text=st.text(min_size=1),  # readers refuse halves of surrogate pairs
     ids=st.lists(st.integers(0, 2**32)).map(tuple),
 )
 
