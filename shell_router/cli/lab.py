@@ -221,7 +221,10 @@ def calibrate(
 
 
 @app.command(
-    epilog=examples("shell-router simulate configs/simulations/six-h200.yaml --topology full")
+    epilog=examples(
+        "shell-router simulate configs/simulations/six-h200.yaml --topology full",
+        "shell-router simulate configs/simulations/tool-loops.yaml --clients 16",
+    )
 )
 def simulate(
     simulation: Annotated[
@@ -229,6 +232,10 @@ def simulate(
         argument("FILE", "YAML: topologies, engines and their costs, a workload."),
     ],
     topology: Annotated[str | None, option("Simulate only this topology.", metavar="NAME")] = None,
+    clients: Annotated[
+        int | None,
+        option("Questions at a time, in place of the file's arrivals.", least=1),
+    ] = None,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -240,7 +247,7 @@ def simulate(
     from shell_router.lab.simulation.settings import load
 
     require_writable(json)
-    loaded = {file: load(file) for file in simulation}
+    loaded = {file: load(file, clients) for file in simulation}
     for file, content in loaded.items():
         if topology is not None and topology not in content.topologies:
             names = ", ".join(content.topologies)
@@ -272,7 +279,7 @@ def _report_simulated(done: "Mapping[str, Simulated]", json: Path | None) -> Non
         print(describe_bound(name, summary))
     for name, simulated in done.items():
         if name not in answered:
-            print(f"{name} answered no request: {simulated.runs[0].error}")
+            print(f"{name} answered no request: {simulated.error}")
     if json:
         write(json, jsonlib.dumps(to_json(summaries), indent=2) + "\n")
 

@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from agent_cache import MemoryAgentPromptCache
+from shell_router.core.budget import FREE
 from shell_router.core.engine import (
     UNSTREAMED_INTERVAL,
     Finish,
@@ -18,15 +19,18 @@ from shell_router.core.engine import (
     PrefillCost,
     Prefilled,
     ServedModel,
+    Session,
     Tokens,
 )
+from shell_router.core.exact_json import Values, parse_json
 from shell_router.engines.server_client import Monitor, take_slot
 from shell_router.errors import ConfigError, ShellRouterError
-from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
+from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Step, Workload
 from shell_router.lab.simulation.virtual_time import run_virtual
+from shell_router.moa.calls import ToolOffer
 from shell_router.moa.comparison import find_role
 from shell_router.moa.executor import Executor
-from shell_router.moa.requests import MoaRequest
+from shell_router.moa.requests import AgentUsage, Answer, MoaRequest
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
 from shell_router.routing.failures import Breaker
 from shell_router.routing.placement import EngineReport, PlacementRequest
@@ -34,6 +38,9 @@ from shell_router.standins.simulated.costs import PairCosts, PrefillCosts, atten
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor
 from shell_router.standins.simulated.text import (
+    CALL,
+    CALL_MARK,
+    TOOL,
     SimulatedEmbedder,
     SimulatedTokenizer,
     Written,
@@ -100,6 +107,8 @@ class Outputs:
     def __init__(self, workload: Workload, topology: Topology, seed: int) -> None:
         self._workload = workload
         self._seed = seed
+        self._root = topology.root.id
+        self._root_lengths: dict[str, tuple[int, str]] = {}
         self._drafts = {
             agent.id: workload.drafts.get(agent.id)
             or workload.drafts.get(find_role(topology, agent))
@@ -113,6 +122,17 @@ class Outputs:
             self._workload.question.at(draws.random(), draws.gauss()), f"{self._seed}/{question}"
         )
 
+    def write_result(self, request: str, step: Step) -> str:
+        """Return what the tool gives for the call that answered `request`."""
+        return filler(step.result_tokens, f"{self._seed}/{request}/result")
+
+    def plan_answer(self, request: str, step: Step | None, answer_tokens: int | None) -> None:
+        """Have the root answer `request` with the step's call, or with these tokens if given."""
+        if step is not None:
+            self._root_lengths[request] = (step.call_tokens, CALL)
+        elif answer_tokens is not None:
+            self._root_lengths[request] = (answer_tokens, "")
+
     def make_writer(self, model: str) -> Callable[[Generation], Written]:
         """Return the output of an agent; the router calls requests `question.number.agent`."""
         outputs = self._workload.outputs
@@ -124,6 +144,9 @@ class Outputs:
             tokens = length.at(draws.random(), draws.gauss())
             answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
             end = write_closing(question, answer)
+            if agent == self._root and question in self._root_lengths:
+                tokens, call = self._root_lengths.pop(question)
+                end = call or end
             written = Written.after_filler(
                 tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
             )
@@ -140,10 +163,19 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A request: its trace as JSON, and the error that it ended with, if any."""
+    """A request: its trace as JSON, and the error that it ended with, if any.
+
+    Attributes:
+        program: The number of the question that it belongs to.
+        waited_s: Seconds from the end of the program's request before it.
+        usage: What each agent took, as the router counts it.
+    """
 
     trace: Mapping[str, Any]
     error: str = ""
+    program: int = 0
+    waited_s: float = 0.0
+    usage: Mapping[str, AgentUsage] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +205,15 @@ class Simulated:
     engines: tuple[EngineUse, ...]
 
     @property
-    def answered(self) -> bool:
-        """Whether any request was."""
-        return any(not run.error for run in self.runs)
+    def answered(self) -> list[SimulatedRun]:
+        """The requests of all questions of which no request failed."""
+        failed = {run.program for run in self.runs if run.error}
+        return [run for run in self.runs if run.program not in failed]
+
+    @property
+    def error(self) -> str:
+        """The first error, empty without one."""
+        return next((run.error for run in self.runs if run.error), "")
 
 
 def simulate(
@@ -233,6 +271,8 @@ async def _simulate_pairs(
             length,
             prefill_cost=_probe_capacity(costs[alias].prefill),
             prefill_servers=len(fleet.pairs),
+            call_mark=CALL_MARK,
+            price=simulation.models[alias].price or FREE,
         )
         for alias, fleet in fleets.items()
     }
@@ -247,7 +287,9 @@ async def _simulate_pairs(
         for fleet in fleets.values():
             await stack.enter_async_context(fleet.poll_pairs())
         executor = Executor(models, cache, embedder, clock=loop.time)
-        runs = await _ask_all(simulation, topology, outputs, executor, seed)
+        client = _Client(simulation, topology, outputs, executor)
+        await client.ask_all(seed)
+        runs = tuple(run for _, runs in sorted(client.runs.items()) for run in runs)
     elapsed_s = loop.time()
     uses = tuple(
         EngineUse(
@@ -295,55 +337,120 @@ def _list_pairs(
     ]
 
 
-async def _ask_all(
-    simulation: Simulation, topology: Topology, outputs: Outputs, executor: Executor, seed: int
-) -> tuple[SimulatedRun, ...]:
-    """Ask all questions one by one, by several clients, or at random times, to the last answer."""
-    workload = simulation.workload
-    clock = asyncio.get_running_loop().time
-    runs: dict[int, SimulatedRun] = {}
-    pieces = {"stream_interval": topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)}
+NO_CALL = "The root made no call: its output ended at its limit. Raise max_new_tokens."
 
-    async def ask(number: int) -> None:
+
+class _Client:
+    """Asks all questions, and sends the results of calls until each is answered.
+
+    Attributes:
+        runs: The requests of each question, by its number.
+    """
+
+    def __init__(
+        self, simulation: Simulation, topology: Topology, outputs: Outputs, executor: Executor
+    ) -> None:
+        self.runs: dict[int, list[SimulatedRun]] = {}
+        self._simulation = simulation
+        self._topology = topology
+        self._outputs = outputs
+        self._executor = executor
+        self._clock = asyncio.get_running_loop().time
+
+    async def ask_all(self, seed: int) -> None:
+        """Ask one by one, by several clients, or at random times, to the last answer."""
+        workload = self._simulation.workload
+        async with asyncio.TaskGroup() as group:
+            if workload.arrivals == "poisson":
+                draws = random.Random(f"{seed}/arrivals")
+                for number in range(workload.requests):
+                    if number:
+                        await asyncio.sleep(draws.expovariate(workload.per_s))
+                    group.create_task(self._run_program(number))
+            else:
+                numbers = iter(range(workload.requests))
+                for _ in range(1 if workload.arrivals == "one_by_one" else workload.clients):
+                    group.create_task(self._run_each(numbers))
+
+    async def _run_each(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await self._run_program(number)
+
+    async def _run_program(self, number: int) -> None:
+        """Ask a question, and send the chat with each call's result once the tool has given it."""
+        program = self._simulation.workload.choose_program(number)
         name = f"q{number}"
+        chat: list[Values] = [{"role": "user", "content": self._outputs.write_question(name)}]
+        waited_s = 0.0
+        self.runs[number] = []
+        for index, step in enumerate((*program.steps, None)):
+            request = f"{name}-{index}" if index else name
+            self._outputs.plan_answer(request, step, program.answer_tokens)
+            answer = await self._ask(number, request, chat, waited_s, step)
+            if answer is None or step is None:
+                return
+            chat += _write_messages(answer, self._outputs.write_result(request, step))
+            waited_s = step.tool_s
+            await asyncio.sleep(waited_s)
+
+    async def _ask(
+        self,
+        number: int,
+        name: str,
+        chat: Sequence[Values],
+        waited_s: float,
+        step: Step | None,
+    ) -> Answer | None:
+        """Send a request and note its run; return the answer, None if it is not as planned."""
+        topology = self._topology
+        workload = self._simulation.workload
+        interval = topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)
         trace = Trace(
             name,
             tenant="simulation",
             target=topology.name,
             root=topology.root.id,
-            started_s=clock(),
-            wall_s=clock(),
+            started_s=self._clock(),
+            wall_s=self._clock(),
             precursors={agent.id: agent.precursors for agent in topology.agents.values()},
         )
+        has_steps = bool(workload.choose_program(number).steps)
         request = MoaRequest(
             name,
             "simulation",
-            ({"role": "user", "content": outputs.write_question(name)},),
-            sampling=pieces,
+            tuple(chat),
+            sampling={"stream_interval": interval},
             seed=number,
-            timeout_s=simulation.timeout_s,
+            timeout_s=self._simulation.timeout_s,
+            offer=ToolOffer((TOOL,)) if has_steps else None,
+            session=Session(f"q{number}") if has_steps else None,
         )
+        answer = None
         error = ""
         try:
-            await executor.run(topology, request, trace.add)
+            answer = await self._executor.run(topology, request, trace.add)
+            usage = answer.agents
+            if step is not None and not answer.calls:
+                answer = None
+                error = NO_CALL
         except ShellRouterError as failed:
+            usage = failed.spent
             error = str(failed)
-        trace.close(clock(), "failed" if error else "finished", error)
-        runs[number] = SimulatedRun(trace.as_json(), error)
+        trace.close(self._clock(), "failed" if error else "finished", error)
+        self.runs[number].append(SimulatedRun(trace.as_json(), error, number, waited_s, usage))
+        return answer
 
-    async def ask_each(numbers: Iterator[int]) -> None:
-        for number in numbers:
-            await ask(number)
 
-    async with asyncio.TaskGroup() as group:
-        if workload.arrivals == "poisson":
-            draws = random.Random(f"{seed}/arrivals")
-            for number in range(workload.requests):
-                if number:
-                    await asyncio.sleep(draws.expovariate(workload.per_s))
-                group.create_task(ask(number))
-        else:
-            numbers = iter(range(workload.requests))
-            for _ in range(1 if workload.arrivals == "one_by_one" else workload.clients):
-                group.create_task(ask_each(numbers))
-    return tuple(runs[number] for number in sorted(runs))
+def _write_messages(answer: Answer, result: str) -> Iterator[Values]:
+    """Yield what a client adds to the chat: the answer with its calls, and their results."""
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": parse_json(call.arguments)},
+        }
+        for call in answer.calls
+    ]
+    yield {"role": "assistant", "content": answer.text, "tool_calls": calls}
+    for call in answer.calls:
+        yield {"role": "tool", "tool_call_id": call.id, "content": result}

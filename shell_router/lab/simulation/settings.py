@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
+from shell_router.core.budget import Price
 from shell_router.errors import ConfigError, require
 from shell_router.files.read import read_file
 from shell_router.files.types import Amount, Count, FilePath, Positive, Share
@@ -142,6 +143,32 @@ def _scale_lognormal(cv: float, normal: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """A request that the root answers with a call, and the call's result.
+
+    The call's tokens are the root's whole output, which is never less than the text of the call at
+    its end.
+    """
+
+    call_tokens: Annotated[Count, "Tokens of the root's output, which ends with a call."]
+    result_tokens: Annotated[Count, "Tokens of the result."]
+    tool_s: Annotated[Amount, "Seconds from the call to the result."] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A question whose answer takes several requests: one for each step, and a last one."""
+
+    steps: Annotated[tuple[Step, ...], "Calls before the answer, in order."] = ()
+    answer_tokens: Annotated[
+        Count | None, "Tokens of the root's last output; by default as in `outputs`."
+    ] = None
+
+
+NO_STEPS = Program()
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """The questions, their arrival, and the outputs.
 
@@ -149,7 +176,7 @@ class Workload:
     time, `poisson` asks `per_s` a second. An agent writes `outputs` tokens by its model, is right
     with probability `right`, and gives every token the probability `confidence`; wrong answers all
     differ. `drafts` are the gains of agents that ask for drafts, by role (aggregator, root) or by
-    agent.
+    agent. With `programs` each question is the first request of one of them.
     """
 
     requests: Count
@@ -161,6 +188,11 @@ class Workload:
     right: Share = 0.7
     confidence: Annotated[float, Interval(gt=0, le=1)] = 0.9
     drafts: Mapping[str, Drafted] = field(default_factory=dict)
+    programs: tuple[Program, ...] = ()
+
+    def choose_program(self, number: int) -> Program:
+        """Return the steps of the question with this number, from 0; the programs take turns."""
+        return self.programs[number % len(self.programs)] if self.programs else NO_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +207,7 @@ class SimulatedModel:
     profile: str
     pairs: Count = 1
     engines: Engines = "disaggregated"
+    price: Price | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +270,12 @@ class Loaded:
     costs: Mapping[str, PairCosts]
 
 
-def load(file: Path) -> Loaded:
-    """Read the simulation in `file`. Raises ConfigError."""
+def load(file: Path, clients: int | None = None) -> Loaded:
+    """Read the simulation in `file`; `clients` replace its arrivals. Raises ConfigError."""
     simulation, _ = read_file(file, Simulation, see=SEE)
+    if clients is not None:
+        asked = replace(simulation.workload, arrivals="closed", clients=clients)
+        simulation = replace(simulation, workload=asked)
     profiles = load_profiles(simulation.profiles)
     costs = {}
     for alias, model in simulation.models.items():

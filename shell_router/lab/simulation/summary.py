@@ -9,7 +9,7 @@ import numpy as np
 
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.errors import DataError
-from shell_router.lab.simulation.run import EngineUse, Simulated
+from shell_router.lab.simulation.run import EngineUse, Simulated, SimulatedRun
 from shell_router.topology import Topology
 
 Agents = Mapping[str, Values]
@@ -103,6 +103,54 @@ def bound_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = F
     return end_s[topology.root.id]
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramMeans:
+    """What a question takes with all of its requests, in the mean over those that were answered.
+
+    Attributes:
+        mean_s: From the question to the last answer, with the time of tools.
+        agent_runs: Agents that were asked of an engine.
+        cost: Dollars, by the models' prices.
+        root_cached: The share of the root's prompts that engines found cached, in all requests but
+            a question's first; None without such requests.
+    """
+
+    answered: int
+    requests: float
+    mean_s: float
+    p95_s: float
+    agent_runs: float
+    prompt_tokens: float
+    cached_tokens: float
+    completion_tokens: float
+    cost: float
+    root_cached: float | None
+
+
+def compute_program_means(root: str, runs: Sequence[SimulatedRun]) -> ProgramMeans:
+    """Add up the requests of each question, of which at least one was answered."""
+    latencies_s: Counter[int] = Counter()
+    for run in runs:
+        latencies_s[run.program] += run.waited_s + run.trace["duration_s"]
+    used = [agent for run in runs for agent in run.usage.values() if agent.prompt_tokens]
+    firsts = {run.program: run for run in reversed(runs)}
+    later = [run.usage[root] for run in runs if run is not firsts[run.program]]
+    later_tokens = sum(agent.prompt_tokens for agent in later)
+    programs = len(latencies_s)
+    return ProgramMeans(
+        programs,
+        len(runs) / programs,
+        statistics.mean(latencies_s.values()),
+        float(np.percentile([*latencies_s.values()], 95)),
+        len(used) / programs,
+        sum(agent.prompt_tokens for agent in used) / programs,
+        sum(agent.cached_tokens for agent in used) / programs,
+        sum(agent.completion_tokens for agent in used) / programs,
+        sum(agent.cost for agent in used) / programs,
+        sum(agent.cached_tokens for agent in later) / later_tokens if later_tokens else None,
+    )
+
+
 PREFILL = "exposed prefill"
 WAITING = "waiting"
 
@@ -135,6 +183,7 @@ class Summary:
     agents: Mapping[str, int]
     completed: Mapping[str, float]
     engines: Sequence[EngineUse]
+    program: ProgramMeans
 
     @property
     def per_s(self) -> float:
@@ -154,10 +203,11 @@ class Summary:
 def summarize(simulated: Simulated) -> Summary:
     """Summarize the runs. Raises DataError if no request was answered."""
     topology = simulated.topology
-    traces = [run.trace for run in simulated.runs if not run.error]
+    runs = simulated.answered
+    traces = [run.trace for run in runs]
     if not traces:
         raise DataError(
-            f"{topology.name!r} answered no request: {simulated.runs[0].error}",
+            f"{topology.name!r} answered no request: {simulated.error}",
             remedy="Ask less, or allow more time.",
         )
     latencies = [trace["duration_s"] for trace in traces]
@@ -168,8 +218,8 @@ def summarize(simulated: Simulated) -> Summary:
     mean_s = statistics.mean(latencies)
     paths = [split_path_s(trace) for trace in traces]
     agents = Counter(agent.model for agent in topology.agents.values() if not agent.votes)
-    runs = [agent for trace in traces for agent in trace["agents"].values()]
-    completed = Counter(run["model"] for run in runs if run["state"] == "finished")
+    ran = [agent for trace in traces for agent in trace["agents"].values()]
+    completed = Counter(agent["model"] for agent in ran if agent["state"] == "finished")
     return Summary(
         len(simulated.runs),
         len(simulated.runs) - len(traces),
@@ -183,7 +233,7 @@ def summarize(simulated: Simulated) -> Summary:
         _mean(figure.second_layer_s for figure in figures),
         _mean(figure.reader_exposed_s for figure in figures),
         _mean(figure.late_share for figure in figures),
-        sum(run["decoded_tokens"] for run in runs) / len(traces),
+        sum(agent["decoded_tokens"] for agent in ran) / len(traces),
         {
             kind: sum(path.get(kind, 0.0) for path in paths) / len(paths)
             for kind in sorted({name for path in paths for name in path})
@@ -191,6 +241,7 @@ def summarize(simulated: Simulated) -> Summary:
         dict(agents),
         {model: completed[model] / len(traces) for model in agents},
         simulated.engines,
+        compute_program_means(topology.root.id, runs),
     )
 
 
@@ -230,6 +281,7 @@ def build_tables(summaries: Mapping[str, Summary]) -> list[tuple[str, list[Row]]
 
     return [
         ("Simulated", rows(lambda summary: _format_latency(summary, first))),
+        ("What a question takes with all of its requests, in the mean", rows(_format_program)),
         ("What an answer takes, in the mean", rows(_format_overlap)),
         (
             "Agents that were not cut off, in the mean",
@@ -260,6 +312,10 @@ def _format_seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
+def _format_share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
 def _format_latency(summary: Summary, first: Summary) -> Row:
     return {
         "answered": str(summary.requests - summary.failed),
@@ -273,6 +329,22 @@ def _format_latency(summary: Summary, first: Summary) -> Row:
     }
 
 
+def _format_program(summary: Summary) -> Row:
+    program = summary.program
+    return {
+        "answered": str(program.answered),
+        "requests": f"{program.requests:.3g}",
+        "mean s": _format_seconds(program.mean_s),
+        "p95 s": _format_seconds(program.p95_s),
+        "agent runs": f"{program.agent_runs:.1f}",
+        "prompt tokens": f"{program.prompt_tokens:.0f}",
+        "cached": f"{program.cached_tokens:.0f}",
+        "completion tokens": f"{program.completion_tokens:.0f}",
+        "dollars": f"{program.cost:.3g}",
+        "root cached, later requests": _format_share(program.root_cached),
+    }
+
+
 def _format_overlap(summary: Summary) -> Row:
     return {
         "bound s": _format_seconds(summary.bound_s),
@@ -280,7 +352,7 @@ def _format_overlap(summary: Summary) -> Row:
         "bound s, a pass per token": _format_seconds(summary.token_bound_s),
         "second layer s": _format_seconds(summary.second_layer_s),
         "exposed prefill s": _format_seconds(summary.exposed_s),
-        "late": "-" if summary.late is None else f"{summary.late:.1%}",
+        "late": _format_share(summary.late),
         "new tokens": f"{summary.new_tokens:.0f}",
     }
 

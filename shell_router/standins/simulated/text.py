@@ -39,6 +39,15 @@ _FILLER = "".join(Random(0).choices(_CHARACTERS, k=1 << 16))
 _FILLER_IDS = tuple(map(_IDS.__getitem__, _FILLER))
 
 
+CALL_MARK = "<tool_call>"
+CALL = CALL_MARK + '{"name": "tool", "arguments": {}}</tool_call>'
+"""A call of the one tool of simulated clients."""
+TOOL: Values = {
+    "type": "function",
+    "function": {"name": "tool", "parameters": {"type": "object", "properties": {}}},
+}
+
+
 def filler(tokens: int, seed: str) -> str:
     """Return a text of `tokens` tokens; equal seeds give texts with equal beginnings."""
     return _cut(_FILLER, _place(seed), tokens)
@@ -87,9 +96,10 @@ class SimulatedTokenizer:
         tools: Sequence[Any] = (),
         options: Values = NO_OPTIONS,
     ) -> str:
-        """Lay the messages out as ChatML."""
+        """Lay the messages out as ChatML; each call is `CALL`."""
         turns = (
-            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            f"<|im_start|>{message['role']}\n{message['content']}"
+            f"{CALL * len(message.get('tool_calls') or ())}<|im_end|>\n"
             for message in messages
         )
         return "".join(turns) + "<|im_start|>assistant\n"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 
 from shell_router.cli import main
+from shell_router.core.budget import Price
 from shell_router.errors import ConfigError, DataError
 from shell_router.lab.simulation.run import Simulated, simulate
 from shell_router.lab.simulation.settings import (
     Drafted,
     Length,
+    Program,
     SimulatedModel,
     Simulation,
+    Step,
     Workload,
     load,
 )
@@ -35,6 +39,7 @@ from shell_router.standins.simulated.costs import (
     TransferCosts,
 )
 from shell_router.topology import Topology, load_topology, parse_topology
+from shell_router.topology.graph import FanOut
 
 ROOT = Path(__file__).parents[4]
 SHIPPED = ROOT / "configs/simulations/six-h200.yaml"
@@ -336,6 +341,80 @@ def test_runaways_write_until_their_limit_and_all_others_what_they_would() -> No
     assert all(tokens in (before, limit) for before, tokens in pairs)
 
 
+# --- programs of several requests
+
+STEPS = (Step(40, 500, tool_s=2.0), Step(30, 200, tool_s=0.5))
+PRICE = Price(1.0, 8.0, cached=0.25)
+
+
+def loop(fan_out: FanOut, *, programs: tuple[Program, ...], requests: int = 2) -> Simulated:
+    asked = simulation(programs=programs, requests=requests)
+    priced = {name: replace(model, price=PRICE) for name, model in asked.models.items()}
+    tree = replace(topology("tree"), fan_out=fan_out)
+    return simulate(replace(asked, models=priced), tree, COSTS)
+
+
+def test_a_program_sends_each_result_after_the_tools_time_to_a_root_that_keeps_its_prompt() -> None:
+    done = loop("turn", programs=(Program(STEPS, answer_tokens=70), Program()))
+    *first, last = done.runs
+    assert [run.program for run in done.runs] == [0, 0, 0, 1]
+    roots = [run.usage["root"] for run in first]
+    assert [root.completion_tokens for root in roots] == [40, 30, 70]
+    begun = [run.trace["started_at"] for run in first]
+    ended = [at_s + run.trace["duration_s"] for at_s, run in zip(begun, first, strict=True)]
+    assert begun[1] - ended[0] == pytest.approx(2.0)
+    assert begun[2] - ended[1] == pytest.approx(0.5)
+    for step, (before, after) in zip(STEPS, pairwise(roots), strict=True):
+        new = after.prompt_tokens - before.prompt_tokens
+        assert new == pytest.approx(step.call_tokens + step.result_tokens, abs=25)  # roles, too
+        assert before.prompt_tokens <= after.cached_tokens
+    assert last.trace["started_at"] == pytest.approx(ended[-1])
+
+
+def test_a_program_costs_what_all_its_requests_take_and_less_where_outputs_are_kept() -> None:
+    programs = (Program(STEPS),)
+    turn, request = (loop(way, programs=programs) for way in ("turn", "request"))
+    kept, again = summarize(turn).program, summarize(request).program
+    assert (kept.agent_runs, again.agent_runs) == (15, 39)
+    assert kept.requests == again.requests == 3
+    elapsed_s = [summarize(done).elapsed_s for done in (turn, request)]
+    assert [2 * kept.mean_s, 2 * again.mean_s] == pytest.approx(elapsed_s)
+    for mean in (kept, again):
+        cost = PRICE.cost(mean.prompt_tokens, mean.cached_tokens, mean.completion_tokens)
+        assert mean.cost == pytest.approx(cost)
+    assert again.cost > 2 * kept.cost
+    assert kept.root_cached is not None and again.root_cached is not None
+    assert kept.root_cached > again.root_cached
+    first, same = (done.runs[0].usage["root"] for done in (turn, request))
+    assert first == same
+
+
+def test_a_call_that_is_longer_than_outputs_may_be_fails_its_program() -> None:
+    longer = Program((STEPS[0], Step(1000, 1)))
+    done = loop("turn", programs=(longer, Program(STEPS[:1])), requests=2)
+    assert [bool(run.error) for run in done.runs] == [False, True, False, False]
+    assert "Raise max_new_tokens" in done.error
+    found = summarize(done)
+    assert (found.requests, found.failed, found.program.answered) == (4, 2, 1)
+    with pytest.raises(DataError, match=r"Raise max_new_tokens"):
+        summarize(loop("turn", programs=(longer,), requests=1))
+
+
+def test_a_files_programs_take_turns_and_clients_replace_its_arrivals(tmp_path: Path) -> None:
+    file = SHIPPED.with_name("tool-loops.yaml")
+    workload = load(file, clients=16).simulation.workload
+    assert (workload.arrivals, workload.clients) == ("closed", 16)
+    assert [workload.choose_program(number) for number in range(5)] == [
+        *workload.programs,
+        workload.programs[0],
+    ]
+    wrong = tmp_path / "wrong.yaml"
+    text = file.read_text(encoding="utf-8").replace("result_tokens: 900", "result_tokens: 0", 1)
+    wrong.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"steps\[0\]\.result_tokens"):
+        load(wrong)
+
+
 # --- the command
 
 
@@ -369,7 +448,7 @@ def test_every_shipped_simulation_answers_its_first_questions(file: Path) -> Non
     workload = replace(loaded.simulation.workload, requests=2)
     for topology in loaded.topologies.values():
         simulated = simulate(replace(loaded.simulation, workload=workload), topology, loaded.costs)
-        assert [run.error for run in simulated.runs] == ["", ""]
+        assert simulated.error == ""
 
 
 def test_the_command_prints_and_writes_the_same_bytes_in_every_process(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.standins.simulated.text import SimulatedTokenizer, Written, filler
+from shell_router.standins.simulated.text import CALL, SimulatedTokenizer, Written, filler
 
 TOKENIZER = SimulatedTokenizer()
 TEXTS = st.text(alphabet=st.sampled_from("一丁七abc de.\n"), max_size=30)
@@ -51,6 +51,12 @@ def test_an_output_after_filler_ends_as_it_should_however_it_is_cut(
     assert [len(ids) for ids, _ in parts] == [stop - start for start, stop in pairwise(places)]
     assert "".join(text for _, text in parts) == begin + end
     assert [number for ids, _ in parts for number in ids] == TOKENIZER.encode(begin) + last
+
+
+def test_a_call_stands_in_later_prompts_as_its_root_wrote_it() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    prompt = TOKENIZER.render_chat([])
+    assert TOKENIZER.render_chat([called]).startswith(f"{prompt}{CALL}<|im_end|>")
 
 
 def test_a_chat_names_its_roles() -> None:
