@@ -127,6 +127,10 @@ class AgentPromptCache(Protocol):
         """Delete every log of the program; this ends its reads and disables its writers."""
         ...
 
+    async def flush(self, *, limit_s: float) -> bool:
+        """Wait until other processes can read all that was written; False if the limit ended it."""
+        ...
+
 
 class Journals(Protocol):
     """Append-only lists of records that outlive their writer, which holds the journal's lease.

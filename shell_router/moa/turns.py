@@ -87,6 +87,7 @@ class Turns:
             writer = await self._cache.create(key)
             writer.append(Chunk(text))
             writer.end(End.FINISHED)
+            await self._cache.flush(limit_s=ARRIVAL_S)  # once answered, this router may die
         self._characters += len(text) - self._kept.pop(key, 0)
         self._kept[key] = len(text)
         while self._characters > self._most_characters:

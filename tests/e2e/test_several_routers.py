@@ -298,6 +298,48 @@ async def test_a_frozen_router_writes_nothing_once_another_has_its_run(
     assert (await served.read(frozen, "kept", Seen())).text == expected.text
 
 
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"enum": [1, 2]}},
+            "required": ["at"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+async def test_a_loop_of_tool_calls_runs_nothing_again_when_a_router_is_killed(
+    served: Deployment, killed_after: int
+) -> None:
+    leaving, staying = [await served.router() for _ in range(2)]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+    kept = []
+    for step in range(5):
+        if step == killed_after:
+            leaving.command.kill()
+        router = leaving if step < killed_after and step % 2 == 0 else staying
+        body = {"model": "tree", "messages": messages, "tools": [LOOK], "max_tokens": 200}
+        body["tool_choice"] = "auto" if step == 4 else "required"
+        async with served.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            kept.append(response.headers.get("x-fan-out"))
+        message = answer["choices"][0]["message"]
+        messages.append(message)
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": "5 pens"}
+            for call in message.get("tool_calls", ())
+        ]
+    assert messages[-1]["content"], "the loop ends with an answer"
+    assert kept == [None, *4 * ["kept"]]
+    assert served.engine.asked.pop("root") == 5
+    assert served.engine.asked.total() == 12 and max(served.engine.asked.values()) == 1
+
+
 async def test_redis_killed_and_back_fails_no_request(
     served: Deployment, redis: RedisServer
 ) -> None:
