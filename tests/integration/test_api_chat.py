@@ -92,6 +92,8 @@ async def test_agents_are_reported_when_asked_for() -> None:
             "reasoning_tokens": 0,
             "finish_reason": "stop",
             "error": "",
+            "cost": 0.0,
+            "estimated": False,
             "confidence": None,
         }
         _, body = await served.post("/v1/chat/completions", chat())

@@ -41,6 +41,7 @@ SHORT = {
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
     "page_load": ("--agents", "4", "--seconds", "1"),
+    "programs": ("--seeds", "1", "--table", "classes"),
     "router_overhead": ("--quick",),
     "stalls": (),
     "swapping": ("--rounds", "1", "--requests", "16", "--clients", "4", "--tokens", "4"),
