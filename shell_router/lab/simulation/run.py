@@ -381,15 +381,16 @@ class _Client:
         program = self._simulation.workload.choose_program(number)
         name = f"q{number}"
         chat: list[Values] = [{"role": "user", "content": self._outputs.write_question(name)}]
+        request = name
         waited_s = 0.0
         self.runs[number] = []
-        for index, step in enumerate((*program.steps, None)):
-            request = f"{name}-{index}" if index else name
+        for index, step in enumerate((*program.steps, None), 1):
             self._outputs.plan_answer(request, step, program.answer_tokens)
             answer = await self._ask(number, request, chat, waited_s, step)
             if answer is None or step is None:
                 return
             chat += _write_messages(answer, self._outputs.write_result(request, step))
+            request = f"{name}-{index}"
             waited_s = step.tool_s
             await asyncio.sleep(waited_s)
 
@@ -414,7 +415,6 @@ class _Client:
             wall_s=self._clock(),
             precursors={agent.id: agent.precursors for agent in topology.agents.values()},
         )
-        has_steps = bool(workload.choose_program(number).steps)
         request = MoaRequest(
             name,
             "simulation",
@@ -422,9 +422,9 @@ class _Client:
             sampling={"stream_interval": interval},
             seed=number,
             timeout_s=self._simulation.timeout_s,
-            offer=ToolOffer((TOOL,)) if has_steps else None,
-            session=Session(f"q{number}") if has_steps else None,
         )
+        if workload.choose_program(number).steps:
+            request = replace(request, offer=ToolOffer((TOOL,)), session=Session(f"q{number}"))
         answer = None
         error = ""
         try:

@@ -192,7 +192,9 @@ class Workload:
 
     def choose_program(self, number: int) -> Program:
         """Return the steps of the question with this number, from 0; the programs take turns."""
-        return self.programs[number % len(self.programs)] if self.programs else NO_STEPS
+        if not self.programs:
+            return NO_STEPS
+        return self.programs[number % len(self.programs)]
 
 
 @dataclass(frozen=True, slots=True)
