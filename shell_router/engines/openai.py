@@ -82,6 +82,12 @@ class OpenAIFleet(Fleet[ServerAddress]):
                 await self.ready()
         return self._was_ready
 
+    def note_answer(self, server: ServerClient) -> None:
+        """Note that the server answered a chat, also where it lists no models."""
+        server.note_success()
+        server.answers = True
+        self._was_ready = True
+
     @property
     def seems_up(self) -> bool:
         """See `Fleet.seems_up`."""
@@ -142,7 +148,7 @@ class OpenAIEngine:
                         slot.note_tokens(len(piece.ids))
                         yield piece
                 ended = reader.finish(len(request.input_ids))
-                server.note_success()
+                self.fleet.note_answer(server)
                 slot.note_completion()
                 for item in ended:
                     yield item
@@ -184,6 +190,8 @@ class OpenAIEngine:
                 f"({exchange.status}): {message}",
                 remedy="Check url, model, key and headers in the model's section `openai`.",
             )
+        if b'"context_length_exceeded"' in body:
+            raise PromptTooLong(message, remedy="Shorten it, or ask for fewer tokens.")
         refusal = refusal_error(server.name, exchange.status, message)
         refusal.retry_s = self._read_retry_after(exchange.retry_after)
         raise refusal

@@ -97,3 +97,53 @@ class OpenAIServer:
             assert request.transport is not None
             request.transport.abort()
         return response
+
+
+CONTEXT = 2048
+"""Words of prompt and output that a played server takes."""
+
+
+class PlayedServer(OpenAIServer):
+    """A server that answers as OpenAI's would: with words that its prompt and seed decide."""
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body: Any = await request.json()
+        if body["model"] != "played":
+            error = {"message": "The model does not exist.", "code": "model_not_found"}
+            return web.json_response({"error": error}, status=404)
+        prompt = " ".join(str(message["content"]) for message in body["messages"]).split()
+        if len(prompt) > CONTEXT:
+            error = {
+                "message": f"This model's maximum context length is {CONTEXT} tokens.",
+                "code": "context_length_exceeded",
+            }
+            return web.json_response({"error": error}, status=400)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        count = 0
+        reason = "stop"
+        for piece in _play(body, prompt):
+            if count == body.get("max_tokens"):
+                reason = "length"
+                break
+            if any(stop in str(piece.get("content")) for stop in body.get("stop") or ()):
+                break
+            count += 1
+            await response.write(event(piece))
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+        last = [event(finish_reason=reason), event(choices=[], usage=usage), DONE]
+        await response.write(b"".join(last))
+        return response
+
+
+def _play(body: Any, prompt: Sequence[str]) -> list[dict[str, Any]]:
+    """The deltas of an answer."""
+    if body.get("tool_choice") == "required":
+        name = body["tools"][0]["function"]["name"]
+        function = {"name": name, "arguments": '{"at": 4}'}
+        return [{"tool_calls": [{"index": 0, "id": "c", "function": function}]}]
+    if "response_format" in body:
+        return [{"content": '{"at": 4}'}]
+    first = sum(map(len, prompt)) + (body.get("seed") or 0)
+    words = 8 if body.get("ignore_eos") is None else CONTEXT
+    return [{"content": f"{chr(97 + (first + place) % 26)}{place} "} for place in range(words)]
