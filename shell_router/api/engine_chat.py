@@ -91,7 +91,8 @@ def read_engine_chat(body: ChatBody, sent: Values, model: str, chat: ChatServing
     """
     what = "is not served together with what the engine does itself"
     check_asks_nothing(sent, NOT_FORWARDED, what)
-    if read_tools(body, sent) is not None and chat.tool_parser is None:
+    reads_calls = chat.reads_calls or chat.tool_parser is not None
+    if read_tools(body, sent) is not None and not reads_calls:
         # SGLang parses forced calls by it, too
         raise field_error(
             "tools",

@@ -102,8 +102,12 @@ def pick_relay(services: Services, header: str | None, body: bytes) -> tuple[str
     if name is None and b'"model"' in body:  # mostly nothing is parsed
         name = NATIVE.read(parse_object(body)).get("model")
     if name is None:
-        adapters = {name for name, model in services.models.items() if model.base is not None}
-        candidates = relays.keys() - adapters
+        others = {
+            name
+            for name, model in services.models.items()
+            if model.base is not None or model.takes_messages
+        }
+        candidates = relays.keys() - others
         if len(candidates) != 1:
             remedy = f"Name it in the header x-model or in the field model. {_list_known(relays)}"
             raise InvalidRequest("Which model is meant?", remedy=remedy)

@@ -17,6 +17,7 @@ from shell_router.config.models import FromEnvironment, TlsClient, read_secret
 from shell_router.core.marks import REASONING_PARSERS, ReasoningMarks
 from shell_router.engines.address import PairLimits, ServerAddress
 from shell_router.engines.fleet import HEALTH_LIMIT_S
+from shell_router.engines.native_body import NativeRules
 from shell_router.engines.openai import OpenAIEngine, OpenAIFleet
 from shell_router.engines.openai_wire import ChatForm
 from shell_router.engines.server_client import Transport
@@ -86,7 +87,7 @@ class OpenAIServers:
                 size = section.max_running or SGLANG_BATCH_SIZE
                 name = "OpenAI-compatible server"
                 engines[alias] = StartedEngine(
-                    engine, name, size, engine.fleet, takes_messages=True
+                    engine, name, size, engine.fleet, relay=engine, takes_messages=True
                 )
                 fleets[alias] = engine.fleet
                 stack.push_async_callback(_close, engine.fleet.transport)
@@ -135,8 +136,13 @@ def _connect(alias: str, files: ModelFiles, config: Config) -> tuple[OpenAIEngin
         section.body,
         REASONING_PARSERS.get(config.models[alias].reasoning_parser or "", ReasoningMarks()),
     )
+    rules = NativeRules(fields=frozenset(limits.native_fields))
     engine = OpenAIEngine(
-        fleet, form, silence_s=silence_s, retries=RetrySettings(attempts=limits.engine_attempts)
+        fleet,
+        form,
+        silence_s=silence_s,
+        rules=rules,
+        retries=RetrySettings(attempts=limits.engine_attempts),
     )
     return engine, section
 

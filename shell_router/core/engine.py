@@ -236,9 +236,15 @@ NativeRoute = Literal["generate", "prefill_only", "v1/chat/completions", "v1/com
 
 @value
 class ChatServing:
-    """The engine's own chats: the parser that finds tool calls in their outputs, if it has one."""
+    """The engine's own chats.
+
+    Attributes:
+        tool_parser: The parser that finds tool calls in their outputs, if it has one.
+        reads_calls: Whether it finds calls without such a parser.
+    """
 
     tool_parser: str | None = None
+    reads_calls: bool = False
 
 
 @value

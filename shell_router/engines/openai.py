@@ -5,13 +5,29 @@ import logging
 import random
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 
-from shell_router.core.engine import Finish, Generation, Prefilled, Tokens, error_message
+from shell_router.core.engine import (
+    NO_HINTS,
+    ChatServing,
+    Finish,
+    Generation,
+    Hints,
+    NativeRoute,
+    Placement,
+    Prefilled,
+    Relayed,
+    Tokens,
+    error_message,
+)
+from shell_router.core.exact_json import write_json
+from shell_router.core.validation import parse_object
 from shell_router.engines.address import UNDIVIDED, ServerAddress
 from shell_router.engines.fleet import Fleet
+from shell_router.engines.native_body import ANY_MODEL, NativeRules, read_native
 from shell_router.engines.openai_wire import ChatForm, ChatReader, write_chat
 from shell_router.engines.server_client import (
     HTTP_OK,
@@ -22,14 +38,15 @@ from shell_router.engines.server_client import (
     take_slot,
 )
 from shell_router.engines.wire import refusal_error
-from shell_router.errors import EngineError, EngineRejected, PromptTooLong
+from shell_router.errors import EngineError, EngineRejected, InvalidRequest, PromptTooLong
 from shell_router.http.client import Exchange
-from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
+from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.failures import DEFAULT_RETRIES, RetrySettings
 from shell_router.routing.placement import PlacementRequest
 
 log = logging.getLogger(__name__)
 
+CHATS = "chat/completions"
 MOST_WAIT_S = 10.0
 """The longest wait for another attempt that a server may ask for; longer ones are the client's."""
 ROUTERS_FAULTS = (401, 402, 403, NOT_FOUND, 405, 407)
@@ -95,14 +112,16 @@ class OpenAIFleet(Fleet[ServerAddress]):
 
 
 class OpenAIEngine:
-    """An OpenAI-compatible server as `Engine`; requests are aborted by closing their connections.
+    """An OpenAI-compatible server as `Engine` and `Relay`.
 
-    A request that fails before its first token is sent again, as late as the server says.
+    Requests are aborted by closing their connections. A request that fails before the first bytes
+    of its answer is sent again, as late as the server says.
 
     Args:
         fleet: The model's server.
         form: How it wants chats.
         silence_s: The longest silence of a server that works on a request.
+        rules: Check relayed bodies.
         retries: Of requests that fail before their first token.
         draw: Gives uniform numbers in [0, 1).
         now: Gives seconds since the epoch, for dates in `Retry-After`.
@@ -114,6 +133,7 @@ class OpenAIEngine:
         form: ChatForm,
         *,
         silence_s: float,
+        rules: NativeRules = ANY_MODEL,
         retries: RetrySettings = DEFAULT_RETRIES,
         draw: Callable[[], float] = random.random,
         now: Callable[[], float] = time.time,
@@ -121,6 +141,7 @@ class OpenAIEngine:
         self.fleet = fleet
         self._form = form
         self._silence_s = silence_s
+        self._rules = rules
         self._retries = retries
         self._draw = draw
         self._now = now
@@ -128,59 +149,133 @@ class OpenAIEngine:
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises InvalidField for parameters that cannot be sent."""
         body = write_chat(request, self._form)
-        attempt = 0
-        while True:
-            attempt += 1
-            slot = await take_slot(self.fleet.dispatcher, PlacementRequest.of(request))
-            server = slot.engine
-            reader = ChatReader(server.name, self._form, self.fleet.hide)
-            exchange: Exchange | None = None
-            has_begun = False
-            try:
-                request.on_placed(slot.placement())
-                exchange = server.begin(
-                    "chat/completions", body, read_timeout_s=self._silence_s, streamed=True
-                )
-                await self._check_head(server, exchange)
-                while tokens := await self._read(exchange, reader):
-                    for piece in tokens:
-                        has_begun = True
-                        slot.note_tokens(len(piece.ids))
-                        yield piece
-                ended = reader.finish(len(request.input_ids))
-                self.fleet.note_answer(server)
-                slot.note_completion()
-                for item in ended:
-                    yield item
-                return
-            except (EngineError, PromptTooLong) as error:
-                server.note_failure(error)
-                wait_s = self._wait_s(error, attempt)
-                if has_begun or wait_s is None:
-                    raise
-                log.warning("attempt %d at the %s failed: %s", attempt, server, error)
-                self.fleet.retried += 1
-            finally:
-                slot.close()
-                if exchange is not None and not reader.is_done:
-                    exchange.close()
-            await asyncio.sleep(wait_s)
+        placement = PlacementRequest.of(request)
+        begun = await self._begin(
+            CHATS, body, placement, streamed=True, on_placed=request.on_placed
+        )
+        server = begun.slot.engine
+        reader = ChatReader(server.name, self._form, self.fleet.hide)
+        chunk = begun.first
+        try:
+            while chunk:
+                for tokens in reader.feed(chunk):
+                    begun.slot.note_tokens(len(tokens.ids))
+                    yield tokens
+                chunk = await _read_on(begun.exchange, reader)
+            ended = reader.finish(len(request.input_ids))
+            self.fleet.note_answer(server)
+            begun.slot.note_completion()
+            for item in ended:
+                yield item
+        except (EngineError, PromptTooLong) as error:
+            server.note_failure(error)
+            raise
+        finally:
+            begun.slot.close()
+            if not reader.is_done:  # else the connection is kept
+                begun.exchange.close()
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`; these servers cannot."""
         raise EngineRejected("OpenAI-compatible servers prefill nothing ahead.", status=501)
 
-    async def _check_head(self, server: ServerClient, exchange: Exchange) -> None:
-        """Raise the refusal of an error status, or of an answer that is no stream."""
+    @property
+    def chat(self) -> ChatServing:
+        """See `Relay.chat`."""
+        return ChatServing(reads_calls=True)
+
+    @asynccontextmanager
+    async def forward(
+        self,
+        route: NativeRoute,
+        body: bytes,
+        *,
+        hints: Hints = NO_HINTS,
+        fields: Collection[str] = (),
+        admit: Callable[[int], None] = lambda requests: None,
+    ) -> AsyncIterator[Relayed]:
+        """See `Relay.forward`; there are only OpenAI's routes."""
+        if not route.startswith("v1/"):
+            raise InvalidRequest(
+                f"The server of {self._form.model!r} has no route {route}.",
+                remedy="Ask a model on SGLang, or POST /v1/chat/completions.",
+            )
+        rules = replace(self._rules, fields=self._rules.fields | {*fields})
+        native = read_native(body, "", rules, route=route)
+        sent = parse_object(body)
+        sent.pop("service_tier", None)  # the router's own classes; a provider's has a price
+        whole = write_json({**self._form.body, **sent, "model": self._form.model})
+        placement = PlacementRequest(max(1, len(body) // 4), None, native.max_output_tokens, hints)
+        begun = await self._begin(
+            route.removeprefix("v1/"), whole, placement, streamed=native.stream
+        )
+        try:
+            placed = (begun.slot.placement(),)
+            kind = begun.exchange.content_type
+            yield Relayed(HTTP_OK, kind, self._pass_on(begun), placed)
+        finally:
+            begun.slot.close()
+            begun.exchange.close()
+
+    async def _pass_on(self, begun: "_Begun") -> AsyncIterator[bytes]:
+        chunk = begun.first
+        while chunk:
+            yield chunk
+            chunk = await begun.exchange.read()
+        self.fleet.note_answer(begun.slot.engine)
+
+    async def _begin(
+        self,
+        route: str,
+        body: bytes,
+        placement: PlacementRequest,
+        *,
+        streamed: bool,
+        on_placed: Callable[[Placement], object] = bool,
+    ) -> "_Begun":
+        """Return the first attempt whose answer began; the caller closes it.
+
+        Raises:
+            EngineError: The attempts failed.
+            PromptTooLong: The server says so.
+        """
+        attempt = 0
+        while True:
+            attempt += 1
+            slot = await take_slot(self.fleet.dispatcher, placement)
+            server = slot.engine
+            on_placed(slot.placement())
+            exchange = server.begin(route, body, read_timeout_s=self._silence_s, streamed=streamed)
+            try:
+                await self._check_head(server, exchange, streamed=streamed)
+                return _Begun(slot, exchange, await exchange.read())
+            except BaseException as error:
+                slot.close()
+                exchange.close()
+                if not isinstance(error, EngineError | PromptTooLong):
+                    raise
+                server.note_failure(error)
+                wait_s = self._wait_s(error, attempt)
+                if wait_s is None:
+                    raise
+                log.warning("attempt %d at the %s failed: %s", attempt, server, error)
+            self.fleet.retried += 1
+            await asyncio.sleep(wait_s)
+
+    async def _check_head(
+        self, server: ServerClient, exchange: Exchange, *, streamed: bool
+    ) -> None:
+        """Raise the refusal of an error status, or of an answer that is not of this API."""
         await exchange.wait_for_head()
         kind = exchange.content_type
-        if exchange.status == HTTP_OK and kind.startswith("text/event-stream"):
+        expected = "text/event-stream" if streamed else "application/json"
+        if exchange.status == HTTP_OK and kind.startswith(expected):
             return
         body = await exchange.read_all()
         message = "an HTML page" if "html" in kind else self.fleet.hide(error_message(body))
         if exchange.status == HTTP_OK:
             raise EngineRejected(
-                f"The {server.name} answered no stream of events, but {kind}: {message}.",
+                f"The {server.name} answered not {expected}, but {kind}: {message}.",
                 status=502,
                 remedy="Check that the URL is that of an OpenAI-compatible API.",
             )
@@ -195,22 +290,6 @@ class OpenAIEngine:
         refusal = refusal_error(server.name, exchange.status, message)
         refusal.retry_s = self._read_retry_after(exchange.retry_after)
         raise refusal
-
-    async def _read(self, exchange: Exchange, reader: ChatReader) -> list[Tokens]:
-        """Return the next tokens; none at the end, where a complete output may lack its counts."""
-        while not reader.is_done:
-            try:
-                chunk = await exchange.read()
-            except EngineError as error:
-                if not reader.has_ended:
-                    raise
-                log.warning("the counts of an answer did not come: %s", error)
-                return []
-            if not chunk:
-                return []
-            if tokens := reader.feed(chunk):
-                return tokens
-        return []
 
     def _wait_s(self, error: ServerFailure, attempt: int) -> float | None:
         """Return the seconds before the next attempt; None without one."""
@@ -227,3 +306,25 @@ class OpenAIEngine:
             if wait_s is None:
                 wait_s = parsedate_to_datetime(text).timestamp() - self._now()
         return None if wait_s is None else max(0.0, wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An attempt with the first bytes of its answer."""
+
+    slot: EngineSlot[ServerClient]
+    exchange: Exchange
+    first: bytes
+
+
+async def _read_on(exchange: Exchange, reader: ChatReader) -> bytes:
+    """Return the next bytes; none at the end, where a complete output may lack its counts."""
+    if reader.is_done:
+        return b""
+    try:
+        return await exchange.read()
+    except EngineError as error:
+        if not reader.has_ended:
+            raise
+        log.warning("the counts of an answer did not come: %s", error)
+        return b""

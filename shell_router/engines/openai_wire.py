@@ -21,6 +21,8 @@ NOT_SENT = ("stop_regex", "stop_token_ids", "logit_bias", *GRAMMARS[1:])
 READ_HERE = frozenset({"max_new_tokens", "json_schema", "custom_params", "stream_interval"})
 NAMES = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}
 """OpenAI's and other servers' names of parameters that differ from SGLang's."""
+CHOICE = ("tool_choice", "parallel_tool_calls")
+"""Fields that `moa.calls` puts into `custom_params`; clients' topologies may set others there."""
 OBJECT_SCHEMA = '{"type": "object"}'
 """The schema that stands for OpenAI's `json_object`."""
 
@@ -63,8 +65,9 @@ def write_chat(request: Generation, form: ChatForm) -> bytes:
         "model": form.model,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **(sampling.get("custom_params") or {}),
     }
+    choice = sampling.get("custom_params") or {}
+    body |= {name: choice[name] for name in CHOICE if name in choice}
     for name in sampling.keys() - READ_HERE:
         body[NAMES.get(name, name)] = sampling[name]
     limit = sampling.get("max_new_tokens")

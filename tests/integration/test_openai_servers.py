@@ -207,6 +207,16 @@ def topology(folder: Path, text: str) -> Path:
     return file
 
 
+async def test_a_topology_cannot_set_other_fields_of_the_body(tmp_path: Path) -> None:
+    text = "name: sly\nagents:\n  root: {model: remote, sampling: {custom_params: {model: dear}}}\n"
+    async with (
+        OpenAIServer([Answer(text_of("4"))]).running() as server,
+        router({"remote": remote(server)}, topology(tmp_path, text)) as client,
+    ):
+        assert (await ask(client, "sly"))[0] == 200
+    assert server.bodies[0]["model"] == "remote"
+
+
 async def test_a_reader_on_sglang_prefills_while_a_remote_agent_writes(tmp_path: Path) -> None:
     async with ScriptedPair(ScriptedSettings(log_bodies=9)) as pair:
         probed = 0
@@ -453,3 +463,36 @@ async def test_keys_and_headers_come_from_the_environment(monkeypatch: pytest.Mo
         KEY[::-1],
         "shell-router",
     )
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+async def test_images_and_other_fields_of_the_api_go_to_the_plain_models_server_as_they_are() -> (
+    None
+):
+    whole = orjson.dumps({"object": "chat.completion", "choices": [], "usage": USAGE})
+    answers = [Answer([whole], content_type="application/json"), Answer(text_of("A cat."))]
+    question = {"role": "user", "content": [{"type": "text", "text": "What?"}, PICTURE]}
+    async with (
+        OpenAIServer(answers).running() as server,
+        router({"remote": remote(server, model="gpt", key=KEY)}) as client,
+    ):
+        status, body = await ask(client, messages=[question], tools=[TOOL], max_tokens=9)
+        asked = {**chat(model="remote"), "reasoning_effort": "low", "stream": True}
+        asked["service_tier"] = "flex"
+        async with client.post("/v1/chat/completions", json=asked) as answer:
+            streamed = await answer.read()
+        async with client.post("/generate", json={"model": "remote", "text": "a"}) as answer:
+            native = answer.status
+    assert (status, body["object"]) == (200, "chat.completion")
+    assert server.bodies[0] == {
+        "model": "gpt",
+        "messages": [question],
+        "tools": [TOOL],
+        "max_tokens": 9,
+    }
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert "service_tier" not in server.bodies[1]
+    assert (server.bodies[1]["reasoning_effort"], streamed) == ("low", b"".join(text_of("A cat.")))
+    assert native == 400
