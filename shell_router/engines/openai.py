@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 CHATS = "chat/completions"
 MOST_WAIT_S = 10.0
 """The longest wait for another attempt that a server may ask for; longer ones are the client's."""
+MOST_PAUSE_S = 60.0
+"""The longest time without requests to a server that asks for more: an account may change."""
 ROUTERS_FAULTS = (401, 402, 403, NOT_FOUND, 405, 407)
 """Statuses that only the deployment can mend: its key, its account, its URL or its model."""
 
@@ -257,6 +259,7 @@ class OpenAIEngine:
                 server.note_failure(error)
                 wait_s = self._wait_s(error, attempt)
                 if wait_s is None:
+                    self._hold_back(server, error)
                     raise
                 log.warning("attempt %d at the %s failed: %s", attempt, server, error)
             self.fleet.retried += 1
@@ -290,6 +293,12 @@ class OpenAIEngine:
         refusal = refusal_error(server.name, exchange.status, message)
         refusal.retry_s = self._read_retry_after(exchange.retry_after)
         raise refusal
+
+    def _hold_back(self, server: ServerClient, error: ServerFailure) -> None:
+        """Send the server no other request while it has asked to wait."""
+        if error.retry_s is not None:
+            pause_s = min(error.retry_s, MOST_PAUSE_S)
+            server.breaker.blocked_until_s = self.fleet.transport.clock() + pause_s
 
     def _wait_s(self, error: ServerFailure, attempt: int) -> float | None:
         """Return the seconds before the next attempt; None without one."""

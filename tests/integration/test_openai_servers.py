@@ -382,13 +382,15 @@ async def test_a_request_that_failed_before_its_first_token_is_sent_again(first:
     assert (status, message(body)["content"], len(server.bodies)) == (200, "4", 2)
 
 
-async def test_a_retry_that_is_due_later_is_left_to_the_client() -> None:
+async def test_a_retry_that_is_due_later_is_left_to_the_client_and_others_wait_too() -> None:
     async with (
         OpenAIServer([refusal(429, Retry_After="60")]).running() as server,
         router({"remote": remote(server)}) as client,
         client.post("/v1/chat/completions", json=chat(model="remote")) as answer,
     ):
         assert (answer.status, answer.headers["Retry-After"]) == (503, "60")
+        status, refused = await ask(client)
+        assert (status, refused["error"]["code"]) == (503, "engine_unavailable")
     assert len(server.bodies) == 1
 
 
