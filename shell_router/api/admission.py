@@ -73,7 +73,7 @@ class Admission:
         self._agents: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
         self._detached: set[asyncio.Task[Any]] = set()
-        self.keys = Keys(settings.keys, services.budgets)
+        self.keys = Keys(settings.keys, services.budgets.take)
         services.metrics.running_requests.set_function(lambda: drain.running)
 
     async def serve(self, request: Request, handler: Handler) -> Reply:

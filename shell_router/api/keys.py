@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 
-from shell_router.api.budgets import TenantBudgets
 from shell_router.config import ApiKey
 from shell_router.errors import (
     ConfigError,
@@ -33,9 +32,12 @@ class Keys:
     """The keys that are valid now; `take` replaces them while requests run."""
 
     def __init__(
-        self, keys: Mapping[str, str | ApiKey], budgets: TenantBudgets | None = None
+        self,
+        keys: Mapping[str, str | ApiKey],
+        taken: Callable[[Mapping[bytes, ApiKey]], None] = lambda keys: None,
     ) -> None:
-        self._budgets = budgets
+        """Accept `keys`; `taken` is called with all that are valid, whenever they change."""
+        self._taken = taken
         self.take(keys)
 
     def take(self, keys: Mapping[str, str | ApiKey]) -> None:
@@ -57,8 +59,7 @@ class Keys:
                     remedy="Give each its own secret.",
                 )
         self.by_digest = by_digest
-        if self._budgets is not None:
-            self._budgets.take(by_digest)
+        self._taken(by_digest)
         self.several = len({key.tenant for key in by_digest.values() if not key.operator}) > 1
         """Whether there are several tenants; operators are none."""
 

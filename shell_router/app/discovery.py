@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,27 @@ from shell_router import SHIPPED
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+TOPOLOGIES = SHIPPED / "topologies"
 ANSWER_S = 10.0
 """The time in which a server says what it serves."""
+MOST_MODELS = 16
+"""Models of one OpenAI-compatible server; a provider may have hundreds."""
 SHIPPED_NAMES = ("small", "medium", "large")
 """The models that the shipped topologies name, the smallest first."""
 
 _PARAMETERS = re.compile(r"(?i)(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])")
+_NO_ANSWER = (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError)
+
+_NAME_API = (
+    "Name the URL before /chat/completions, which mostly ends with /v1, and with --openai-key-env "
+    "the environment variable that holds its key."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundServer:
+class FoundEngine:
     """An SGLang server, by its `/server_info`.
 
     Attributes:
@@ -43,101 +55,196 @@ class FoundServer:
     reasoning_parser: str | None = None
 
 
-async def ask_servers(urls: Sequence[str]) -> list[FoundServer]:
-    """Ask each server what it serves.
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model of an OpenAI-compatible server; `key` names the variable that holds its key."""
+
+    url: str
+    model: str
+    key: str = ""
+
+
+Found = FoundEngine | FoundModel
+
+
+async def ask_servers(
+    engines: Sequence[str], apis: Sequence[str] = (), key: str = "", secret: str = ""
+) -> list[Found]:
+    """Ask SGLang's `engines` and OpenAI-compatible `apis` what they serve.
+
+    `key` names the environment variable that holds the `secret` of the `apis`.
 
     Raises:
-        ConfigError: One does not answer as SGLang does, or its model's files are not here.
+        ConfigError: A server does not say what it serves.
     """
     limit = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(timeout=limit) as client:
-        return [*await asyncio.gather(*(_ask_server(client, url.rstrip("/")) for url in urls))]
+        found = await asyncio.gather(
+            *(_ask_engine(client, url.rstrip("/")) for url in engines),
+            *(_ask_api(client, url.rstrip("/"), key, secret) for url in apis),
+        )
+    return [each for models in found for each in models]
 
 
-async def _ask_server(client: aiohttp.ClientSession, url: str) -> FoundServer:
+async def _get(
+    client: aiohttp.ClientSession, url: str, headers: Mapping[str, str], remedy: str
+) -> Any:
     try:
-        async with client.get(f"{url}/server_info", raise_for_status=True) as answer:
-            info: dict[str, Any] = await answer.json(content_type=None)
-        path = str(info.get("tokenizer_path") or info["model_path"])
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        async with client.get(url, headers=headers, raise_for_status=True) as answer:
+            return await answer.json(content_type=None)
+    except _NO_ANSWER as error:
         raise ConfigError(
             f"{url} does not say what it serves: {type(error).__name__} {error}".rstrip() + ".",
-            remedy="Name the URL of a running SGLang server. One with a key needs a deployment "
-            "file with engine_key.",
+            remedy=remedy,
         ) from error
-    parser = info.get("reasoning_parser")
-    return FoundServer(
-        url,
-        model=Path(str(info.get("served_model_name") or path)).name,
-        folder=await asyncio.to_thread(_find_folder, path),
-        mode=str(info.get("disaggregation_mode") or "null"),
-        bootstrap_port=int(info.get("disaggregation_bootstrap_port") or 0),
-        reasoning_parser=parser if parser in REASONING_PARSERS else None,
+
+
+async def _ask_engine(client: aiohttp.ClientSession, url: str) -> Sequence[Found]:
+    remedy = (
+        "Name the URL of a running SGLang server. One with a key needs a deployment file with "
+        "engine_key; servers of other kinds go with --openai."
     )
+    info = await _get(client, f"{url}/server_info", {}, remedy)
+    if not isinstance(info, dict) or not info.get("model_path"):
+        raise ConfigError(f"{url}/server_info names no model_path.", remedy=remedy)
+    path = str(info.get("tokenizer_path") or info["model_path"])
+    name = Path(str(info.get("served_model_name") or path)).name
+    mode = str(info.get("disaggregation_mode") or "null")
+    folder = await asyncio.to_thread(_find_folder, path)
+    if folder is None:
+        if mode != "null":
+            raise ConfigError(
+                f"the tokenizer of {path!r} is not on this machine.",
+                remedy="Copy the model's folder without its weights to the same path, or download "
+                f"it: hf download {path} --exclude '*.safetensors'.",
+            )
+        log.warning(
+            "the tokenizer of %r is not on this machine: %s is used by its OpenAI route, without "
+            "incremental prefill and drafts",
+            path,
+            url,
+        )
+        return [FoundModel(f"{url}/v1", str(info.get("served_model_name") or path))]
+    parser = info.get("reasoning_parser")
+    port = int(info.get("disaggregation_bootstrap_port") or 0)
+    known_parser = parser if parser in REASONING_PARSERS else None
+    return [FoundEngine(url, name, folder, mode, port, known_parser)]
 
 
-def _find_folder(path: str) -> Path:
-    """Return the folder of a model, also of one in the hub's cache. Raises ConfigError."""
+async def _ask_api(
+    client: aiohttp.ClientSession, url: str, key: str, secret: str
+) -> Sequence[Found]:
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    listed = await _get(client, f"{url}/models", headers, _NAME_API)
+    models = listed.get("data") if isinstance(listed, dict) else None
+    names = [
+        str(each["id"])
+        for each in models or ()
+        # another router says the kind, and lists topologies and embedders, too
+        if isinstance(each, dict) and "id" in each and each.get("kind", "model") == "model"
+    ]
+    if not 0 < len(names) <= MOST_MODELS:
+        raise ConfigError(
+            f"{url}/models lists {len(names)} models, and 1 to {MOST_MODELS} can be served by one "
+            "command.",
+            remedy="Write a deployment file that names those you want: docs/how-to/add-a-model.md.",
+        )
+    return [FoundModel(url, name, key) for name in names]
+
+
+def _find_folder(path: str) -> Path | None:
+    """Return the folder of a model, also of one in the hub's cache; None if it is not here."""
     if Path(path).is_dir():
         return Path(path).resolve()
     try:
         return Path(snapshot_download(path, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise ConfigError(
-            f"the tokenizer of {path!r} is not on this machine.",
-            remedy="Copy the model's folder without its weights to the same path, or download it: "
-            f"hf download {path} --exclude '*.safetensors'.",
-        ) from error
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
 
 
-def write_deployment(servers: Sequence[FoundServer]) -> str:
-    """Return a deployment of the servers as YAML, with the shipped topologies over their models.
+def write_deployment(found: Sequence[Found], file: Path) -> None:
+    """Write a deployment of the servers, with the shipped topologies over their models.
+
+    Beside models that give no log-probabilities, topologies that compare confidences are left out,
+    and the tree goes without its early exit, in a file of its own beside `file`.
 
     Raises:
         ConfigError: A model has prefill servers and no decode server, or the reverse.
     """
-    engines: dict[str, list[FoundServer]] = {}
-    for server in servers:
-        engines.setdefault(server.model, []).append(server)
-    models = sorted(engines, key=_count_parameters)
+    servers: dict[str, list[Found]] = {}
+    for server in found:
+        servers.setdefault(server.model, []).append(server)
+    models = sorted(servers, key=_count_parameters)
     lines = ["# Written from what the servers said of themselves.", "models:"]
     for number, model in enumerate(models):
-        lines += [f"  {json.dumps(model)}: &model{number}", *_list_engines(engines[model])]
+        lines += [f"  {json.dumps(model)}: &model{number}", *_write_model(servers[model])]
     lines.append("  # the names in the shipped topologies; large is the largest model")
     for place, name in enumerate(SHIPPED_NAMES):
         if name not in models:
             lines.append(f"  {name}: *model{place * (len(models) - 1) // 2}")
-    lines += [
-        f"topologies: [{json.dumps(str(SHIPPED / 'topologies'))}]",
-        "listen: {ui: true} # the page of runs, at /ui",
-        "live_topologies: {api: true} # the page may put topologies",
-    ]
-    return "\n".join(lines) + "\n"
+    topologies = [TOPOLOGIES]
+    if any(isinstance(server, FoundModel) for server in found):
+        topologies = [*_list_without_confidence(), _write_tree(file.parent)]
+    lines.append(f"topologies: {json.dumps([*map(str, topologies)])}")
+    lines.append("listen: {ui: true} # the page of runs, at /ui")
+    lines.append("live_topologies: {api: true} # the page may put topologies\n")
+    file.write_text("\n".join(lines), encoding="utf-8")
 
 
-def _list_engines(servers: Sequence[FoundServer]) -> Iterator[str]:
+def _list_without_confidence() -> Iterator[Path]:
+    for file in sorted(TOPOLOGIES.glob("*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        if "early_exit" not in text and "confidence" not in text:
+            yield file
+
+
+def _write_tree(folder: Path) -> Path:
+    """Write the shipped tree without its early exit, and return its file."""
+    tree = TOPOLOGIES / "tree-9-3-1.yaml"
+    lines = tree.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if not re.match(r"early_exit|#|description", line)]
+    why = "# Without early exit, which compares confidences: for servers without `logprobs: on`."
+    file = folder / tree.name
+    file.write_text("\n".join([why, *kept, ""]), encoding="utf-8")
+    return file
+
+
+def _write_model(servers: Sequence[Found]) -> Iterator[str]:
     """Yield a model's settings as lines of YAML."""
-    prefill, decode, undivided = (
-        [server for server in servers if server.mode == mode]
-        for mode in ("prefill", "decode", "null")
-    )
-    yield f"    path: {json.dumps(str(servers[0].folder))}"
-    if servers[0].reasoning_parser is not None:
-        yield f"    reasoning_parser: {servers[0].reasoning_parser}"
+    engines = [server for server in servers if isinstance(server, FoundEngine)]
+    if not engines:
+        settings = {"url": servers[0].url, "model": servers[0].model}
+        yield f"    openai: {json.dumps(settings | _name_key(servers[0]))}"
+        return
+    yield f"    path: {json.dumps(str(engines[0].folder))}"
+    if engines[0].reasoning_parser is not None:
+        yield f"    reasoning_parser: {engines[0].reasoning_parser}"
+    yield from _write_engines(engines)
+
+
+def _name_key(server: Found) -> dict[str, Any]:
+    if isinstance(server, FoundModel) and server.key:
+        return {"key": {"env": server.key}}
+    return {}
+
+
+def _write_engines(engines: Sequence[FoundEngine]) -> Iterator[str]:
+    prefill = [engine for engine in engines if engine.mode == "prefill"]
+    decode = [engine for engine in engines if engine.mode == "decode"]
+    undivided = [engine for engine in engines if engine.mode == "null"]
     if bool(prefill) != bool(decode) or (prefill and undivided):
         raise ConfigError(
-            f"the servers of {servers[0].model!r} make no pairs: {len(prefill)} prefill, "
+            f"the servers of {engines[0].model!r} make no pairs: {len(prefill)} prefill, "
             f"{len(decode)} decode, {len(undivided)} do both.",
             remedy="Name at least one prefill and one decode server, or only servers that do both.",
         )
     yield "    pairs:" if prefill else "    servers:"
-    for server in undivided:
-        yield f"      - {json.dumps(server.url)}"
+    for engine in undivided:
+        yield f"      - {json.dumps(engine.url)}"
     for number in range(max(len(prefill), len(decode))):
         first, second = prefill[number % len(prefill)], decode[number % len(decode)]
-        yield f"      - prefill: {json.dumps(first.url)}"
-        yield f"        decode: {json.dumps(second.url)}"
-        yield f"        bootstrap_port: {first.bootstrap_port}"
+        pair = {"prefill": first.url, "decode": second.url, "bootstrap_port": first.bootstrap_port}
+        yield f"      - {json.dumps(pair)}"
 
 
 def _count_parameters(model: str) -> float:

@@ -182,8 +182,7 @@ async def run_services(
         metrics = _build_metrics(cache.stats)
         _register_engines(metrics, engines, engine_restarts, clock, executor.holdouts)
         fleets = {alias: at for alias, at in _fleets_of(engines).items() if alias in models}
-        checks: dict[str, Check] = {ENGINE_CHECK + name: at.serves for name, at in fleets.items()}
-        checks |= {"cache": cache.healthy, "embedder": embedder_ready, **predicting.checks}
+        checks = _list_checks(fleets, {"cache": cache.healthy, "embedder": embedder_ready})
         programs = _open_programs(config, served, cache, executor, chooser, clock)
         await stack.enter_async_context(watch_topologies(config, topologies, seen, metrics))
         yield Services(
@@ -196,7 +195,7 @@ async def run_services(
             engines={alias: engine.name for alias, engine in engines.items()},
             embedders={} if embedder is None else {config.embedder.name: embedder},
             serving=lambda: {alias: fleet.seems_up for alias, fleet in fleets.items()},
-            checks=checks,
+            checks={**checks, **predicting.checks},
             # requests go on from memory, and models are chosen by load
             optional_checks=("cache", *predicting.checks),
             metrics=metrics,
@@ -227,6 +226,12 @@ def _open_programs(
         chooser=chooser,
         holdouts=executor.holdouts,
     )
+
+
+def _list_checks(
+    fleets: Mapping[str, Fleet[Any]], others: Mapping[str, Check]
+) -> Mapping[str, Check]:
+    return {**{ENGINE_CHECK + name: fleet.serves for name, fleet in fleets.items()}, **others}
 
 
 def _collect_models(

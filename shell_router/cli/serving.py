@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,23 @@ Engines = Annotated[
         metavar="URL",
     ),
 ]
+Apis = Annotated[
+    list[str] | None,
+    option(
+        "An OpenAI-compatible server, such as http://127.0.0.1:11434/v1, whose models are served; "
+        "can be given several times.",
+        "--openai",
+        metavar="URL",
+    ),
+]
+KeyVariable = Annotated[
+    str,
+    option(
+        "The environment variable that holds the key of --openai.",
+        "--openai-key-env",
+        metavar="NAME",
+    ),
+]
 Aliases = Annotated[
     Several | None, list_option(str, "The deployment's model aliases; others are refused.")
 ]
@@ -45,6 +62,7 @@ Aliases = Annotated[
     epilog=examples(
         "shell-router serve --config configs/embedded.yaml --port 8000",
         "shell-router serve --engine http://127.0.0.1:30000",
+        "shell-router serve --openai http://127.0.0.1:11434/v1",
     )
 )
 def serve(
@@ -55,6 +73,8 @@ def serve(
         ),
     ] = None,
     engine: Engines = None,
+    openai: Apis = None,
+    openai_key_env: KeyVariable = "",
     host: Host = None,
     port: Port = None,
     log_level: Level = "info",
@@ -63,11 +83,11 @@ def serve(
     from shell_router import SHIPPED
     from shell_router.app import serve
 
-    if engine:
-        with _discover(config, engine) as file:
+    if engine or openai:
+        with _discover(config, engine, openai, openai_key_env) as file:
             chosen = _deployment(file, host, port, log_level)
-        say(f"Models: {', '.join(chosen.models)}")
-        run(serve(chosen, ready=partial(_print_first_request, chosen)))
+            say(f"Models: {', '.join(chosen.models)}")
+            run(serve(chosen, ready=partial(_print_first_request, chosen)))
         return
     if config is None:
         config = SHIPPED / "configs" / "embedded.yaml"
@@ -145,7 +165,9 @@ def _print_first_request(config: "Config", url: str) -> None:
 
 
 @contextmanager
-def _discover(config: Path | None, engines: Sequence[str]) -> Iterator[Path]:
+def _discover(
+    config: Path | None, engines: list[str] | None, apis: list[str] | None, key: str
+) -> Iterator[Path]:
     """Give the file of a deployment of the servers, while the context is open."""
     import tempfile
 
@@ -153,21 +175,30 @@ def _discover(config: Path | None, engines: Sequence[str]) -> Iterator[Path]:
 
     if config is not None:
         raise ConfigError(
-            "--engine and --config are both given.",
+            "--config is given together with --engine or --openai.",
             remedy="Give one; `shell-router init FOLDER --engine URL` writes a file to add to.",
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.yaml"
-        file.write_text(_write_deployment(engines), encoding="utf-8")
+        _write_deployment(engines, apis, key, file)
         yield file
 
 
-def _write_deployment(engines: Sequence[str]) -> str:
+def _write_deployment(
+    engines: list[str] | None, apis: list[str] | None, key: str, file: Path
+) -> None:
     import asyncio
 
     from shell_router.app.discovery import ask_servers, write_deployment
+    from shell_router.errors import ConfigError
 
-    return write_deployment(asyncio.run(ask_servers(engines)))
+    if key and not os.environ.get(key):
+        raise ConfigError(
+            f"--openai-key-env names {key}, which is not set.", remedy=f"Set {key} to the key."
+        )
+    secret = os.environ.get(key, "") if key else ""
+    found = asyncio.run(ask_servers(engines or (), apis or (), key, secret))
+    write_deployment(found, file)
 
 
 @app.command(
@@ -176,19 +207,21 @@ def _write_deployment(engines: Sequence[str]) -> str:
     )
 )
 def init(
-    folder: Annotated[Path, argument("FOLDER", "A new folder.")], engine: Engines = None
+    folder: Annotated[Path, argument("FOLDER", "A new folder.")],
+    engine: Engines = None,
+    openai: Apis = None,
+    openai_key_env: KeyVariable = "",
 ) -> None:
     """Copy the example deployments, topologies and tiny models into a new folder to edit.
 
-    With --engine it also writes a deployment of those servers.
+    With --engine or --openai it also writes a deployment of those servers.
     """
     import shutil
 
     from shell_router import SHIPPED
     from shell_router.errors import ConfigError
 
-    deployment = _write_deployment(engine) if engine else None
-    file = folder / "configs" / ("embedded.yaml" if deployment is None else "engines.yaml")
+    file = folder / "configs" / ("engines.yaml" if engine or openai else "embedded.yaml")
     try:
         folder.mkdir(parents=True)
         try:
@@ -196,9 +229,9 @@ def init(
                 shutil.copytree(
                     SHIPPED / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
                 )
-            if deployment is not None:
-                file.write_text(deployment, encoding="utf-8")
-        except OSError:
+            if engine or openai:
+                _write_deployment(engine, openai, openai_key_env, file)
+        except (OSError, ConfigError):
             shutil.rmtree(folder, ignore_errors=True)
             raise
     except OSError as error:

@@ -62,7 +62,8 @@ class Metrics:
         )  # as engines.metrics is
         self._routes_and_runs()
         self._files_and_logs()
-        self._agents_and_prefill()
+        self._agents()
+        self._updates()
         self._gate_and_batches()
         self.registry.register(_CacheMetrics(cache or CacheStats()))
 
@@ -132,7 +133,7 @@ class Metrics:
         )
         self.otlp_spans = count("otlp_spans", "OpenTelemetry spans: exported or lost", "outcome")
 
-    def _agents_and_prefill(self) -> None:
+    def _agents(self) -> None:
         count = self._counter
         model = "model"
         self.agents_started = count("agents_started", "Agents started", model)
@@ -177,6 +178,10 @@ class Metrics:
         self.wasted_tokens = count(
             "wasted_tokens", "Tokens decoded by agents cut off later", model, "why"
         )
+
+    def _updates(self) -> None:
+        count = self._counter
+        model = "model"
         self.increments = count("prefill_increments", "Prefill-only updates that ended", model)
         self.increment_seconds = self._histogram(
             "prefill_increment_seconds", "Time of one prefill-only update", model
