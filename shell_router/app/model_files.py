@@ -57,10 +57,10 @@ def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
 
 def _describe_messages(alias: str, settings: ModelSettings) -> ModelFiles:
     """Return what stands for files of a model whose server takes messages."""
-    for name in ("path", "tool_call_parser", "quote_control_text"):
+    for name in ("path", "tool_call_parser", "quote_control_text", "drafts"):
         require(
-            getattr(settings, name) in (Path(), None, False),
-            f"models.{alias}.{name} has no effect with `openai`: its server has the model's files.",
+            getattr(settings, name) in (Path(), None, False, "auto"),
+            f"models.{alias}.{name} has no effect with `openai`: that is its server's.",
             "Leave it out.",
         )
     return ModelFiles(

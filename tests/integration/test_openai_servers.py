@@ -11,7 +11,8 @@ import pytest
 from aiohttp import ClientSession
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
-from shell_router.app import serve_deployment
+from shell_router.app import load_config, serve_deployment
+from shell_router.app.model_files import read_files
 from shell_router.app.openai import OpenAISection
 from shell_router.config import (
     Config,
@@ -274,7 +275,7 @@ async def test_an_agent_that_is_cut_off_leaves_its_server(tmp_path: Path) -> Non
     ):
         status, body = await ask(client, "fast")
         assert (status, message(body)["content"]) == (200, "4")
-        await slow.left.wait()
+        await asyncio.wait_for(slow.left.wait(), 30)
 
 
 async def test_a_gate_that_needs_confidence_is_refused_at_load_without_logprobs(
@@ -498,3 +499,38 @@ async def test_images_and_other_fields_of_the_api_go_to_the_plain_models_server_
     assert "service_tier" not in server.bodies[1]
     assert (server.bodies[1]["reasoning_effort"], streamed) == ("low", b"".join(text_of("A cat.")))
     assert native == 400
+
+
+def test_a_file_names_the_key_by_its_variable_and_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    text = "models:\n  m:\n    openai: {url: 'http://a/v1', key: {env: KEY}, headers: {X-Org: '${ORG}'}}\n"
+    file.write_text(text, encoding="utf-8")
+    config = load_config(file, {"ORG": "us"})
+    section = config.models["m"].engine["openai"]
+    assert (section.key, section.headers) == (FromEnvironment("KEY"), {"X-Org": "us"})
+    assert "us" not in repr(section)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"path": MODEL},
+        {"tool_call_parser": "hermes"},
+        {"quote_control_text": True},
+        {"drafts": True},
+    ],
+)
+def test_settings_without_effect_are_refused(settings: Mapping[str, Any]) -> None:
+    engine = {"openai": OpenAISection(url="http://a/v1")}
+    with pytest.raises(ConfigError, match=f"models.m.{next(iter(settings))} has no effect"):
+        read_files({"m": ModelSettings(**settings, engine=engine)})
+
+
+@pytest.mark.parametrize(
+    "section", [{"headers": {"X-A: b\r\nX": "c"}}, {"headers": {"X": "a\r\nb"}}]
+)
+async def test_headers_that_would_break_the_request_are_refused(section: Mapping[str, Any]) -> None:
+    model = ModelSettings(engine={"openai": OpenAISection(url="http://a/v1", **section)})
+    with pytest.raises(ConfigError, match="characters that no header may have"):
+        async with router({"m": model}):
+            pass
