@@ -56,6 +56,7 @@ SHORT = {
         "--orders",
         "no queue",
     ),
+    "tool_loops": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
     "simulation_error": ("--rounds", "1", "--turns", "1", "--clients", "1", "--new-tokens", "16"),
 }
 LIMIT_S = 240.0
