@@ -105,9 +105,10 @@ async def _ask_engine(client: aiohttp.ClientSession, url: str) -> Sequence[Found
         "engine_key; servers of other kinds go with --openai."
     )
     info = await _get(client, f"{url}/server_info", {}, remedy)
-    if not isinstance(info, dict) or not info.get("model_path"):
+    fields = info if isinstance(info, dict) else {}
+    path = str(fields.get("tokenizer_path") or fields.get("model_path") or "")
+    if not path:
         raise ConfigError(f"{url}/server_info names no model_path.", remedy=remedy)
-    path = str(info.get("tokenizer_path") or info["model_path"])
     name = Path(str(info.get("served_model_name") or path)).name
     mode = str(info.get("disaggregation_mode") or "null")
     folder = await asyncio.to_thread(_find_folder, path)
