@@ -10,7 +10,7 @@ MOST_ACCOUNTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Payment:
-    """What is to be spent: calls, tokens, and up to `more` tokens besides, if they can be paid.
+    """A payment of calls and tokens, and of up to `more` tokens besides if the account has them.
 
     Attributes:
         nanos: The cost of the `tokens`, in billionths of a dollar.
@@ -56,7 +56,7 @@ def count_payable(spent: tuple[int, int, int], payment: Payment, limits: Account
 
 
 class Accounts(Protocol):
-    """What accounts have spent."""
+    """A store of what accounts have spent."""
 
     async def spend(self, tenant: str, name: str, payment: Payment, limits: AccountLimits) -> int:
         """Pay, and return how many of `more` tokens were paid; 0 if nothing was.

@@ -34,8 +34,8 @@ return more
 """
 REFUND = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return end
-redis.call('HINCRBY', KEYS[1], 'tokens', -tonumber(ARGV[1]))
-redis.call('HINCRBY', KEYS[1], 'nanos', -tonumber(ARGV[2]))
+redis.call('HINCRBY', KEYS[1], 'tokens', ARGV[1])
+redis.call('HINCRBY', KEYS[1], 'nanos', ARGV[2])
 """
 
 
@@ -83,7 +83,7 @@ class RedisAccounts:
 
     async def _refund(self, account: str, tokens: int, nanos: int) -> None:
         try:
-            await self._connection.call("EVAL", REFUND, 1, account, tokens, nanos)
+            await self._connection.call("EVAL", REFUND, 1, account, -tokens, -nanos)
         except AWAY as error:
             log.warning("%d tokens stay counted in a budget: Redis is away (%r)", tokens, error)
 

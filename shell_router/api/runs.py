@@ -159,9 +159,8 @@ class Run:
         """Run `asked`, whose seed or journal may differ from the client's request."""
         services = self._services
         self._also = also
-        accounts = tuple(services.budgets.list_accounts(asked))
-        if accounts:
-            asked = replace(asked, accounts=accounts)
+        if asked.journal is None or not asked.journal.repeats:  # an earlier attempt has paid
+            asked = replace(asked, accounts=tuple(services.budgets.list_accounts(asked)))
         outcome = "failed"
         text = ""
         answer = None

@@ -54,7 +54,7 @@ class TopologyBody(TypedDict, total=False):
 
 
 class EnginesBody(TypedDict):
-    """One more pair of a model, as in the settings, or the URL of one more undivided server."""
+    """A further pair of a model, as in the settings, or the URL of a further undivided server."""
 
     model: Name
     pair: NotRequired[NewValues]

@@ -28,7 +28,7 @@ SHIPPED_NAMES = ("small", "medium", "large")
 """The models that the shipped topologies name, the smallest first."""
 
 _PARAMETERS = re.compile(r"(?i)(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])")
-_NO_ANSWER = (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError)
+_NO_ANSWER = (aiohttp.ClientError, TimeoutError, ValueError)
 
 _NAME_API = (
     "Name the URL before /chat/completions, which mostly ends with /v1, and with --openai-key-env "

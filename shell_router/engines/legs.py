@@ -1,4 +1,4 @@
-"""One request on an undivided server, or on a prefill and a decode server, supervised as one."""
+"""Supervises a request on an undivided server, or on a prefill and a decode server, as one."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ _TRANSFER_FAILED = "transfer failed"
 
 
 class Leg:
-    """One request running on an undivided server; `Legs` runs it on two.
+    """A request that runs on an undivided server; `Legs` runs it on two.
 
     Make it, then call `next` for the answer; or read `decode` until it is empty and call
     `settle_later`. Always end with `close`, which aborts unless the answer had ended. No leg is a
@@ -159,7 +159,7 @@ class Leg:
 
 
 class Legs(Leg):
-    """One request running on two servers; the first failure on either ends and aborts both.
+    """A request that runs on two servers; the first failure on either ends and aborts both.
 
     The prefill leg is not awaited before decode's end. The first failure is blamed on the server
     that caused it:

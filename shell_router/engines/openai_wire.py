@@ -29,7 +29,7 @@ OBJECT_SCHEMA = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How the server of a model wants its chats.
+    """The form in which a model's server wants its chats.
 
     Attributes:
         model: Its name there.

@@ -602,7 +602,8 @@ class GraphRun:
 
     def _fail(self, member: _Member, error: ShellRouterError) -> None:
         """Note that the agent failed, and raise the run's error unless it can be dropped."""
-        unpaid = [each.error for each in self._members.values() if each.gone == "budget"]
+        read = [self._members[name] for name in member.agent.precursors]
+        unpaid = [precursor.error for precursor in read if precursor.gone == "budget"]
         if isinstance(error, AgentFailed) and unpaid:  # it has nothing to read
             error = BudgetExceeded(unpaid[0])
         if isinstance(error, BudgetExceeded):

@@ -1,4 +1,4 @@
-"""What one agent spends: from its request's budget, and from accounts that requests share."""
+"""Pays for an agent, from its request's budget and from accounts that requests share."""
 
 from collections.abc import Sequence
 

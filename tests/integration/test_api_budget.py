@@ -166,6 +166,20 @@ async def test_a_programs_requests_share_its_budget_and_no_other_programs() -> N
         assert (status, body["error"]["code"]) == (402, "budget_exceeded")
 
 
+async def test_a_request_that_is_sent_again_under_its_key_is_paid_once(redis: RedisServer) -> None:
+    async with (
+        RedisAgentPromptCache(redis.url, clock=time.monotonic) as cache,
+        api(settings=SHARED, journals=cache.journals, accounts=cache.accounts) as served,
+    ):
+        key = {**ALICE, "Idempotency-Key": "one"}
+        answers = [await served.post("/v1/chat/completions", chat(), **key) for _ in range(3)]
+        texts = {body["choices"][0]["message"]["content"] for _, body in answers}
+        assert len(texts) == 1
+        for reason in ("stop", "length"):  # calls 4 to 7 of 7
+            _, body = await served.post("/v1/chat/completions", chat(), **ALICE)
+            assert body["choices"][0]["finish_reason"] == reason
+
+
 async def test_unused_and_abandoned_tokens_are_given_back() -> None:
     whole = await price_of_a_chat()
     keys = {"eve": ApiKey(key="eve-secret", daily_budget=Allowance(tokens=3 * whole + 900))}

@@ -105,7 +105,7 @@ def bound_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = F
 
 @dataclass(frozen=True, slots=True)
 class ProgramMeans:
-    """What a question takes with all of its requests, in the mean over those that were answered.
+    """The cost of a question with all of its requests, in the mean over those that were answered.
 
     Attributes:
         mean_s: From the question to the last answer, with the time of tools.

@@ -59,6 +59,21 @@ async def test_what_is_given_back_can_be_spent_again(accounts: Accounts) -> None
     assert paid == 6
 
 
+async def test_tokens_without_a_price_are_given_back_without_a_complaint(
+    accounts: Accounts, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = AccountLimits(-1, 20, -1, 60.0)
+    assert await accounts.spend("t", "a", Payment(1, 10, 0, 10, 0), limits) == 10
+    accounts.refund("t", "a", 6, 0)
+    for _ in range(200):  # Redis is told in the background
+        if paid := await accounts.spend("t", "a", Payment(0, 0, 0, 100, 0), limits):
+            break
+    await asyncio.gather(
+        *(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
+    )
+    assert (paid, caplog.records) == (6, [])
+
+
 async def test_fifty_at_once_spend_no_more_than_there_is(accounts: Accounts) -> None:
     limits = AccountLimits(7, -1, -1, 60.0)
     spends = (accounts.spend("t", "a", Payment(1, 5, 5, 3, 1), limits) for _ in range(50))
