@@ -22,7 +22,8 @@ simulated A100s.
                  tokens
     prefixes     users who talk: prompts found in prefix caches
     siblings     bursts of eight requests that share 16,000 tokens, and random traffic, on four
-    engines; `copies` is how often a burst's shared tokens are computed
+    pairs of GPUs, and on four GPUs that prefill and decode; `copies` is how often a burst's shared
+    tokens are computed
     decisions    what a decision costs, by this machine's clock, which is not simulated
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's
     index
@@ -35,7 +36,7 @@ benchmarks/gimbal.
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -409,44 +410,54 @@ def prefixes(bench: Bench) -> list[Row]:
 
 
 def siblings(bench: Bench) -> list[Row]:
-    """By traffic and policy: bursts where KV is short and where it is not, and random requests."""
+    """By engines and traffic: bursts where KV is short or ample, and random requests."""
     short = costs(cached=True)
     ample = replace(short, decode=replace(short.decode, cache_tokens=UNLIMITED))
-    bursts = max(1, bench.count // 25)
-    traffic: dict[str, tuple[PairCosts, Callable[[int], list[Request]]]] = {
-        "one burst, an A100's KV": (short, lambda seed: fan_outs(1, 1.0, seed)),
-        "one burst": (ample, lambda seed: fan_outs(1, 1.0, seed)),
-        "0.1 bursts a second": (ample, lambda seed: fan_outs(bursts, 0.1, seed)),
-        "0.3 bursts a second": (ample, lambda seed: fan_outs(bursts, 0.3, seed)),
-        **{
-            f"{name}, 10 a second": (short, lambda seed, name=name: bench.asked(name, 10.0, seed))
-            for name in PROMPTS
-        },
+    seeds = range(bench.seeds)
+    many = max(1, bench.count // 25)
+    traffic: dict[str, tuple[PairCosts, list[list[Request]]]] = {
+        "one burst, an A100's KV": (short, [fan_outs(1, 1.0, seed) for seed in seeds]),
+        "one burst": (ample, [fan_outs(1, 1.0, seed) for seed in seeds]),
+        "0.3 bursts a second": (ample, [fan_outs(many, 0.3, seed) for seed in seeds]),
     }
+    for per_s in (3.0, 10.0, 14.0):
+        asked = [bench.asked(name, per_s, seed) for name in PROMPTS for seed in seeds]
+        traffic[f"random, {per_s:g} a second"] = (short, asked)
+    kinds: tuple[Kind, ...] = ("pair", "shared")
     return [
-        _sibling_row(bench, name, policy, *how)
+        row
+        for kind in kinds
         for name, how in traffic.items()
-        for policy in ("least_running", "scored")
+        for row in _sibling_rows(kind, name, *how)
     ]
 
 
-def _sibling_row(
-    bench: Bench,
-    name: str,
-    policy: str,
-    engines: PairCosts,
-    ask: Callable[[int], list[Request]],
-) -> Row:
-    asked = [ask(seed) for seed in range(bench.seeds)]
-    runs = [served(one, engines, scheduling(policy), engines=4) for one in asked]
-    ttft, p99, *_ = np.mean([_figures(run) for run in runs], axis=0)
+def _sibling_rows(
+    kind: Kind, name: str, engines: PairCosts, asked: Sequence[Sequence[Request]]
+) -> Iterator[Row]:
+    """Yield a row per policy; changes are against `least_running` on the same requests."""
     old = sum(request.old for one in asked for request in one)
     new = sum(request.prompt - request.old for one in asked for request in one)
-    computed = sum(run.prompt_tokens - run.cached_tokens for run in runs)
-    copies = (computed - new) * SIBLINGS / old if old else 0.0
-    latency = float(np.mean([np.mean(run.total_s) for run in runs]))
-    row: Row = {"traffic": name, "policy": policy, "copies": round(copies, 2)}
-    return {**row, "TTFT": float(ttft), "p99 TTFT": float(p99), "latency": latency}
+    first = np.empty(0)
+    for policy in ("least_running", "scored"):
+        runs = [served(one, engines, scheduling(policy), kind=kind, engines=4) for one in asked]
+        computed = sum(run.prompt_tokens - run.cached_tokens for run in runs)
+        figures = np.array([[*_figures(run)[:2], np.mean(run.total_s)] for run in runs])
+        row: Row = {"engines": kind, "traffic": name, "policy": policy}
+        if old:
+            row["copies"] = round((computed - new) * SIBLINGS / old, 2)
+        if not len(first):
+            first = figures
+        for at, measure in enumerate(("TTFT", "p99 TTFT", "latency")):
+            row[measure] = float(figures[:, at].mean())
+            row[f"{measure} change"] = _with_interval(figures[:, at] / first[:, at] - 1)
+        yield row
+
+
+def _with_interval(changes: np.ndarray) -> str:
+    """Return the mean with its 95 % interval, which is normal."""
+    error = 1.96 * changes.std(ddof=1) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
+    return f"{changes.mean():+.1%} ± {error:.1%}"
 
 
 def decisions(bench: Bench) -> list[Row]:

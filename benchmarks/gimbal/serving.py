@@ -306,9 +306,9 @@ def settings(room: int) -> Mapping[str, Setting]:
 
 ENGINES = 2
 EVENT_TOKENS = 16
-Kind = Literal["shared", "stepped", "in step"]
-"""How an engine prefills and decodes: on a GPU that both share evenly, or step by step, alone or
-all together.
+Kind = Literal["pair", "shared", "stepped", "in step"]
+"""How an engine prefills and decodes: on a GPU for each, on one that both share evenly, or step by
+step, alone or all together.
 """
 _FILLER = tuple(range(1 << 14))
 
@@ -368,10 +368,10 @@ async def _served(
     in_step = kind == "in step"
     stepped = (
         None
-        if kind == "shared"
+        if kind in ("pair", "shared")
         else Together(costs, write, engines, in_step=in_step, experts=experts)
     )
-    pairs = stepped.engines if stepped else [_engine(costs, write) for _ in range(engines)]
+    pairs = stepped.engines if stepped else [_engine(costs, write, kind) for _ in range(engines)]
     fleet = SimulatedFleet("qwen3-30b-a3b", pairs, scheduling)
 
     async def ask(number: int, one: Request) -> None:
@@ -408,8 +408,10 @@ async def _served(
     return done
 
 
-def _engine(costs: PairCosts, write: Callable[[Generation], Written]) -> SimulatedPair:
-    """One GPU that prefills and decodes, chunk by chunk."""
+def _engine(costs: PairCosts, write: Callable[[Generation], Written], kind: Kind) -> SimulatedPair:
+    """Return a pair of GPUs, or one that prefills and decodes, chunk by chunk."""
+    if kind == "pair":
+        return SimulatedPair(costs, write)
     gpu = Processor()
     return SimulatedPair(costs, write, prefill_processor=gpu, decode_processor=gpu, one_engine=True)
 

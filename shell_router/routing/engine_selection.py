@@ -39,17 +39,22 @@ Scorer = Callable[[EngineScene], Sequence[float]]
 def wait(scene: EngineScene) -> Sequence[float]:
     """Score each engine by the least work of any engine over its own.
 
-    Work is the tokens that the engine still has to process and twice this request's uncached
+    Work is the prompt tokens that the engine still has to prefill and twice this request's uncached
     tokens: the request waits for them, and so do later ones. Counted once, a prefix that is being
     computed and a second copy of it would be a tie, and siblings would spread.
+
+    Each request that an engine writes for slows this one's output, too, however long it still is.
+    So decode servers, which prefill nothing, are scored by their requests alone.
     """
     features = scene.features
-    weight = scene.settings.output_weight
+    running_tokens = 0
+    if features.decodes:
+        running_tokens = scene.settings.running_tokens
     work = [
         1
         + engine.prefill_tokens
         + engine.waiting_tokens
-        + weight * engine.output_tokens
+        + running_tokens * (engine.running - engine.updates + engine.waiting)
         + 2 * _uncached_tokens(features, engine.index)
         for engine in scene.engines
     ]
@@ -213,19 +218,19 @@ class SelectionSettings:
     Attributes:
         weights: Weights of the scorers of policy `scored`. The policy leaves out engines whose KV
             usage is at least `gimbal.theta_kv`, unless that holds for all engines.
-        output_weight: Prompt tokens that take an engine as long as one output token.
+        running_tokens: Prompt tokens that delay an output as much as another running request.
         affinity_s: Seconds for which the last engine of a session, user or agent is remembered.
     """
 
     policy: Annotated[
         str, f"Which engine takes a request: {list_names(POLICIES)}.", OneOf(POLICIES)
-    ] = "least_running"
+    ] = "scored"
     gimbal: GimbalThresholds = GimbalThresholds()
     weights: Annotated[
         Mapping[Annotated[str, OneOf(SCORERS)], Amount],
         "How much each scorer counts in policy `scored`.",
     ] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2})
-    output_weight: Annotated[float, CODE_ONLY] = 8.0
+    running_tokens: Annotated[int, CODE_ONLY] = 2000
     affinity_s: Annotated[
         Seconds, "Seconds for which the last engine of a session, user or agent is remembered."
     ] = 300.0

@@ -122,6 +122,7 @@ class RoutingFeatures:
             some.
         update: Whether it is prefill-only.
         prefills: Whether the engine prefills; if not, it gets the prompt's KV from another.
+        decodes: Whether the engine writes the output.
         blocks: The prompt's blocks in the prefix index.
         requests: The size of a batch.
     """
@@ -134,6 +135,7 @@ class RoutingFeatures:
     overlaps: Mapping[int, int] = field(default_factory=dict)
     update: bool = False
     prefills: bool = True
+    decodes: bool = True
     blocks: tuple[int, ...] = ()
     requests: int = 1
 
@@ -339,6 +341,7 @@ class PromptIndex:
             overlaps,
             request.update,
             prefills,
+            decodes,
             blocks,
             request.requests,
         )

@@ -77,7 +77,7 @@ async def test_it_is_in_the_metrics() -> None:
         _, text = await answer_of(client, "GET", "/metrics")
         labels = f'model="small",role="engine",url="{server.url}"'
         assert f"shell_router_engine_requests{{{labels}}} 0.0" in text
-        reason = 'model="small",policy="least_running",role="engine",why="only_engine"'
+        reason = 'model="small",policy="scored",role="engine",why="only_engine"'
         assert f"shell_router_engine_choices_total{{{reason}}} 1.0" in text
 
 

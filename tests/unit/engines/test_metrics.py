@@ -36,7 +36,7 @@ async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() 
     assert value("engine_reports_missed_total", **at_a) == 2
     assert value("engine_kv_usage", **at_b) is None
     role = {"model": "small", "role": "decode"}
-    assert value("engine_choices_total", **role, policy="least_running", why="fewest_requests") == 1
+    assert value("engine_choices_total", **role, policy="scored", why="tie") == 1
     assert value("queue_requests", **role) == 0
     assert (value("queue_wait_seconds_count", **role), value("queue_wait_seconds_sum", **role)) == (
         2,

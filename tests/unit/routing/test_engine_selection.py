@@ -162,9 +162,21 @@ def test_the_least_work_wins() -> None:
     assert chosen("scored", engines) == Choice(1, "wait")
 
 
-def test_outputs_that_are_still_to_be_written_weigh_more_than_prompts() -> None:
-    engines = [EngineState(0, prefill_tokens=1000), EngineState(1, output_tokens=1000)]
-    assert chosen("scored", engines).index == 0
+@pytest.mark.parametrize(
+    ("decodes", "updates", "index"), [(True, 0, 0), (True, 1, 1), (False, 0, 1)]
+)
+def test_a_request_that_an_engine_writes_for_weighs_as_2000_tokens_of_prompts(
+    decodes: bool, updates: int, index: int
+) -> None:
+    engines = [EngineState(0, prefill_tokens=1999), EngineState(1, running=1, updates=updates)]
+    asked = RoutingFeatures(100, 100, 50, decodes=decodes)
+    assert chosen("scored", engines, asked).index == index
+
+
+def test_a_decode_server_is_chosen_by_its_requests_alone() -> None:
+    engines = [EngineState(0, running=2, output_tokens=9), EngineState(1, 1, output_tokens=9000)]
+    asked = RoutingFeatures(1000, 1000, 50, overlaps={0: 900}, prefills=False)
+    assert chosen("scored", engines, asked).index == 1
 
 
 @pytest.mark.parametrize(("prefill_tokens", "index"), [(1799, 0), (1801, 1)])
@@ -178,9 +190,8 @@ def test_siblings_leave_a_holder_with_work_of_over_twice_what_their_prefix_saves
 
 def test_a_prefix_is_worth_nothing_where_another_engine_prefills() -> None:
     handed_over = RoutingFeatures(1000, 1000, 0, overlaps={0: 900}, prefills=False)
-    assert (
-        chosen("scored", [EngineState(0, output_tokens=9), EngineState(1)], handed_over).index == 1
-    )
+    engines = [EngineState(0, waiting_tokens=9), EngineState(1)]
+    assert chosen("scored", engines, handed_over).index == 1
 
 
 def test_agents_of_one_tree_that_share_a_user_do_not_collapse_onto_one_engine() -> None:
@@ -190,7 +201,7 @@ def test_agents_of_one_tree_that_share_a_user_do_not_collapse_onto_one_engine() 
         for at in (1, 2)
     )
     memory.note(first, 0, 0.0)
-    busy = [EngineState(0, running=1, prefill_tokens=1), EngineState(1)]
+    busy = [EngineState(0, prefill_tokens=9), EngineState(1)]
     assert chosen("scored", busy, first, memory) == Choice(0, "affinity")
     assert chosen("scored", busy, second, memory).index == 1
 
