@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from shell_router import SHIPPED
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import ConfigError
+from shell_router.topology import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +28,14 @@ MOST_MODELS = 16
 SHIPPED_NAMES = ("small", "medium", "large")
 """The models that the shipped topologies name, the smallest first."""
 
+_NO_CHAT = re.compile(r"(?i)embed|rerank|minilm|(?<![a-z])bge-")
+"""Names of models that do not chat, which Ollama and LM Studio list beside others."""
 _PARAMETERS = re.compile(r"(?i)(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])")
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, ValueError)
 
-_NAME_API = (
-    "Name the URL before /chat/completions, which mostly ends with /v1, and with --openai-key-env "
-    "the environment variable that holds its key."
-)
+_NAME_API = "Start it, or name the URL before /chat/completions, which mostly ends with /v1."
+_NAME_KEY = "Name the environment variable that holds its key with --openai-key-env."
+_NAME_MODELS = "Name those that you want with --openai-model, which can be given several times."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +70,38 @@ Found = FoundEngine | FoundModel
 
 
 async def ask_servers(
-    engines: Sequence[str], apis: Sequence[str] = (), key: str = "", secret: str = ""
+    engines: Sequence[str],
+    apis: Sequence[str] = (),
+    key: str = "",
+    secret: str = "",
+    chosen: Sequence[str] = (),
 ) -> list[Found]:
     """Ask SGLang's `engines` and OpenAI-compatible `apis` what they serve.
 
-    `key` names the environment variable that holds the `secret` of the `apis`.
+    Args:
+        engines: Their URLs.
+        apis: Their base URLs.
+        key: The environment variable that holds the key of the `apis`.
+        secret: That key.
+        chosen: The models of the `apis` to serve, instead of all.
 
     Raises:
-        ConfigError: A server does not say what it serves.
+        ConfigError: A server does not say what it serves, or none has a chosen model.
     """
     limit = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(timeout=limit) as client:
         found = await asyncio.gather(
             *(_ask_engine(client, url.rstrip("/")) for url in engines),
-            *(_ask_api(client, url.rstrip("/"), key, secret) for url in apis),
+            *(_ask_api(client, url.rstrip("/"), key, secret, chosen) for url in apis),
         )
-    return [each for models in found for each in models]
+    servers = [each for models in found for each in models]
+    missing = {*chosen} - {each.model for each in servers if isinstance(each, FoundModel)}
+    if missing:
+        raise ConfigError(
+            f"no --openai server lists the model {min(missing)!r}.",
+            remedy="Name one that it lists: `curl URL/models` shows them.",
+        )
+    return servers
 
 
 async def _get(
@@ -93,10 +111,26 @@ async def _get(
         async with client.get(url, headers=headers, raise_for_status=True) as answer:
             return await answer.json(content_type=None)
     except _NO_ANSWER as error:
+        refused = isinstance(error, aiohttp.ClientResponseError) and error.status in (401, 403)
         raise ConfigError(
-            f"{url} does not say what it serves: {type(error).__name__} {error}".rstrip() + ".",
-            remedy=remedy,
+            f"{url} does not say what it serves: {_explain(error)}.",
+            remedy=_NAME_KEY if refused and remedy == _NAME_API else remedy,
         ) from error
+
+
+def _explain(error: Exception) -> str:
+    match error:
+        case aiohttp.ClientResponseError():
+            return f"it answers with status {error.status} ({error.message})"
+        case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
+            return "nothing listens there"
+        case TimeoutError():
+            return f"no answer within {ANSWER_S:g} s"
+        case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError():
+            return "this is no URL that begins with http:// or https://"
+        case ValueError():
+            return "its answer is not JSON"
+    return f"{type(error).__name__} {error}".rstrip()
 
 
 async def _ask_engine(client: aiohttp.ClientSession, url: str) -> Sequence[Found]:
@@ -133,22 +167,29 @@ async def _ask_engine(client: aiohttp.ClientSession, url: str) -> Sequence[Found
 
 
 async def _ask_api(
-    client: aiohttp.ClientSession, url: str, key: str, secret: str
+    client: aiohttp.ClientSession, url: str, key: str, secret: str, chosen: Sequence[str]
 ) -> Sequence[Found]:
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-    listed = await _get(client, f"{url}/models", headers, _NAME_API)
-    models = listed.get("data") if isinstance(listed, dict) else None
-    names = [
+    answer = await _get(client, f"{url}/models", headers, _NAME_API)
+    models = answer.get("data") if isinstance(answer, dict) else None
+    listed = [
         str(each["id"])
         for each in models or ()
         # another router says the kind, and lists topologies and embedders, too
-        if isinstance(each, dict) and "id" in each and each.get("kind", "model") == "model"
+        if isinstance(each, dict) and each.get("id") and each.get("kind", "model") == "model"
     ]
+    if chosen:
+        names = [name for name in chosen if name in listed or not listed]
+        return [FoundModel(url, name, key) for name in names]
+    names = [name for name in listed if not _NO_CHAT.search(name)]
+    if len(names) < len(listed):
+        without = ", ".join(sorted({*listed} - {*names}))
+        log.warning("%s lists %s, left out: by their names they do not chat", url, without)
     if not 0 < len(names) <= MOST_MODELS:
         raise ConfigError(
-            f"{url}/models lists {len(names)} models, and 1 to {MOST_MODELS} can be served by one "
-            "command.",
-            remedy="Write a deployment file that names those you want: docs/how-to/add-a-model.md.",
+            f"{url}/models lists {len(names)} models that chat, and without names 1 to "
+            f"{MOST_MODELS} are served.",
+            remedy=_NAME_MODELS,
         )
     return [FoundModel(url, name, key) for name in names]
 
@@ -163,8 +204,10 @@ def _find_folder(path: str) -> Path | None:
         return None
 
 
-def write_deployment(found: Sequence[Found], file: Path) -> None:
+def write_deployment(found: Sequence[Found], file: Path, topologies: str = str(TOPOLOGIES)) -> None:
     """Write a deployment of the servers, with the shipped topologies over their models.
+
+    `topologies` is the folder of the shipped topologies, as the file names it.
 
     Beside models that give no log-probabilities, topologies that compare confidences are left out,
     and the tree goes without its early exit, in a file of its own beside `file`.
@@ -172,9 +215,7 @@ def write_deployment(found: Sequence[Found], file: Path) -> None:
     Raises:
         ConfigError: A model has prefill servers and no decode server, or the reverse.
     """
-    servers: dict[str, list[Found]] = {}
-    for server in found:
-        servers.setdefault(server.model, []).append(server)
+    servers = _name_models(found)
     models = sorted(servers, key=_count_parameters)
     lines = ["# Written from what the servers said of themselves.", "models:"]
     for number, model in enumerate(models):
@@ -183,20 +224,45 @@ def write_deployment(found: Sequence[Found], file: Path) -> None:
     for place, name in enumerate(SHIPPED_NAMES):
         if name not in models:
             lines.append(f"  {name}: *model{place * (len(models) - 1) // 2}")
-    topologies = [TOPOLOGIES]
+    files = [topologies]
     if any(isinstance(server, FoundModel) for server in found):
-        topologies = [*_list_without_confidence(), _write_tree(file.parent)]
-    lines.append(f"topologies: {json.dumps([*map(str, topologies)])}")
+        files = [f"{topologies}/{name}" for name in _list_without_confidence()]
+        files.append(_write_tree(file.parent).name)
+    lines.append(f"topologies: {json.dumps(files)}")
     lines.append("listen: {ui: true} # the page of runs, at /ui")
     lines.append("live_topologies: {api: true} # the page may put topologies\n")
     file.write_text("\n".join(lines), encoding="utf-8")
 
 
-def _list_without_confidence() -> Iterator[Path]:
+def _name_models(found: Sequence[Found]) -> Mapping[str, Sequence[Found]]:
+    """Return the servers of each model, by the name that requests choose it by.
+
+    SGLang's servers of one name share a model; others with a name that is taken get a number. Of a
+    name that is a path, as SGLang's and vLLM's may be, the last part counts.
+    """
+    taken = {AUTO, *(file.stem for file in TOPOLOGIES.glob("*.yaml"))}
+    servers: dict[str, list[Found]] = {}
+    for server in found:
+        first = server.model
+        if first.startswith("/"):
+            first = Path(first).name
+        name = first
+        kinds = {type(server), *map(type, servers.get(name, ()))}
+        number = 1
+        while name in taken or (name in servers and kinds != {FoundEngine}):
+            number += 1
+            name = f"{first}-{number}"
+        if name != server.model:
+            log.warning("%s: its model %r is named %r here", server.url, server.model, name)
+        servers.setdefault(name, []).append(server)
+    return servers
+
+
+def _list_without_confidence() -> Iterator[str]:
     for file in sorted(TOPOLOGIES.glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         if "early_exit" not in text and "confidence" not in text:
-            yield file
+            yield file.name
 
 
 def _write_tree(folder: Path) -> Path:

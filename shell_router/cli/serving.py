@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 from shell_router.cli.options import Several, argument, examples, list_option, option, run, say
 
 if TYPE_CHECKING:
+    from shell_router.app.discovery import Found
     from shell_router.config import Config
 
 app = typer.Typer()
@@ -53,6 +54,14 @@ KeyVariable = Annotated[
         metavar="NAME",
     ),
 ]
+ApiModels = Annotated[
+    list[str] | None,
+    option(
+        "A model of --openai to serve instead of all; can be given several times.",
+        "--openai-model",
+        metavar="NAME",
+    ),
+]
 Aliases = Annotated[
     Several | None, list_option(str, "The deployment's model aliases; others are refused.")
 ]
@@ -75,6 +84,7 @@ def serve(
     engine: Engines = None,
     openai: Apis = None,
     openai_key_env: KeyVariable = "",
+    openai_model: ApiModels = None,
     host: Host = None,
     port: Port = None,
     log_level: Level = "info",
@@ -83,8 +93,8 @@ def serve(
     from shell_router import SHIPPED
     from shell_router.app import serve
 
-    if engine or openai:
-        with _discover(config, engine, openai, openai_key_env) as file:
+    if engine or openai or openai_model or openai_key_env:
+        with _discover(config, engine, openai, openai_key_env, openai_model) as file:
             chosen = _deployment(file, host, port, log_level)
             say(f"Models: {', '.join(chosen.models)}")
             run(serve(chosen, ready=partial(_print_first_request, chosen)))
@@ -161,16 +171,24 @@ def _print_first_request(config: "Config", url: str) -> None:
         "model": "tree-9-3-1",
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
     }
-    say(f"Ask: curl {url}/v1/chat/completions -d {shlex.quote(json.dumps(body))}")
+    say(
+        f"Ask: curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
 
 
 @contextmanager
 def _discover(
-    config: Path | None, engines: list[str] | None, apis: list[str] | None, key: str
+    config: Path | None,
+    engines: list[str] | None,
+    apis: list[str] | None,
+    key: str,
+    models: list[str] | None,
 ) -> Iterator[Path]:
     """Give the file of a deployment of the servers, while the context is open."""
     import tempfile
 
+    from shell_router.app.discovery import write_deployment
     from shell_router.errors import ConfigError
 
     if config is not None:
@@ -180,25 +198,30 @@ def _discover(
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.yaml"
-        _write_deployment(engines, apis, key, file)
+        found = _ask_servers(engines, apis, key, models)
+        write_deployment(found, file)
         yield file
 
 
-def _write_deployment(
-    engines: list[str] | None, apis: list[str] | None, key: str, file: Path
-) -> None:
+def _ask_servers(
+    engines: list[str] | None, apis: list[str] | None, key: str, models: list[str] | None
+) -> "Sequence[Found]":
     import asyncio
 
-    from shell_router.app.discovery import ask_servers, write_deployment
+    from shell_router.app.discovery import ask_servers
     from shell_router.errors import ConfigError
 
+    if (key or models) and not apis:
+        raise ConfigError(
+            "--openai-key-env or --openai-model is given without --openai.",
+            remedy="Give the server's URL with --openai.",
+        )
     if key and not os.environ.get(key):
         raise ConfigError(
             f"--openai-key-env names {key}, which is not set.", remedy=f"Set {key} to the key."
         )
     secret = os.environ.get(key, "") if key else ""
-    found = asyncio.run(ask_servers(engines or (), apis or (), key, secret))
-    write_deployment(found, file)
+    return asyncio.run(ask_servers(engines or (), apis or (), key, secret, models or ()))
 
 
 @app.command(
@@ -211,6 +234,7 @@ def init(
     engine: Engines = None,
     openai: Apis = None,
     openai_key_env: KeyVariable = "",
+    openai_model: ApiModels = None,
 ) -> None:
     """Copy the example deployments, topologies and tiny models into a new folder to edit.
 
@@ -221,7 +245,8 @@ def init(
     from shell_router import SHIPPED
     from shell_router.errors import ConfigError
 
-    file = folder / "configs" / ("engines.yaml" if engine or openai else "embedded.yaml")
+    asked = bool(engine or openai or openai_model or openai_key_env)
+    file = folder / "configs" / ("engines.yaml" if asked else "embedded.yaml")
     try:
         folder.mkdir(parents=True)
         try:
@@ -229,8 +254,11 @@ def init(
                 shutil.copytree(
                     SHIPPED / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
                 )
-            if engine or openai:
-                _write_deployment(engine, openai, openai_key_env, file)
+            if asked:
+                from shell_router.app.discovery import write_deployment
+
+                found = _ask_servers(engine, openai, openai_key_env, openai_model)
+                write_deployment(found, file, "../topologies")
         except (OSError, ConfigError):
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -61,6 +61,8 @@ class OpenAIServer:
     headers: list[Mapping[str, str]] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     models_status: int = 200
+    models: Sequence[str] | str = ()
+    """The names that it lists, or another text that it answers with."""
     url: str = ""
 
     @asynccontextmanager
@@ -74,7 +76,10 @@ class OpenAIServer:
             yield self
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": []}, status=self.models_status)
+        if isinstance(self.models, str):
+            return web.Response(text=self.models, content_type="text/html")
+        data = [{"id": name, "object": "model"} for name in self.models]
+        return web.json_response({"object": "list", "data": data}, status=self.models_status)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
