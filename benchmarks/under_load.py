@@ -14,7 +14,8 @@ round finds another's prompts cached.
     TTFT, TPOT     to the first token, and per token after it
     latency        to the last token
     fairness       Jain's index of how much slower than on idle engines each user's requests are: 1
-    is alike errors         requests that were not answered
+    is alike
+    errors         requests that were not answered
 
 Figures are of all rounds' requests. Ratios are to `least_running` without a queue in the same
 round: the median, and in brackets the middle half of the rounds. With a queue an engine gets at
@@ -92,7 +93,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
     from benchmarks.under_load.engines import EMBEDDED, SGLANG, embedded, sglang
     from benchmarks.under_load.measure import (
-        DEFAULT,
+        BASELINE,
         ORDERS,
         POLICIES,
         alone,
@@ -112,7 +113,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     compared = settings(options.policies or POLICIES, options.orders or ORDERS)
     found: dict[str, list[Round]] = {name: [] for name in compared}
     async with (embedded if options.engine == "embedded" else sglang)() as engines:
-        async with engines.scheduled(compared[DEFAULT]) as pools:
+        async with engines.scheduled(compared[BASELINE]) as pools:
             unloaded = await alone_s(pools, alone(list(models), scale))
             per_s = options.load * await capacity_per_s(
                 pools, stream(TIMES * count, models, scale, -1), CLIENTS, "capacity"
@@ -126,7 +127,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     words = (
         f"{engines.words}; {per_s:.3g} requests a second, {options.load:.0%} of what they answer"
     )
-    return words, [row(name, runs, found[DEFAULT]) for name, runs in found.items()]
+    return words, [row(name, runs, found[BASELINE]) for name, runs in found.items()]
 
 
 def row(name: str, runs: "Sequence[Round]", default: "Sequence[Round]") -> "Row":

@@ -110,7 +110,7 @@ def _asked(at: float, user: str, model: str, scale: float, draws: Random) -> Ask
     )
 
 
-DEFAULT = "least_running, no queue"
+BASELINE = "least_running, no queue"
 POLICIES = ("least_running", "round_robin", "gimbal", "scored")
 ORDERS = ("no queue", "shortest_prefill")
 AT_ONCE = 8
@@ -121,8 +121,8 @@ PATIENT_S = 600.0
 
 
 def settings(policies: Sequence[str], orders: Sequence[str]) -> Mapping[str, SchedulingSettings]:
-    """By name, the default first, with which all others are compared."""
-    found = {DEFAULT: SchedulingSettings()}
+    """By name, the baseline first, with which all others are compared."""
+    found = {BASELINE: SchedulingSettings(SelectionSettings("least_running"))}
     for order in orders:
         for policy in policies:
             found[f"{policy}, {order}"] = scheduling(policy, order)
