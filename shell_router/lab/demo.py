@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -75,7 +76,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
         item = Item(0, question, "", "exact", {})
     else:
         item = hard[0]
-    medians_s = dict[str, float | None]()
+    latencies_s = dict[str, Sequence[float]]()
     replies = list[Reply]()
     async with connect_router(options, lambda step: console.print(f"  {step}", style="dim")) as (
         client,
@@ -84,7 +85,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
         _explain_demo(console, client, real)
         if not real:
             report = await evaluate(client, order, hard[1 : 1 + rounds], options, console)
-            medians_s = {row.setting: row.latency_p50_s for row in report.rows}
+            latencies_s = {row.setting: row.latencies_s for row in report.rows}
         console.print(f"\n{item.question}", style="bold")
         for name in COMPARED:
             replies.append(
@@ -92,15 +93,11 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
             )
             console.print(f"{name}: {_describe_reply(replies[-1], None if real else item)}")
     _draw(console, replies)
-    latencies_s = [
-        medians_s.get(name) or reply.latency_s
-        for name, reply in zip(COMPARED, replies, strict=True)
-    ]
-    console.print(
-        _measure_shares(
-            replies, latencies_s, "" if real else f": latencies are medians of {rounds} questions"
-        )
-    )
+    for name, reply in zip(COMPARED, replies, strict=True):
+        if not latencies_s.get(name):
+            latencies_s[name] = [reply.latency_s]
+    of = "" if real else f": medians of {rounds} questions, and the range of their ratios"
+    console.print(_measure_shares(replies, [latencies_s[name] for name in COMPARED], of))
     if real:
         serve = f"shell-router serve --config {deployment}"
     else:
@@ -202,7 +199,9 @@ def _draw(console: Console, replies: Sequence[Reply]) -> None:
             console.print(line, no_wrap=True, crop=True)
 
 
-def _measure_shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: str) -> Table:
+def _measure_shares(
+    replies: Sequence[Reply], latencies_s: Sequence[Sequence[float]], of: str
+) -> Table:
     """Return each mechanism's change, by `latencies_s`, and cost, by the traces of `replies`."""
     table = Table(
         "added", "latency, s", "of the one before", "what it does and costs", title_justify="left"
@@ -212,9 +211,18 @@ def _measure_shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: 
         zip(COMPARED, latencies_s, replies, strict=True)
     ):
         costs = measure_costs(name, before, after)
-        share = f"{after_s / before_s:.2f}" if costs else ""
-        table.add_row(name, f"{after_s:.2f}", share, costs or "no effect in this run")
+        share = compare_latencies(before_s, after_s) if costs else ""
+        table.add_row(name, f"{median(after_s):.2f}", share, costs or "no effect in this run")
     return table
+
+
+def compare_latencies(before_s: Sequence[float], after_s: Sequence[float]) -> str:
+    """Return the ratio of the medians, and the range of ratios where both have each question."""
+    ratio = f"{median(after_s) / median(before_s):.2f}"
+    if len(before_s) < 2 or len(before_s) != len(after_s):
+        return ratio
+    ratios = [after / before for before, after in zip(before_s, after_s, strict=True)]
+    return f"{ratio} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def measure_costs(name: str, before: Reply, after: Reply) -> str:

@@ -106,7 +106,7 @@ class Row:
     accuracy leaves it out. `difference` and `latency_ratio` are relative to the baseline, over the
     questions and seeds that both were asked; the ratio is the median over those that both answered,
     and the baseline differs from itself by None. `cached_share` is of the prompts of agents that
-    finished.
+    finished. `latencies_s` are in the order of questions and seeds.
     """
 
     setting: str
@@ -115,6 +115,7 @@ class Row:
     failed: int
     accuracy: Interval
     difference: Interval | None
+    latencies_s: Sequence[float]
     latency_p50_s: float | None
     latency_p95_s: float | None
     latency_ratio: float | None
@@ -142,7 +143,8 @@ def _build_row(records: Sequence[Record], baseline: Sequence[Record], is_baselin
         agent for record in answered for agent in record.agents if agent.state == "finished"
     ]
     cached = sum(agent.cached_tokens for agent in finished)
-    waits = [record.latency_s for record in answered]
+    in_order = sorted(answered, key=lambda record: (record.question, record.seed))
+    waits = [record.latency_s for record in in_order]
     theirs = {
         (record.question, record.seed): record.latency_s for record in baseline if not record.error
     }
@@ -161,6 +163,7 @@ def _build_row(records: Sequence[Record], baseline: Sequence[Record], is_baselin
         failed=len(records) - len(answered),
         accuracy=estimate_clustered_share([*rights.values()]),
         difference=None if is_baseline else _estimate_difference(records, baseline),
+        latencies_s=waits,
         latency_p50_s=quantile(waits, 0.5) if waits else None,
         latency_p95_s=quantile(waits, 0.95) if waits else None,
         latency_ratio=median(ratios) if ratios else None,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shell_router.errors import ConfigError
-from shell_router.lab.demo import make_deployment, measure_costs
+from shell_router.lab.demo import compare_latencies, make_deployment, measure_costs
 from shell_router.lab.evaluation.records import Reply
 
 
@@ -44,3 +44,8 @@ def reply(overlap_share: float | None = None, **agent: Any) -> Reply:
 def test_a_mechanism_that_did_nothing_claims_nothing(name: str, acting: Reply, words: str) -> None:
     assert measure_costs(name, reply(), acting).startswith(words)
     assert measure_costs(name, acting, reply()) == ""
+
+
+def test_a_mechanisms_share_comes_with_the_range_over_questions() -> None:
+    assert compare_latencies([1.0, 2.0, 4.0], [0.5, 2.0, 6.0]) == "1.00 (0.50 to 1.50)"
+    assert compare_latencies([2.0], [1.0]) == "0.50"
