@@ -147,7 +147,7 @@ class PrefillOnly:
             outcomes.append(f"{self.way}: {words}")
             if isinstance(outcome, int) and outcome >= PROBE_TOKENS // 2:
                 self.cost = await self._measure()
-                logger.info(
+                logger.debug(
                     "prefill-only requests to the %s go by %s (%s)",
                     self.server,
                     self.way,
