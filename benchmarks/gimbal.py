@@ -443,9 +443,8 @@ def _sibling_rows(
         runs = [served(one, engines, scheduling(policy), kind=kind, engines=4) for one in asked]
         computed = sum(run.prompt_tokens - run.cached_tokens for run in runs)
         figures = np.array([[*_figures(run)[:2], np.mean(run.total_s)] for run in runs])
-        row: Row = {"engines": kind, "traffic": name, "policy": policy}
-        if old:
-            row["copies"] = round((computed - new) * SIBLINGS / old, 2)
+        copies = (computed - new) * SIBLINGS / max(1, old)
+        row: Row = {"engines": kind, "traffic": name, "policy": policy, "copies": round(copies, 2)}
         if not len(first):
             first = figures
         for at, measure in enumerate(("TTFT", "p99 TTFT", "latency")):
