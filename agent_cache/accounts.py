@@ -65,8 +65,8 @@ class Accounts(Protocol):
         """
         ...
 
-    def refund(self, tenant: str, name: str, tokens: int, nanos: int) -> None:
-        """Give back what was paid and not used."""
+    def refund(self, tenant: str, name: str, calls: int, tokens: int, nanos: int) -> None:
+        """Give back what was paid and not used; what is negative is paid, whatever the limits."""
         ...
 
 
@@ -87,11 +87,11 @@ class MemoryAccounts:
             self._add(tenant, name, ends_s, spent, _sum(payment, more))
         return more
 
-    def refund(self, tenant: str, name: str, tokens: int, nanos: int) -> None:
+    def refund(self, tenant: str, name: str, calls: int, tokens: int, nanos: int) -> None:
         """See `Accounts`."""
         ends_s, spent = self._spent.get((tenant, name), (0.0, (0, 0, 0)))
         if ends_s:
-            self._add(tenant, name, ends_s, spent, (0, -tokens, -nanos))
+            self._add(tenant, name, ends_s, spent, (-calls, -tokens, -nanos))
 
     def _find(
         self, tenant: str, name: str, limits: AccountLimits

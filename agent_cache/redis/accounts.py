@@ -34,8 +34,11 @@ return more
 """
 REFUND = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return end
-redis.call('HINCRBY', KEYS[1], 'tokens', ARGV[1])
-redis.call('HINCRBY', KEYS[1], 'nanos', ARGV[2])
+for at, field in ipairs({'calls', 'tokens', 'nanos'}) do
+  if redis.call('HINCRBY', KEYS[1], field, ARGV[at]) < 0 then
+    redis.call('HSET', KEYS[1], field, 0)
+  end
+end
 """
 
 
@@ -74,16 +77,17 @@ class RedisAccounts:
         self._is_away = False
         return paid
 
-    def refund(self, tenant: str, name: str, tokens: int, nanos: int) -> None:
+    def refund(self, tenant: str, name: str, calls: int, tokens: int, nanos: int) -> None:
         """See `Accounts`; done in the background."""
-        self._own.refund(tenant, name, tokens, nanos)
-        task = asyncio.create_task(self._refund(self._layout.account(tenant, name), tokens, nanos))
+        self._own.refund(tenant, name, calls, tokens, nanos)
+        account = self._layout.account(tenant, name)
+        task = asyncio.create_task(self._refund(account, calls, tokens, nanos))
         self._refunds.add(task)
         task.add_done_callback(self._refunds.discard)
 
-    async def _refund(self, account: str, tokens: int, nanos: int) -> None:
+    async def _refund(self, account: str, calls: int, tokens: int, nanos: int) -> None:
         try:
-            await self._connection.call("EVAL", REFUND, 1, account, -tokens, -nanos)
+            await self._connection.call("EVAL", REFUND, 1, account, -calls, -tokens, -nanos)
         except AWAY as error:
             log.warning("%d tokens stay counted in a budget: Redis is away (%r)", tokens, error)
 

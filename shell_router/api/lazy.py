@@ -18,6 +18,7 @@ from shell_router.api.fields import SharedFields
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, require_no_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
+from shell_router.core.budget import UNLIMITED
 from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.core.sampling import require_possible
 from shell_router.core.validation import field_error
@@ -133,6 +134,9 @@ def _agent_of(
     is_lazy: bool,
 ) -> AgentRequest:
     """Return the chat as an agent of `program`, with the prompt of the same plain chat."""
+    if chat.budget != UNLIMITED:
+        what = "cannot go with lazy answers, or with what reads them"
+        raise field_error("budget", what, "Leave it out, or give the key a program_budget.")
     sampling = chat.sampling
     if is_lazy:  # readers that are not known yet want small pieces
         sampling = {**sampling, "stream_interval": tokens_per_event(0.0, judged=False)}

@@ -22,6 +22,7 @@ from shell_router import errors
 from shell_router.api.bodies import as_json
 from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
+from shell_router.core.budget import UNLIMITED, Budget
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.spans import CURRENT, SAMPLED
@@ -140,6 +141,12 @@ class Run:
         self._also: Emit | None = None
         self.kept: KeptRun | None = None
 
+    def find_budget(self) -> Budget:
+        """Return what both the client and the topology let it spend."""
+        if self._graph is None or not isinstance(self.asked, MoaRequest):
+            return UNLIMITED
+        return self.asked.budget.tighten(self._graph.budget)
+
     def answer(self, also: Emit | None = None) -> Coroutine[Any, Any, Answer]:
         """Run and return the answer; `also` gets the events.
 
@@ -159,8 +166,7 @@ class Run:
         """Run `asked`, whose seed or journal may differ from the client's request."""
         services = self._services
         self._also = also
-        if asked.journal is None or not asked.journal.repeats:  # an earlier attempt has paid
-            asked = replace(asked, accounts=tuple(services.budgets.list_accounts(asked)))
+        asked = replace(asked, accounts=tuple(services.budgets.list_accounts(asked)))
         outcome = "failed"
         text = ""
         answer = None

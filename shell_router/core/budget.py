@@ -17,7 +17,9 @@ class Price:
     input: Annotated[float, "For tokens of prompts.", Ge(0)]
     output: Annotated[float, "For tokens of outputs, thinking included.", Ge(0)]
     cached: Annotated[
-        float | None, "For tokens of prompts that an engine finds cached; as `input` by default."
+        float | None,
+        "For tokens of prompts that an engine finds cached; as `input` by default.",
+        Ge(0),
     ] = None
 
     def cost(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> float:
@@ -69,18 +71,22 @@ class Purse:
         calls: Engine requests that were begun.
         tokens: Tokens of their prompts and outputs so far.
         cost: Their dollars so far.
+
+    Args:
+        budget: The most that may be spent.
+        outer: Pays for the same agents and for others.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, outer: "Purse | None" = None) -> None:
         self.budget = budget
         self.calls = 0
         self.tokens = 0
         self.cost = 0.0
+        self._outer = outer
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no further token can be paid."""
-        return self._lacks(0, 1, 0.0)
+    def _list_purses(self) -> "list[Purse]":
+        outer = [] if self._outer is None else self._outer._list_purses()
+        return [self, *outer]
 
     def _lacks(self, calls: int, tokens: int, cost: float) -> bool:
         budget = self.budget
@@ -96,30 +102,41 @@ class Purse:
         Raises:
             BudgetExceeded: It cannot be paid together with a first token of output.
         """
-        budget = self.budget
         cost = price.cost(prompt_tokens, 0, 0)
         token_cost = price.cost(0, 0, 1)
-        if self._lacks(1, prompt_tokens + 1, cost + token_cost):
-            raise self.error(f"and a call with a prompt of {prompt_tokens} tokens is to begin")
-        self.calls += 1
-        self.pay(cost, prompt_tokens)
-        if budget.tokens is not None:
-            limit = min(limit, budget.tokens - self.tokens)
-        if budget.cost is not None and token_cost:
-            limit = min(limit, int((budget.cost - self.cost) / token_cost))
-        return limit
+        purses = self._list_purses()
+        for purse in purses:
+            if purse._lacks(1, prompt_tokens + 1, cost + token_cost):
+                why = f"and a call with a prompt of {prompt_tokens} tokens is to begin"
+                raise purse.make_error(why)
+        self.pay(cost, prompt_tokens, calls=1)
+        for purse in purses:
+            budget = purse.budget
+            if budget.tokens is not None:
+                limit = min(limit, budget.tokens - purse.tokens)
+            if budget.cost is not None and token_cost:
+                limit = min(limit, int((budget.cost - purse.cost) / token_cost))
+        return max(1, limit)  # the first token is payable, whatever the rounding
 
-    def pay(self, cost: float, tokens: int = 0) -> None:
-        """Pay for tokens that an agent has got; a negative `cost` gives back what was too much."""
-        self.tokens += tokens
-        self.cost += cost
+    def require_token(self, agent: str) -> None:
+        """Raise BudgetExceeded unless a further token of the agent's output can be paid."""
+        for purse in self._list_purses():
+            if purse._lacks(0, 1, 0.0):
+                raise purse.make_error(f"and agent {agent!r} writes")
 
-    def error(self, why: str) -> BudgetExceeded:
+    def pay(self, cost: float, tokens: int = 0, calls: int = 0) -> None:
+        """Pay for what an agent has got; what is negative gives back what was too much."""
+        for purse in self._list_purses():
+            purse.calls += calls
+            purse.tokens += tokens
+            purse.cost += cost
+
+    def make_error(self, why: str) -> BudgetExceeded:
         """Return the error that says what was spent of which budget."""
         budget = self.budget
         spent = {"calls": self.calls, "tokens": self.tokens, "cost": round(self.cost, 9)}
         figures = [
-            f"{name} {used:g} of {getattr(budget, name):g}"
+            f"{name} {used:,.10g} of {getattr(budget, name):,.10g}"
             for name, used in spent.items()
             if getattr(budget, name) is not None
         ]

@@ -38,6 +38,7 @@ from shell_router.errors import AgentTimeout, EngineError, PromptTooLong
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import LatencyEstimates, guess_output_tokens
+from shell_router.moa.journal import RunJournal
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encode_text
 from shell_router.moa.requests import AgentUsage
 from shell_router.moa.spending import Account, Spending
@@ -144,12 +145,16 @@ class RunContext:
     clock: Callable[[], float]
     purse: Purse | None = None
     accounts: Sequence[Account] = ()
+    journal: RunJournal | None = None
 
-    def open_spending(self, price: Price) -> Spending | None:
-        """Return what pays for an agent, None if nothing limits what it may spend."""
+    def open_spending(self, price: Price, rid: str) -> Spending | None:
+        """Return what pays for an agent's request, None if nothing limits what it may spend."""
         if self.purse is None and not self.accounts:
             return None
-        return Spending(price, self.purse, self.accounts)
+        paid_tokens = None
+        if self.journal is not None:
+            paid_tokens = self.journal.count_recorded(rid)
+        return Spending(price, self.purse, self.accounts, paid_tokens)
 
 
 OnText = Callable[[str, float], bool]
@@ -247,7 +252,7 @@ class AgentRun:
         self.progress = Progress(task, context)
         self._emit = context.emit
         self._clock = context.clock
-        self._spending = context.open_spending(task.model.price)
+        self._spending = context.open_spending(task.model.price, task.rid)
         self._writer = writer
         self._on_text = on_text
         self._texts: list[str] = []
@@ -293,9 +298,10 @@ class AgentRun:
         """
         task = self.task
         limit = limit_output(task, len(ids), may_shrink=task.may_shrink)
+        sampling = await self._complete_sampling()
         if self._spending is not None:
             limit = await self._spending.begin(len(ids), limit)
-        sampling = {**await self._complete_sampling(), "max_new_tokens": limit}
+        sampling = {**sampling, "max_new_tokens": limit}
         ready_s = self.progress.begin(len(ids), sent)
         if CURRENT.get() is not None:
             enter_span(task.agent, ready_s)
@@ -330,7 +336,7 @@ class AgentRun:
         finally:
             self.progress.end_prefill()
         if self._spending is not None:
-            self._spending.close(finish.prompt_tokens, finish.cached_tokens)
+            self._spending.close(finish)
         return await self._finish(finish)
 
     async def _complete_sampling(self) -> Values:

@@ -127,15 +127,16 @@ class Executor:
             remedy="Allow more time, or ask a topology with fewer agents or steps.",
         )
         budget = request.budget.tighten(topology.budget)
-        if request.purse is None and budget != UNLIMITED:
-            purse = Purse(budget)
+        if budget != UNLIMITED:
+            purse = Purse(budget, request.purse)
             request = replace(request, purse=purse)
             if budget.seconds is not None and budget.seconds < request.timeout_s:
                 request = replace(request, timeout_s=budget.seconds)
                 why = f"and {topology.name!r} gave no answer within {budget.seconds:g} s"
-                late = partial(purse.error, why)
-        # a step has the deadline of its request
-        ends_s = request.ends_s or asyncio.get_running_loop().time() + request.timeout_s
+                late = partial(purse.make_error, why)
+        ends_s = asyncio.get_running_loop().time() + request.timeout_s
+        if request.ends_s:  # a step has the deadline of its request
+            ends_s = min(ends_s, request.ends_s)
         with Deadline(request.timeout_s, late=late):
             async with self._turns.open(topology, request) as turn:
                 request = replace(request, turn=turn, ends_s=ends_s)
@@ -177,6 +178,7 @@ class Executor:
             self.clock,
             request.purse,
             request.accounts,
+            journal,
         )
         with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
@@ -615,6 +617,9 @@ class GraphRun:
                 self._cut_root()
             if not member.is_running:
                 return
+        elif isinstance(error, OutputLeft) and self._plan.outline.request.accounts:
+            self._end_unpaid(member, BudgetExceeded("A budget ended there before."))
+            return
         agent = member.agent
         is_root = agent.id == self._root
         is_dropped = not is_root and agent.on_failure == "drop"

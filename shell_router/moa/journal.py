@@ -185,6 +185,15 @@ class RunJournal:
         """Return the name of a request, which is the same in every attempt."""
         return rid.replace(self.run_id, "", 1)
 
+    def count_recorded(self, rid: str) -> float | None:
+        """Count an output's recorded tokens, inf if it ended; None if it never began."""
+        recorded = self.recorded.get(self.name_request(rid))
+        if recorded is None:
+            return None
+        if recorded.end is not None:
+            return math.inf
+        return sum(len(piece.ids) for _, piece in recorded.pieces)
+
     def begin(self, name: str, digest: str) -> None:
         """Record that a generation begins, or begins again."""
         recorded = self.recorded.pop(name, None)

@@ -372,7 +372,12 @@ class Programs:
             if request.journal.repeats:
                 chooser = chooser.copy_unmeasured()
         context = RunContext(
-            chooser.estimates, self._cache, emit, self._clock, accounts=request.accounts
+            chooser.estimates,
+            self._cache,
+            emit,
+            self._clock,
+            accounts=request.accounts,
+            journal=request.journal,
         )
         run = AgentRun(task, context, writer=writer)
         record.run = run

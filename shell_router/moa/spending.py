@@ -1,10 +1,12 @@
 """Pays for an agent, from its request's budget and from accounts that requests share."""
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from agent_cache.accounts import AccountLimits, Accounts, Payment
 from shell_router.core.budget import Allowance, Price, Purse
-from shell_router.core.engine import value
+from shell_router.core.engine import Finish, value
 from shell_router.errors import BudgetExceeded
 
 BLOCK_TOKENS = 256
@@ -29,9 +31,35 @@ class Account:
     budget: Allowance
     ttl_s: float
 
-    @property
-    def limits(self) -> AccountLimits:
-        """The budget as the store counts it."""
+    async def spend(self, payment: Payment) -> int:
+        """Pay, and return how many of `more` tokens were paid. Raises BudgetExceeded."""
+        # when cancelled here, Redis may still take the payment
+        task = asyncio.ensure_future(
+            self.store.spend(self.tenant, self.name, payment, self._count_limits())
+        )
+        try:
+            paid = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(self._refund_late, payment))
+            raise
+        if not paid:
+            raise BudgetExceeded(
+                f"The budget of {self.what} is spent.",
+                remedy="Ask the operator to raise it, or wait until it begins anew.",
+            )
+        return paid
+
+    def refund(self, calls: int, tokens: int, nanos: int) -> None:
+        """See `Accounts.refund`."""
+        self.store.refund(self.tenant, self.name, calls, tokens, nanos)
+
+    def _refund_late(self, payment: Payment, task: asyncio.Future[int]) -> None:
+        if not task.cancelled() and task.exception() is None and (paid := task.result()):
+            nanos = payment.nanos + paid * payment.token_nanos
+            self.refund(payment.calls, payment.tokens + paid, nanos)
+
+    def _count_limits(self) -> AccountLimits:
+        """Return the budget as the store counts it."""
         budget = self.budget
         nanos = -1 if budget.cost is None else int(budget.cost * NANOS)
         return AccountLimits(
@@ -47,14 +75,31 @@ class Spending:
 
     From accounts, blocks of output are paid before they are written, so that requests which run at
     the same time, at any router, stay within them but for one piece of each agent's stream.
+
+    Args:
+        price: The model's price.
+        purse: Pays from the request's budget.
+        accounts: Pay from budgets of several requests.
+        paid_tokens: Tokens of the output that an earlier attempt at the run has paid from accounts,
+            with the call and its prompt; None if it had not begun.
     """
 
-    def __init__(self, price: Price, purse: Purse | None, accounts: Sequence[Account]) -> None:
+    def __init__(
+        self,
+        price: Price,
+        purse: Purse | None,
+        accounts: Sequence[Account],
+        paid_tokens: float | None = None,
+    ) -> None:
         self._price = price
         self._purse = purse
         self._accounts = accounts
+        self._paid_tokens = paid_tokens
         self._left = [0 for _ in accounts]
         self._token_nanos = round(NANOS * price.cost(0, 0, 1))
+        self._prompt_tokens = 0
+        self._written = 0
+        self._limit = self._most = 0
 
     async def begin(self, prompt_tokens: int, limit: int) -> int:
         """Pay the call and its prompt; return how many tokens its output may have, up to `limit`.
@@ -62,53 +107,82 @@ class Spending:
         Raises:
             BudgetExceeded: It cannot be paid together with a first token.
         """
+        self._prompt_tokens = prompt_tokens
+        self._limit = self._most = limit
+        cost = self._price.cost(prompt_tokens, 0, 0)
         if self._purse is not None:
-            limit = self._purse.begin(self._price, prompt_tokens, limit)
-        nanos = round(NANOS * self._price.cost(prompt_tokens, 0, 0))
-        more = min(limit, BLOCK_TOKENS)
+            self._limit = self._purse.begin(self._price, prompt_tokens, limit)
+        if self._paid_tokens is not None:
+            return self._limit
+        nanos = round(NANOS * cost)
+        more = min(self._limit, BLOCK_TOKENS)
         payment = Payment(1, prompt_tokens, nanos, more, self._token_nanos)
-        for at in range(len(self._accounts)):
-            try:
-                await self._spend(at, payment)
-            except BudgetExceeded:
-                for earlier in self._accounts[:at]:
-                    earlier.store.refund(earlier.tenant, earlier.name, prompt_tokens, nanos)
-                self.close()
-                raise
-        return limit
+        begun = 0
+        try:
+            for at, account in enumerate(self._accounts):
+                self._left[at] = await account.spend(payment)
+                begun += 1
+        except BaseException:
+            if self._purse is not None:
+                self._purse.pay(-cost, -prompt_tokens, calls=-1)
+            for account in self._accounts[:begun]:
+                account.refund(1, prompt_tokens, nanos)
+            self.close()
+            raise
+        return self._limit
 
     async def write(self, tokens: int, agent: str) -> None:
         """Pay for tokens of the output. Raises BudgetExceeded after the last one that is paid."""
         purse = self._purse
         if purse is not None:
-            if purse.is_empty:
-                raise purse.error(f"and agent {agent!r} writes")
+            purse.require_token(agent)
             purse.pay(self._price.cost(0, 0, tokens), tokens)
-        for at in range(len(self._accounts)):
+        self._written += tokens
+        if self._paid_tokens is not None:
+            paid_before = min(tokens, self._paid_tokens)
+            self._paid_tokens -= paid_before
+            tokens -= int(paid_before)
+            if not tokens:
+                return
+        for at, account in enumerate(self._accounts):
             if self._left[at] <= 0:
                 more = max(BLOCK_TOKENS, -self._left[at])
-                await self._spend(at, Payment(0, 0, 0, more, self._token_nanos))
+                self._left[at] += await account.spend(Payment(0, 0, 0, more, self._token_nanos))
             self._left[at] -= tokens
 
-    async def _spend(self, at: int, payment: Payment) -> None:
-        account = self._accounts[at]
-        paid = await account.store.spend(account.tenant, account.name, payment, account.limits)
-        if not paid:
-            raise BudgetExceeded(
-                f"The budget of {account.what} is spent.",
-                remedy="Ask the operator to raise it, or wait until it begins anew.",
-            )
-        self._left[at] += paid
+    def close(self, finish: Finish | None = None) -> None:
+        """Give back what was paid and not used, and settle what the engine has counted otherwise.
 
-    def close(self, prompt_tokens: int = 0, cached_tokens: int = 0) -> None:
-        """Give back what was paid and not used; cached tokens of the prompt may cost less."""
-        price = self._price
-        less = price.cost(prompt_tokens, 0, 0) - price.cost(prompt_tokens, cached_tokens, 0)
+        Engines may find a part of the prompt cached, count the prompt by another tokenizer, and
+        write tokens that they do not send, as thinking.
+
+        Raises:
+            BudgetExceeded: The output ended where the request's budget did.
+        """
+        further_tokens = 0
+        further_cost = 0.0
+        if finish is not None:
+            further_tokens = (
+                finish.prompt_tokens
+                + finish.completion_tokens
+                - self._prompt_tokens
+                - self._written
+            )
+            further_cost = self._price.cost(
+                finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens
+            ) - self._price.cost(self._prompt_tokens, 0, self._written)
         if self._purse is not None:
-            self._purse.pay(-less)
+            self._purse.pay(further_cost, further_tokens)
+        if self._paid_tokens:  # an earlier attempt has settled it
+            further_tokens = 0
+            further_cost = 0.0
         for at, account in enumerate(self._accounts):
             unused = max(0, self._left[at])
-            nanos = unused * self._token_nanos + round(NANOS * less)
-            if unused or nanos:
-                account.store.refund(account.tenant, account.name, unused, nanos)
             self._left[at] = 0
+            tokens = unused - further_tokens
+            nanos = unused * self._token_nanos - round(NANOS * further_cost)
+            if tokens or nanos:
+                account.refund(0, tokens, nanos)
+        if finish is not None and finish.reason == "length" and self._limit < self._most:
+            assert self._purse is not None, "it has lowered the limit"
+            raise self._purse.make_error("and the output ended there")

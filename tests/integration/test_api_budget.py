@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -12,7 +14,8 @@ from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
 from shell_router.config import ApiKey
 from shell_router.core.budget import Allowance, Price
-from tests.fakes.api_server import ScriptedRelay, api, chat
+from shell_router.core.engine import Engine, Finish, Generation, Tokens
+from tests.fakes.api_server import Api, ScriptedRelay, api, chat
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.redis_server import RedisServer, own_redis
 
@@ -167,10 +170,7 @@ async def test_a_programs_requests_share_its_budget_and_no_other_programs() -> N
 
 
 async def test_a_request_that_is_sent_again_under_its_key_is_paid_once(redis: RedisServer) -> None:
-    async with (
-        RedisAgentPromptCache(redis.url, clock=time.monotonic) as cache,
-        api(settings=SHARED, journals=cache.journals, accounts=cache.accounts) as served,
-    ):
+    async with shared_by(redis) as served:
         key = {**ALICE, "Idempotency-Key": "one"}
         answers = [await served.post("/v1/chat/completions", chat(), **key) for _ in range(3)]
         texts = {body["choices"][0]["message"]["content"] for _, body in answers}
@@ -178,6 +178,83 @@ async def test_a_request_that_is_sent_again_under_its_key_is_paid_once(redis: Re
         for reason in ("stop", "length"):  # calls 4 to 7 of 7
             _, body = await served.post("/v1/chat/completions", chat(), **ALICE)
             assert body["choices"][0]["finish_reason"] == reason
+
+
+async def test_a_key_that_is_used_again_pays_for_what_did_not_run_before(
+    redis: RedisServer,
+) -> None:
+    async with shared_by(redis) as served:
+        for _ in range(2):
+            await served.post("/v1/chat/completions", chat(), **ALICE)
+        key = {**ALICE, "Idempotency-Key": "one"}
+        answers = [await served.post("/v1/chat/completions", chat(), **key) for _ in range(3)]
+        assert [body["choices"][0]["finish_reason"] for _, body in answers] == 3 * ["length"]
+        assert len({body["choices"][0]["message"]["content"] for _, body in answers}) == 1
+        assert count_calls(served.moa) == 7
+
+
+@asynccontextmanager
+async def shared_by(redis: RedisServer) -> AsyncIterator[Api]:
+    """Serve with accounts and journals in Redis."""
+    async with (
+        RedisAgentPromptCache(redis.url, clock=time.monotonic) as cache,
+        api(settings=SHARED, journals=cache.journals, accounts=cache.accounts) as served,
+    ):
+        yield served
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_choices_of_a_request_share_its_budget(stream: bool) -> None:
+    async with api(priced()) as served:
+        body = chat(n=4, budget={"calls": 4}, stream=stream)
+        async with served.stream(body, "/v1/chat/completions") as response:
+            await response.text()
+        assert count_calls(served.moa) == 4
+
+
+async def test_tokens_that_an_engine_does_not_send_are_paid_too() -> None:
+    moa = priced()
+    engine = moa.engines["small"]
+    generate = engine.generate
+
+    async def think(request: Generation) -> AsyncIterator[Tokens | Finish]:
+        async for item in generate(request):
+            yield replace(item, completion_tokens=5000) if isinstance(item, Finish) else item
+
+    moa.models["small"] = replace(moa.models["small"], engine=cast("Engine", Thinker(think)))
+    keys = {"alice": ApiKey(key="alice-secret", daily_budget=Allowance(cost=0.09))}
+    async with api(moa, ApiSettings(keys=keys)) as served:
+        ask = partial(served.post, "/v1/chat/completions", chat(model="small"), **ALICE)
+        costs = [(await ask())[1]["usage"]["cost"] for _ in range(2)]
+        assert costs == 2 * [pytest.approx(0.05, rel=0.01)]
+        status, _ = await ask()
+        assert status == 402
+
+
+@dataclass(frozen=True)
+class Thinker:
+    """An engine that is no more than its `generate`."""
+
+    generate: Callable[[Generation], AsyncIterator[Tokens | Finish]]
+
+
+async def test_what_a_program_is_refused_does_not_count_for_the_day() -> None:
+    budgets = {"daily_budget": Allowance(calls=10), "program_budget": Allowance(calls=3)}
+    keys = {"alice": ApiKey(key="alice-secret", **budgets)}  # type: ignore[arg-type]
+    async with api(settings=ApiSettings(keys=keys)) as served:
+        session = {**ALICE, "X-Session-ID": "one"}
+        answers = [await served.post("/v1/chat/completions", chat(), **session) for _ in range(4)]
+        assert [status for status, _ in answers] == [200, 402, 402, 402]
+        _, body = await served.post("/v1/chat/completions", chat(), **ALICE)
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_lazy_answers_take_no_budget() -> None:
+    async with api(ScriptedMoa()) as served:
+        body = chat(model="small", lazy=True, program="p", budget={"tokens": 1})
+        status, answer = await served.post("/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "budget")
+        assert count_calls(served.moa) == 0
 
 
 async def test_unused_and_abandoned_tokens_are_given_back() -> None:

@@ -52,11 +52,21 @@ async def test_what_is_given_back_can_be_spent_again(accounts: Accounts) -> None
     limits = AccountLimits(-1, 20, 200, 60.0)
     assert await accounts.spend("t", "a", Payment(1, 10, 100, 10, 10), limits) == 10
     assert await accounts.spend("t", "a", Payment(1, 1, 1, 1, 1), limits) == 0
-    accounts.refund("t", "a", 6, 60)
+    accounts.refund("t", "a", 0, 6, 60)
     for _ in range(200):  # Redis is told in the background
         if paid := await accounts.spend("t", "a", Payment(0, 0, 0, 100, 10), limits):
             break
     assert paid == 6
+
+
+async def test_no_more_is_given_back_than_was_spent(accounts: Accounts) -> None:
+    limits = AccountLimits(2, 20, -1, 60.0)
+    assert await accounts.spend("t", "a", Payment(2, 10, 0, 10, 0), limits) == 10
+    accounts.refund("t", "a", 9, 50, 50)
+    for _ in range(200):  # Redis is told in the background
+        if paid := await accounts.spend("t", "a", Payment(2, 0, 0, 100, 0), limits):
+            break
+    assert paid == 20
 
 
 async def test_tokens_without_a_price_are_given_back_without_a_complaint(
@@ -64,7 +74,7 @@ async def test_tokens_without_a_price_are_given_back_without_a_complaint(
 ) -> None:
     limits = AccountLimits(-1, 20, -1, 60.0)
     assert await accounts.spend("t", "a", Payment(1, 10, 0, 10, 0), limits) == 10
-    accounts.refund("t", "a", 6, 0)
+    accounts.refund("t", "a", 0, 6, 0)
     for _ in range(200):  # Redis is told in the background
         if paid := await accounts.spend("t", "a", Payment(0, 0, 0, 100, 0), limits):
             break

@@ -2,13 +2,18 @@
 
 import asyncio
 from dataclasses import replace
+from time import monotonic
+from typing import Any
 
 import pytest
 
-from shell_router.core.budget import Budget, Price
+from agent_cache.accounts import AccountLimits, MemoryAccounts, Payment
+from shell_router.core.budget import Allowance, Budget, Price, Purse
+from shell_router.core.engine import Generation
 from shell_router.core.events import AgentStopped
 from shell_router.errors import BudgetExceeded
 from shell_router.moa.requests import Answer
+from shell_router.moa.spending import Account, Spending
 from shell_router.topology import Graph, parse_topology
 from tests.fakes.api_server import DUO
 from tests.fakes.moa import Recorder, ScriptedMoa, ask
@@ -100,6 +105,81 @@ async def test_the_tighter_of_the_requests_and_the_topologys_budget_holds() -> N
     assert count_calls(moa) == 2
     await run(moa, replace(TREE, budget=Budget(calls=5)), calls=3)
     assert count_calls(moa) == 5
+
+
+@pytest.mark.parametrize("own", [{}, {"calls": 100}])
+async def test_a_topology_that_a_step_asks_keeps_its_own_budget(own: dict[str, float]) -> None:
+    tree = replace(TREE, budget=Budget(calls=2))
+    steps = parse_steps(
+        "start: whole\nsteps: {whole: {topology: tree}}", source="f.yaml", topologies={"tree": tree}
+    )
+    moa = ScriptedMoa()
+    answer = await run(moa, steps, **own)
+    assert (count_calls(moa), answer.reason) == (2, "length")
+
+
+async def test_an_engine_that_keeps_the_lowered_limit_ends_with_the_same_warning() -> None:
+    moa = ScriptedMoa()
+
+    def answer_within(request: Generation) -> Script:
+        words = WORDS.split()[: request.sampling["max_new_tokens"]]
+        return Script(" ".join(words), reason="length" if len(words) < 12 else "stop")
+
+    for engine in moa.engines.values():
+        engine.answer = answer_within
+    whole = await run(moa, DUO)
+    spent = sum(used.prompt_tokens + used.completion_tokens for used in whole.agents.values())
+    answer = await run(moa, DUO, tokens=spent - 4)
+    assert answer.reason == "length"
+    assert answer.text.strip() and WORDS.startswith(answer.text)
+    assert "budget" in answer.warning
+    assert answer.agents["root"].state == "budget"
+
+
+def test_what_pays_exactly_for_a_first_token_pays_for_it() -> None:
+    for prompt_tokens in range(1, 200):
+        price = Price(0.4, 1.6)
+        budget = Budget(cost=price.cost(prompt_tokens, 0, 0) + price.cost(0, 0, 1))
+        assert Purse(budget).begin(price, prompt_tokens, 100) == 1
+
+
+@pytest.mark.parametrize("ends", ["refused", "cancelled"])
+async def test_a_call_that_an_account_does_not_pay_leaves_nothing_paid(ends: str) -> None:
+    asked = asyncio.Event()
+    goes_on = asyncio.Event()
+
+    class Slow(MemoryAccounts):
+        async def spend(self, tenant: str, name: str, payment: Payment, limits: Any) -> int:
+            paid = await super().spend(tenant, name, payment, limits)
+            if name == "second":
+                asked.set()
+                await goes_on.wait()
+            return paid
+
+    store = Slow(monotonic)
+    limits = {"first": 1000, "second": 5 if ends == "refused" else 1000}
+    accounts = [
+        Account(store, "t", name, name, Allowance(10, most), 60.0) for name, most in limits.items()
+    ]
+    purse = Purse(Budget(calls=1, tokens=1000))
+    task = asyncio.create_task(Spending(Price(1.0, 10.0), purse, accounts).begin(100, 500))
+    await asked.wait()
+    if ends == "cancelled":
+        task.cancel()
+    else:
+        goes_on.set()
+    await asyncio.wait({task})
+    goes_on.set()
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))  # type: ignore[arg-type]
+    assert (purse.calls, purse.tokens, purse.cost) == (0, 0, 0)
+    for account in accounts:
+        payment = Payment(10, 0, 0, 5000, 0)
+        assert (
+            await store.spend(
+                "t", account.name, payment, AccountLimits(10, limits[account.name], -1, 60.0)
+            )
+            == limits[account.name]
+        )
 
 
 async def test_steps_share_a_budget_and_the_last_output_answers() -> None:
