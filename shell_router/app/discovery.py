@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,15 @@ _NO_ANSWER = (aiohttp.ClientError, TimeoutError, ValueError)
 _NAME_API = "Start it, or name the URL before /chat/completions, which mostly ends with /v1."
 _NAME_KEY = "Name the environment variable that holds its key with --openai-key-env."
 _NAME_MODELS = "Name those that you want with --openai-model, which can be given several times."
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """An OpenAI-compatible server; `key` names the variable that holds its key, the `secret`."""
+
+    url: str
+    key: str = ""
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +79,13 @@ Found = FoundEngine | FoundModel
 
 
 async def ask_servers(
-    engines: Sequence[str],
-    apis: Sequence[str] = (),
-    key: str = "",
-    secret: str = "",
-    chosen: Sequence[str] = (),
+    engines: Sequence[str], apis: Sequence[Api] = (), chosen: Sequence[str] = ()
 ) -> list[Found]:
     """Ask SGLang's `engines` and OpenAI-compatible `apis` what they serve.
 
     Args:
         engines: Their URLs.
-        apis: Their base URLs.
-        key: The environment variable that holds the key of the `apis`.
-        secret: That key.
+        apis: Their base URLs, each with its own key.
         chosen: The models of the `apis` to serve, instead of all.
 
     Raises:
@@ -92,7 +95,7 @@ async def ask_servers(
     async with aiohttp.ClientSession(timeout=limit) as client:
         found = await asyncio.gather(
             *(_ask_engine(client, url.rstrip("/")) for url in engines),
-            *(_ask_api(client, url.rstrip("/"), key, secret, chosen) for url in apis),
+            *(_ask_api(client, api, chosen) for api in apis),
         )
     servers = [each for models in found for each in models]
     missing = {*chosen} - {each.model for each in servers if isinstance(each, FoundModel)}
@@ -167,9 +170,12 @@ async def _ask_engine(client: aiohttp.ClientSession, url: str) -> Sequence[Found
 
 
 async def _ask_api(
-    client: aiohttp.ClientSession, url: str, key: str, secret: str, chosen: Sequence[str]
+    client: aiohttp.ClientSession, api: Api, chosen: Sequence[str]
 ) -> Sequence[Found]:
-    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    url = api.url.rstrip("/")
+    headers = {}
+    if api.secret:
+        headers["Authorization"] = f"Bearer {api.secret}"
     answer = await _get(client, f"{url}/models", headers, _NAME_API)
     models = answer.get("data") if isinstance(answer, dict) else None
     listed = [
@@ -180,7 +186,7 @@ async def _ask_api(
     ]
     if chosen:
         names = [name for name in chosen if name in listed or not listed]
-        return [FoundModel(url, name, key) for name in names]
+        return [FoundModel(url, name, api.key) for name in names]
     names = [name for name in listed if not _NO_CHAT.search(name)]
     if len(names) < len(listed):
         without = ", ".join(sorted({*listed} - {*names}))
@@ -191,7 +197,7 @@ async def _ask_api(
             f"{MOST_MODELS} are served.",
             remedy=_NAME_MODELS,
         )
-    return [FoundModel(url, name, key) for name in names]
+    return [FoundModel(url, name, api.key) for name in names]
 
 
 def _find_folder(path: str) -> Path | None:

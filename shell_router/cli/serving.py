@@ -46,10 +46,11 @@ Apis = Annotated[
         metavar="URL",
     ),
 ]
-KeyVariable = Annotated[
-    str,
+KeyVariables = Annotated[
+    list[str] | None,
     option(
-        "The environment variable that holds the key of --openai.",
+        "The environment variable that holds the key of --openai; of several servers one for each, "
+        "in their order, and '' for none.",
         "--openai-key-env",
         metavar="NAME",
     ),
@@ -83,7 +84,7 @@ def serve(
     ] = None,
     engine: Engines = None,
     openai: Apis = None,
-    openai_key_env: KeyVariable = "",
+    openai_key_env: KeyVariables = None,
     openai_model: ApiModels = None,
     host: Host = None,
     port: Port = None,
@@ -182,7 +183,7 @@ def _discover(
     config: Path | None,
     engines: list[str] | None,
     apis: list[str] | None,
-    key: str,
+    keys: list[str] | None,
     models: list[str] | None,
 ) -> Iterator[Path]:
     """Give the file of a deployment of the servers, while the context is open."""
@@ -198,30 +199,41 @@ def _discover(
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.yaml"
-        found = _ask_servers(engines, apis, key, models)
+        found = _ask_servers(engines, apis, keys, models)
         write_deployment(found, file)
         yield file
 
 
 def _ask_servers(
-    engines: list[str] | None, apis: list[str] | None, key: str, models: list[str] | None
+    engines: list[str] | None,
+    apis: list[str] | None,
+    keys: list[str] | None,
+    models: list[str] | None,
 ) -> "Sequence[Found]":
     import asyncio
 
-    from shell_router.app.discovery import ask_servers
+    from shell_router.app.discovery import Api, ask_servers
     from shell_router.errors import ConfigError
 
-    if (key or models) and not apis:
+    urls = apis or []
+    if models and not urls:
+        raise ConfigError("--openai-model is given without --openai.", remedy="Give its URL.")
+    names = keys or [""] * len(urls)
+    if len(names) != len(urls):
         raise ConfigError(
-            "--openai-key-env or --openai-model is given without --openai.",
-            remedy="Give the server's URL with --openai.",
+            f"--openai-key-env is given {len(names)} times, and --openai {len(urls)} times.",
+            remedy="Give one for each --openai, in their order; '' for a server without a key.",
         )
-    if key and not os.environ.get(key):
-        raise ConfigError(
-            f"--openai-key-env names {key}, which is not set.", remedy=f"Set {key} to the key."
-        )
-    secret = os.environ.get(key, "") if key else ""
-    return asyncio.run(ask_servers(engines or (), apis or (), key, secret, models or ()))
+    for name in filter(None, names):
+        if not os.environ.get(name):
+            raise ConfigError(
+                f"--openai-key-env names {name}, which is not set.",
+                remedy=f"Set {name} to the key.",
+            )
+    named = [
+        Api(url, name, os.environ.get(name, "")) for url, name in zip(urls, names, strict=True)
+    ]
+    return asyncio.run(ask_servers(engines or (), named, models or ()))
 
 
 @app.command(
@@ -233,7 +245,7 @@ def init(
     folder: Annotated[Path, argument("FOLDER", "A new folder.")],
     engine: Engines = None,
     openai: Apis = None,
-    openai_key_env: KeyVariable = "",
+    openai_key_env: KeyVariables = None,
     openai_model: ApiModels = None,
 ) -> None:
     """Copy the example deployments, topologies and tiny models into a new folder to edit.

@@ -12,7 +12,14 @@ import pytest
 import yaml
 
 from shell_router.app import load_config
-from shell_router.app.discovery import Found, FoundEngine, FoundModel, ask_servers, write_deployment
+from shell_router.app.discovery import (
+    Api,
+    Found,
+    FoundEngine,
+    FoundModel,
+    ask_servers,
+    write_deployment,
+)
 from shell_router.errors import ConfigError
 from tests.fakes.command import running_command
 from tests.fakes.openai_server import OpenAIServer
@@ -108,7 +115,7 @@ def test_a_key_is_named_by_its_variable_and_never_written(tmp_path: Path) -> Non
 
 async def ask_api(server: OpenAIServer, *chosen: str) -> list[str]:
     async with server.running():
-        return [each.model for each in await ask_servers([], [server.url], chosen=chosen)]
+        return [each.model for each in await ask_servers([], [Api(server.url)], chosen)]
 
 
 HUNDREDS = [f"maker/model-{number}" for number in range(400)]
@@ -180,10 +187,22 @@ async def test_a_file_and_engines_together_are_refused(tmp_path: Path) -> None:
     assert (code, "given together" in output) == (2, True)
 
 
-async def test_a_model_to_serve_without_its_server_is_refused() -> None:
-    async with running_command("serve", "--openai-model", "m") as command:
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--openai-model", "m"), "is given without --openai"),
+        (
+            ("--openai", "http://a/v1", "--openai", "http://b/v1", "--openai-key-env", "KEY_OF_A"),
+            "--openai-key-env is given 1 times, and --openai 2 times",
+        ),
+    ],
+)
+async def test_a_key_or_a_model_without_its_server_is_refused(
+    options: Sequence[str], problem: str
+) -> None:
+    async with running_command("serve", *options) as command:
         code, output = await command.ended(limit_s=30)
-    assert (code, "is given without --openai" in output) == (2, True)
+    assert (code, problem in output) == (2, True)
 
 
 async def test_init_leaves_no_folder_where_no_engine_answers(tmp_path: Path) -> None:
