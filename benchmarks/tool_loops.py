@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from shell_router.topology import Topology
 
 STEPS = 5
+COMPACT_JSON = "--constrained-json-disable-any-whitespace"
+"""SGLang allows any white space in JSON, so that so small a model completed no call."""
 WAYS = ("turn", "request")
 TOOL = {
     "type": "function",
@@ -126,10 +128,12 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
 def make_deployment(engine: str) -> "Config":
     """The engines that the benchmark starts, and ends."""
     from benchmarks.overlap.engines import CpuPair, embedded_pairs, sglang_deployment
+    from shell_router.config import EmbedderSettings
     from shell_router.standins.embedded.settings import EmbeddedSection
 
     if engine == "sglang":
-        return sglang_deployment(None, CpuPair("tiny"))
+        config = sglang_deployment(None, CpuPair("tiny", flags=COMPACT_JSON))
+        return replace(config, embedder=EmbedderSettings("none"))
     config = embedded_pairs()
     section = {"embedded": EmbeddedSection(dtype="float64")}
     models = {alias: replace(model, engine=section) for alias, model in config.models.items()}
@@ -167,6 +171,7 @@ async def run_loop(http: Any, way: str, question: str, steps: int = STEPS) -> Pr
             assert response.status == 200, answer
         message = answer["choices"][0]["message"]
         calls = message.get("tool_calls") or ()
+        assert calls or step == STEPS - 1, answer
         if not step:
             program.first = repr([call["function"] for call in calls])
         count_agents(program, answer["agents"], step)
