@@ -137,6 +137,14 @@ async def test_batches_on_engines_that_are_kept_and_that_are_restarted_share_one
 
 
 @pytest.mark.slow
+async def test_children_of_a_session_prefill_their_prefix_once_on_embedded_pairs() -> None:
+    options = ("--engine", "embedded", "--table", "children", "--seeds", "1")
+    rows = build_rows(await printed_by("programs", *options))
+    by_request, by_session = (row["prefilled p50"] for row in rows[:2])
+    assert by_session < 0.7 * by_request
+
+
+@pytest.mark.slow
 async def test_a_process_with_a_real_expert_pool_grows_by_no_more_than_the_pools_budget() -> None:
     rows = build_rows(
         await printed_by("coserve", "--table", "real", "--images", "200", "--seeds", "1")
