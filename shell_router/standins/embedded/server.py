@@ -30,6 +30,10 @@ from shell_router.standins.embedded.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_LIMIT_S = 3.0
+BACKLOG = 2048
+"""Connections that wait to be accepted, as many as at SGLang's server. A further one is tried again
+after 1 s, then after 2 s, and only then refused if the server has died.
+"""
 
 
 def run_in_child(connection: Connection, settings: ServerSettings) -> None:
@@ -94,7 +98,7 @@ async def _serve(
                 socket.create_server((pair.host, settings.bootstrap_port))
             )
             bootstrap_port = listener.getsockname()[1]
-            await stack.enter_async_context(_site(rooms.application(), listener))
+            await stack.enter_async_context(run_site(rooms.application(), listener))
             service = PrefillService(pair, lm, rooms, random.Random())
         else:
             # KV may take long to come and is large: no total limit but the client's own, and no
@@ -108,25 +112,24 @@ async def _serve(
             )
             service = DecodeService(pair, lm, kv, random.Random())
         stack.push_async_callback(service.stop)
-        listener = stack.enter_context(
-            socket.create_server((pair.host, settings.port), backlog=512)
-        )
+        listener = stack.enter_context(socket.create_server((pair.host, settings.port)))
         taken = replace(settings, port=listener.getsockname()[1], bootstrap_port=bootstrap_port)
-        async with _site(app(taken, lm, service, Grammars(lm)).application(), listener):
+        async with run_site(app(taken, lm, service, Grammars(lm)).application(), listener):
             on_listening(taken)
             await stopped.wait()
             service.abort_all()
 
 
 @asynccontextmanager
-async def _site(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
+async def run_site(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve `app` on `listener` while the context is open."""
     # A client that goes away cancels its request's task: that is how a disconnect aborts.
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_LIMIT_S
     )
     await runner.setup()
     try:
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         yield
     finally:
         await runner.cleanup()

@@ -1,7 +1,9 @@
 """The hand-over of a prompt's KV between two servers."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 
 import pytest
 import pytest_asyncio
@@ -9,6 +11,7 @@ import torch
 from aiohttp import web
 
 from shell_router.standins.embedded.kv_transfer import BootstrapRooms, KvTransferError, PrefilledKv
+from shell_router.standins.embedded.server import run_site
 from tests.fakes.api_server import until
 
 PREFILLED = PrefilledKv(kv=torch.zeros(2, 2, 1, 8, 4), token_id=5, logprob=None, cached_tokens=0)
@@ -46,3 +49,13 @@ async def test_a_decode_server_that_leaves_while_the_kv_is_sent_ends_the_room(
         async with asyncio.timeout(5):
             await room.taken
     assert not caplog.records
+
+
+async def test_a_server_that_computes_takes_300_connections_meanwhile(
+    rooms: BootstrapRooms,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as clients:
+        async with run_site(rooms.application(), listener):
+            for _ in range(300):  # nothing is awaited, so nothing is accepted
+                client = socket.create_connection(listener.getsockname(), timeout=1.0)
+                clients.enter_context(client)
