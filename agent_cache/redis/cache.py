@@ -231,7 +231,11 @@ class RedisAgentPromptCache:
                 elif unwritten_since_s is None:
                     unwritten_since_s = loop.time()
                 elif loop.time() >= unwritten_since_s + self._lease_s:
-                    return join_reads(reads, reached, End.FAILED, WRITER_GONE)
+                    log_name = self._layout.log(key)
+                    await self._connection.call(
+                        *self._layout.close(log_name, End.FAILED, WRITER_GONE)
+                    )
+                    continue  # to the mark, behind which a writer that wakes adds nothing
             except AWAY as error:
                 if concerns_key(error):
                     raise CacheUnavailable(

@@ -8,6 +8,7 @@ time.
                     holds a lease while it has open logs
     <position>-0    chunks; field `chunks` is JSON, [[text, [id, ...]], ...]
     <position>-2    end mark; fields `end` and `detail`
+    <time>-0        end mark of another process, behind which its writer can add nothing
 
 Each program has a set of its agents as well as its streams, so that it can be deleted without a
 scan.
@@ -118,21 +119,17 @@ class Layout:
     def delete(self, log: str) -> list[Command]:
         """Wake the log's blocked readers with an end mark, then delete it.
 
-        A deletion alone wakes no reader. The mark's id is the server's time, which is greater than
-        any position. The two commands must not become one transaction: readers are woken when it
-        ends, and would then find the log deleted.
+        A deletion alone wakes no reader. The two commands must not become one transaction: readers
+        are woken when it ends, and would then find the log deleted.
         """
-        mark: Command = (
-            "XADD",
-            log,
-            "NOMKSTREAM",
-            "*",
-            "end",
-            End.ABORTED.value,
-            "detail",
-            FORGOTTEN,
-        )
-        return [mark, ("UNLINK", log)]
+        return [self.close(log, End.ABORTED, FORGOTTEN), ("UNLINK", log)]
+
+    def close(self, log: str, end: End, detail: str) -> Command:
+        """End another process's log, unless it is gone, so that Redis refuses its next writes.
+
+        The mark's id is the server's time, which is greater than any position.
+        """
+        return ("XADD", log, "NOMKSTREAM", "*", "end", end.value, "detail", detail)
 
     def _program(self, tenant: str, program: str) -> str:
         return f"{self.prefix}:{{{_quote(tenant)}:{_quote(program)}}}"
@@ -162,6 +159,9 @@ def decode(field: bytes) -> list[Chunk]:
 
 
 DAMAGED = "What Redis has of the log is damaged."
+FIRST_TIME_MS = 2**40
+"""Greater numbers in ids are times, lower ones positions."""
+
 MOST_ENTRY_BYTES = 2**24
 """The longest field that is read: parsing more would block the event loop for seconds."""
 
@@ -189,8 +189,7 @@ def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]
             detail = f"{DAMAGED} Entry {entry_id.decode()} is neither chunks nor a known end."
             return join_reads(chunks, start, End.FAILED, detail), 1
         first = at if end else at - sum(map(len, batch))
-        # the mark of a deletion has a time for its position
-        if first > start and end is not End.ABORTED:
+        if first > start and at < FIRST_TIME_MS:
             return join_reads(chunks, start, End.FAILED, DAMAGED), 0
         if end:
             detail = fields.get(b"detail", b"").decode("utf-8", "replace")

@@ -23,7 +23,7 @@ from agent_cache.redis.connection import (
     is_repetition,
     require_about_keys,
 )
-from agent_cache.redis.layout import Command, Layout
+from agent_cache.redis.layout import FIRST_TIME_MS, Command, Layout
 
 PROGRAMS_PER_ROUND = 128
 REMEMBERED = 10_000
@@ -45,6 +45,7 @@ CHARACTERS_PER_ENTRY = 2**20
 """No chunk is added to an entry with more; readers refuse much longer ones."""
 
 TAKEN = "another process had begun it"
+OVERTAKEN = "another process wrote to it, or ended it because this one had lost its lease"
 GONE = "Redis dropped it (deleted by another process, expired or evicted)"
 
 
@@ -120,8 +121,10 @@ class Publication:
         require_about_keys(replies)
         entries, chunks, ended, renewed_s = self.sent
         for reply in replies:
-            if isinstance(reply, Exception) and not (self.repeated and is_repetition(reply)):
+            if isinstance(reply, Exception) and not is_repetition(reply):
                 return "something else lies under its name in Redis"
+            if is_repetition(reply) and not self.repeated:
+                return OVERTAKEN
         if not self.begun and replies[0] != owner.encode():
             return TAKEN
         if None in replies[:entries]:
@@ -331,6 +334,8 @@ class Publisher:
         refusal = publication.settle(replies, self._layout.owner)
         if refusal == GONE and await self._connection.server_identity() != self._server:
             raise RedisConnectionError("the server was restarted or replaced")
+        if publication.repeated and not refusal and await self._is_closed(publication.key):
+            refusal = OVERTAKEN
         awaited = publication.awaited
         _answer(publication.answer, refusal)
         if not refusal:
@@ -341,6 +346,12 @@ class Publisher:
             self._withdraw(publication, refusal)
         if publication.pending:
             self._dirty[publication.key] = publication
+
+    async def _is_closed(self, key: LogKey) -> bool:
+        """Return whether another process has ended the log."""
+        log_name = self._layout.log(key)
+        last = await self._connection.call("XREVRANGE", log_name, "+", "-", "COUNT", 1)
+        return bool(last) and int(last[0][0].partition(b"-")[0]) >= FIRST_TIME_MS
 
     def _withdraw(self, publication: Publication, why: str) -> None:
         self.drop(publication.key)

@@ -26,6 +26,7 @@ _RECENT_WEIGHT = 0.15  # to notice a change soon: about the last twelve count
 _FEWEST = 2.9  # 3 programs of each kind, before a trial can begin
 _SHORTEST_TRIAL = 7.0  # 8 of each kind
 _LONGEST_TRIAL = 23.0  # 40 of each kind
+MOST_COMPARISONS = 1000  # topologies come and go while the router runs
 # standard errors of the gain
 _DOUBT = 1.0  # a loss above it begins a trial
 _HARM = 2.0  # a loss above it ends a trial, and the optimization is off
@@ -183,7 +184,9 @@ class Holdouts:
         """
         if not self.settings.share or seconds <= 0:
             return None
-        evidence = self._evidence.setdefault(key, _Evidence())
+        self._evidence[key] = evidence = self._evidence.pop(key, None) or _Evidence()
+        if len(self._evidence) > MOST_COMPARISONS:
+            del self._evidence[next(iter(self._evidence))]  # was not observed for longest
         evidence.add(math.log(seconds), held_out=held_out)
         before = evidence.state
         if evidence.state == "on" and evidence.fewest() >= _FEWEST:
@@ -205,8 +208,8 @@ class Holdouts:
         return seen
 
     def comparisons(self) -> Iterator[Comparison]:
-        """Return all comparisons."""
-        return (self._comparison(key, evidence) for key, evidence in self._evidence.items())
+        """Return all comparisons, by name."""
+        return (self._comparison(key, self._evidence[key]) for key in sorted(self._evidence))
 
     def _comparison(self, key: Compared, evidence: _Evidence) -> Comparison:
         if evidence.fewest() < _FEWEST:

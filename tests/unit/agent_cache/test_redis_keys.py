@@ -304,6 +304,43 @@ async def test_the_log_of_a_process_that_has_gone_ends_as_failed_within_its_leas
         assert read.detail.startswith("The process that wrote the log has ended")
 
 
+DROP_LEASES = """
+local leases = redis.call('KEYS', '*:lease:*')
+return #leases > 0 and redis.call('DEL', unpack(leases)) or 0
+"""
+
+
+@pytest.mark.parametrize("redis_stalls", [False, True])
+async def test_what_a_writer_adds_after_its_lease_contradicts_no_reader(
+    server: RedisServer, redis_stalls: bool
+) -> None:
+    async with (
+        RedisAgentPromptCache(
+            server.url, clock=time.monotonic, lease_s=3600, reply_limit_s=0.2
+        ) as writer,
+        RedisAgentPromptCache(server.url, clock=time.monotonic, lease_s=0.1) as reader,
+        asyncio.timeout(LIMIT_S),
+    ):
+        log = await writer.create(KEY)
+        log.append(Chunk("a"))
+        assert await writer.flush(limit_s=LIMIT_S)
+        while not server.ask("EVAL", DROP_LEASES, 0):  # as if the writer had been frozen
+            await turn()
+        read = await reader.read(KEY, at_least=sys.maxsize, wait_s=3600)
+        if redis_stalls:
+            server.stall()
+        log.append(Chunk("b"))
+        while redis_stalls and not writer.stats.degraded:
+            await turn()
+        server.resume()
+        log.end(End.FINISHED)
+        assert await writer.flush(limit_s=LIMIT_S)
+        again = await reader.read(KEY, at_least=sys.maxsize, wait_s=3600)
+        assert again == read == LogRead("a", (), 1, End.FAILED, read.detail)
+        assert (await writer.read(KEY, at_least=2, wait_s=0)).text == "ab"
+        assert writer.stats.withdrawn == 1
+
+
 async def test_a_long_output_becomes_entries_that_readers_take(server: RedisServer) -> None:
     async with (
         RedisAgentPromptCache(server.url, clock=time.monotonic) as writer,

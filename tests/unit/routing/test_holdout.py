@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.files.read import check
-from shell_router.routing.holdout import Compared, Comparison, Holdouts, HoldoutSettings
+from shell_router.routing.holdout import (
+    MOST_COMPARISONS,
+    Compared,
+    Comparison,
+    Holdouts,
+    HoldoutSettings,
+)
 
 KEY = Compared("incremental_prefill", "tree", "large, small")
 
@@ -110,7 +116,17 @@ def test_optimizations_topologies_models_and_roles_are_compared_apart() -> None:
     keys += [Compared("drafts", "tree", "small", role) for role in ("aggregator", "root")]
     for key in keys:
         holdouts.observe(key, held_out=False, seconds=1.0, now_s=0.0)
-    assert [one.compared for one in holdouts.comparisons()] == keys
+    assert [one.compared for one in holdouts.comparisons()] == sorted(keys)
+
+
+def test_the_comparison_that_was_not_observed_for_longest_is_forgotten_first() -> None:
+    holdouts = Holdouts()
+    topologies = [f"t{number}" for number in range(MOST_COMPARISONS)]
+    for topology in [*topologies, "t0", "further"]:
+        key = KEY._replace(topology=topology)
+        holdouts.observe(key, held_out=False, seconds=1.0, now_s=0.0)
+    kept = {one.compared.topology for one in holdouts.comparisons()}
+    assert kept == {*topologies, "further"} - {"t1"}
 
 
 @pytest.mark.parametrize(
