@@ -69,7 +69,6 @@ from shell_router.api.translation import (
     TranslatedFrames,
     Translation,
 )
-from shell_router.core.budget import UNLIMITED, Purse
 from shell_router.core.engine import TIERS, Hints, Relay, ServiceTier, Session
 from shell_router.core.exact_json import Values
 from shell_router.core.sampling import require_possible
@@ -321,13 +320,9 @@ async def run_choices(call: ChatCall) -> Reply:
         begun = await request.app[CHATS].begin(
             parse_object(body), chat.tenant, chat.tier, chat.session
         )
-        run = begun[0]
-        budget = run.find_budget()
-        if budget != UNLIMITED:  # all choices together
-            purse = purse or Purse(budget)
-            run.asked = replace(run.asked, purse=purse)
+        purse = begun[0].share_budget(purse)
         runs.append(begun)
-        request.app[ADMISSION].count(request, run.agents)
+        request.app[ADMISSION].count(request, runs[0][0].agents)
     request[TRACE] = runs[0][0].trace
     note_ignored(request, call.target.ignored)
     answer = NativeAnswer(request, call.translation)

@@ -45,11 +45,10 @@ async def forward_choices(forward: Forward, bodies: Sequence[Any]) -> AsyncItera
     On leaving, none of them runs on. Raises what `forward` raises.
     """
     async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(stack.enter_async_context(forward(body))) for body in bodies
-                ]
+                tasks = [group.create_task(enter(forward(body))) for body in bodies]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         answers = [task.result() for task in tasks]

@@ -233,12 +233,7 @@ class ChatFrames:
             }
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": None,
-            **_describe_end(answer),
-        }
+        choice = {"index": 0, "message": message, "logprobs": None, **_describe_end(answer)}
         return {
             **self._base,
             "object": "chat.completion",

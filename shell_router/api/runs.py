@@ -22,7 +22,7 @@ from shell_router import errors
 from shell_router.api.bodies import as_json
 from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
-from shell_router.core.budget import UNLIMITED, Budget
+from shell_router.core.budget import UNLIMITED, Purse
 from shell_router.core.events import AgentTokens, Emit, Event, answer_in
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.spans import CURRENT, SAMPLED
@@ -141,11 +141,15 @@ class Run:
         self._also: Emit | None = None
         self.kept: KeptRun | None = None
 
-    def find_budget(self) -> Budget:
-        """Return what both the client and the topology let it spend."""
+    def share_budget(self, purse: Purse | None) -> Purse | None:
+        """Pay from the purse of the request's other choices; the first one opens and returns it."""
         if self._graph is None or not isinstance(self.asked, MoaRequest):
-            return UNLIMITED
-        return self.asked.budget.tighten(self._graph.budget)
+            return None
+        budget = self.asked.budget.tighten(self._graph.budget)
+        if budget != UNLIMITED:
+            purse = purse or Purse(budget)
+            self.asked = replace(self.asked, purse=purse)
+        return purse
 
     def answer(self, also: Emit | None = None) -> Coroutine[Any, Any, Answer]:
         """Run and return the answer; `also` gets the events.
@@ -199,14 +203,8 @@ class Run:
 
         def rename(event: Event) -> None:
             if also is not None and (text := answer_in(event, graph.answering)):
-                also(
-                    AgentTokens(
-                        event.at_s,
-                        asked.agent,
-                        event.ids if isinstance(event, AgentTokens) else (),
-                        text,
-                    )
-                )
+                ids = event.ids if isinstance(event, AgentTokens) else ()
+                also(AgentTokens(event.at_s, asked.agent, ids, text))
 
         self._also = rename
         return services.programs.run_graph(asked, graph, services.executor.run, self._emit)

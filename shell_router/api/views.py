@@ -331,10 +331,9 @@ async def ready(request: Request) -> Response:
     )
     holding = dict(zip(services.checks, outcomes, strict=True))
     engines = {name for name in holding if name.startswith(ENGINE_CHECK)}
-    optional = {
-        *services.optional_checks,
-        *(engines if any(holding[name] for name in engines) else ()),
-    }
+    optional = set(services.optional_checks)
+    if any(holding[name] for name in engines):
+        optional |= engines
     away = [name for name, holds in holding.items() if not holds]
     failing = [name for name in away if name not in optional]
     if request.app.leaving.is_set():

@@ -199,8 +199,7 @@ def _discover(
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.yaml"
-        found = _ask_servers(engines, apis, keys, models)
-        write_deployment(found, file)
+        write_deployment(_ask_servers(engines, apis, keys, models), file)
         yield file
 
 

@@ -172,9 +172,8 @@ def score(
     confidence = rms_confidence(confidences)
     weights = np.tril(np.outer(confidences, confidences), 0 if self_similarity else -1)
     total = float(weights.sum())
+    agreement = 0.0
     if total > 0:
         agreement = float(np.vdot(weights, similarities)) / total
-    else:
-        agreement = 0.0
     balance = max(1.0 - abs(agreement - tau) / tau, 0.0)
     return Score(confidence, agreement, balance, math.sqrt(confidence * balance))

@@ -513,8 +513,7 @@ class GraphRun:
         If the model refuses the prompt, or fails before it has written anything, its fallbacks take
         its place.
         """
-        failure: EngineError | PromptRefused | None
-        failure = self._plan.refusals.get(member.agent.id)
+        failure: EngineError | PromptRefused | None = self._plan.refusals.get(member.agent.id)
         if failure is not None:
             self._emit(AgentStarted(self._clock(), member.agent.id, member.model))
         for attempt in range(-1, len(member.agent.fallbacks)):

@@ -114,7 +114,16 @@ class Spending:
             self._limit = self._purse.begin(self._price, prompt_tokens, limit)
         if self._paid_tokens is not None:
             return self._limit
-        nanos = round(NANOS * cost)
+        try:
+            await self._begin_accounts(prompt_tokens, round(NANOS * cost))
+        except BaseException:
+            if self._purse is not None:
+                self._purse.pay(-cost, -prompt_tokens, calls=-1)
+            raise
+        return self._limit
+
+    async def _begin_accounts(self, prompt_tokens: int, nanos: int) -> None:
+        """Pay from all accounts, or from none."""
         more = min(self._limit, BLOCK_TOKENS)
         payment = Payment(1, prompt_tokens, nanos, more, self._token_nanos)
         begun = 0
@@ -123,13 +132,10 @@ class Spending:
                 self._left[at] = await account.spend(payment)
                 begun += 1
         except BaseException:
-            if self._purse is not None:
-                self._purse.pay(-cost, -prompt_tokens, calls=-1)
             for account in self._accounts[:begun]:
                 account.refund(1, prompt_tokens, nanos)
-            self.close()
+            self._settle_accounts(0, 0.0)
             raise
-        return self._limit
 
     async def write(self, tokens: int, agent: str) -> None:
         """Pay for tokens of the output. Raises BudgetExceeded after the last one that is paid."""
@@ -159,30 +165,28 @@ class Spending:
         Raises:
             BudgetExceeded: The output ended where the request's budget did.
         """
-        further_tokens = 0
-        further_cost = 0.0
-        if finish is not None:
-            further_tokens = (
-                finish.prompt_tokens
-                + finish.completion_tokens
-                - self._prompt_tokens
-                - self._written
-            )
-            further_cost = self._price.cost(
-                finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens
-            ) - self._price.cost(self._prompt_tokens, 0, self._written)
+        if finish is None:
+            self._settle_accounts(0, 0.0)
+            return
+        price = self._price
+        written = self._written
+        tokens = finish.prompt_tokens - self._prompt_tokens + finish.completion_tokens - written
+        cost = price.cost(finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens)
+        cost -= price.cost(self._prompt_tokens, 0, written)
         if self._purse is not None:
-            self._purse.pay(further_cost, further_tokens)
+            self._purse.pay(cost, tokens)
         if self._paid_tokens:  # an earlier attempt has settled it
-            further_tokens = 0
-            further_cost = 0.0
+            tokens = 0
+            cost = 0.0
+        self._settle_accounts(tokens, cost)
+        if self._purse is not None and finish.reason == "length" and self._limit < self._most:
+            raise self._purse.make_error("and the output ended there")
+
+    def _settle_accounts(self, tokens: int, cost: float) -> None:
+        """Pay for so many further tokens, and give back what was paid ahead."""
         for at, account in enumerate(self._accounts):
             unused = max(0, self._left[at])
             self._left[at] = 0
-            tokens = unused - further_tokens
-            nanos = unused * self._token_nanos - round(NANOS * further_cost)
-            if tokens or nanos:
-                account.refund(0, tokens, nanos)
-        if finish is not None and finish.reason == "length" and self._limit < self._most:
-            assert self._purse is not None, "it has lowered the limit"
-            raise self._purse.make_error("and the output ended there")
+            nanos = unused * self._token_nanos - round(NANOS * cost)
+            if unused - tokens or nanos:
+                account.refund(0, unused - tokens, nanos)

@@ -47,9 +47,7 @@ def wait(scene: EngineScene) -> Sequence[float]:
     So decode servers, which prefill nothing, are scored by their requests alone.
     """
     features = scene.features
-    running_tokens = 0
-    if features.decodes:
-        running_tokens = scene.settings.running_tokens
+    running_tokens = features.decodes * scene.settings.running_tokens
     work = [
         1
         + engine.prefill_tokens

@@ -166,7 +166,7 @@ class RoutingFeatures:
         session = hints.session
         if session is None:
             return None
-        name = session.prefix if self.prefills else session.id
+        name = (session.prefix or session.id) if self.prefills else session.id
         if hints.topology in (None, hints.agent):  # a plain model
             return (hints.user, name, None, None)
         return (hints.user, name, hints.topology, hints.agent)

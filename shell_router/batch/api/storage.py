@@ -169,6 +169,7 @@ class BatchRecord:
     def as_json(self) -> NewValues:
         """Return OpenAI's batch object."""
         errors = {"object": "list", "data": [asdict(fault) for fault in self.faults]}
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         return {
             "id": self.id,
             "object": "batch",
@@ -182,11 +183,7 @@ class BatchRecord:
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{f"{status}_at": self.at.get(status) for status in get_args(Status)[1:]},
-            "request_counts": {
-                "total": self.total,
-                "completed": self.completed,
-                "failed": self.failed,
-            },
+            "request_counts": counts,
             "metadata": self.metadata,
         }
 
