@@ -183,7 +183,7 @@ class Spending:
             raise self._purse.make_error("and the output ended there")
 
     def _settle_accounts(self, tokens: int, cost: float) -> None:
-        """Pay for so many further tokens, and give back what was paid ahead."""
+        """Pay for this number of further tokens, and give back what was paid ahead."""
         for at, account in enumerate(self._accounts):
             unused = max(0, self._left[at])
             self._left[at] = 0
