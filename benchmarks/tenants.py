@@ -16,6 +16,7 @@ it stands for another machine.
     refused       requests of bob's that were not answered 200
     hers          requests of alice's, `hers_refused` those that were not answered 200
     stall_ms      the longest stall of the router's event loop in the last minute or two
+    router_mb     resident memory of the router's process before the first step and after the last
 
 At most --per-s requests of hers begin in a second, except for floods and connections; 0 is as many
 as her process can.
@@ -109,10 +110,13 @@ async def measured(options: argparse.Namespace, ways: Sequence[str], folder: Pat
             for number in range(options.rounds):
                 turn = number % len(ways)
                 for way in [*ways[turn:], *ways[:turn]]:
+                    began_mb = resident_mb()
                     alone = await submit(bob, run, "bob", url, options.seconds, 0.0)
                     hers = submit(alice, run, way, url, options.seconds, options.per_s)
                     beside = await submit(bob, run, "bob", url, options.seconds, 0.0)
-                    steps[way].append(Step(alone, beside, await hers, await longest_stall(url)))
+                    asked = alone, beside, await hers
+                    memory_mb = began_mb, resident_mb()
+                    steps[way].append(Step(*asked, await longest_stall(url), *memory_mb))
     return [row_of(way, steps[way]) for way in ways]
 
 
@@ -185,6 +189,8 @@ class Step:
     beside: "Asked"
     hers: "Asked"
     stall_s: float
+    began_mb: float
+    ended_mb: float
 
 
 def row_of(way: str, steps: Sequence[Step]) -> "Row":
@@ -203,7 +209,14 @@ def row_of(way: str, steps: Sequence[Step]) -> "Row":
         "hers": sum(len(step.hers.took_s) + step.hers.refused for step in steps),
         "hers_refused": sum(step.hers.refused for step in steps),
         "stall_ms": 1e3 * max(step.stall_s for step in steps),
+        "router_mb": f"{steps[0].began_mb:.0f} to {steps[-1].ended_mb:.0f}",
     }
+
+
+def resident_mb() -> float:
+    """Return the resident memory of this process, which is the router's."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 async def longest_stall(url: str) -> float:
@@ -518,6 +531,19 @@ class Asking:
 
         await self.again(32, unread)
 
+    async def everything(self) -> None:
+        """All other ways at once, each with requests of its own."""
+        import aiohttp
+
+        async def repeat(way: Callable[[Asking], Awaitable[None]]) -> None:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):  # the router cuts some off
+                    await way(replace(self))
+                await asyncio.sleep(0.1)
+
+        ways = [way for way in WAYS.values() if way not in (Asking.none, Asking.everything)]
+        await asyncio.gather(*map(repeat, ways))
+
 
 WAYS: dict[str, Callable[[Asking], Awaitable[None]]] = {
     "none": Asking.none,
@@ -542,6 +568,7 @@ WAYS: dict[str, Callable[[Asking], Awaitable[None]]] = {
     "idle connections": Asking.idle_connections,
     "unread streams": Asking.unread_streams,
     "unread files": Asking.unread_files,
+    "everything at once": Asking.everything,
 }
 
 if __name__ == "__main__":
