@@ -61,8 +61,13 @@ def wait(scene: EngineScene) -> Sequence[float]:
 
 
 def affinity(scene: EngineScene) -> Sequence[float]:
-    """Score 1 for the engine of the last request by this user and agent."""
-    home = scene.memory.home(scene.features.place, scene.now_s)
+    """Score 1 for the engine of the last request by this user and agent.
+
+    A session has an engine of its own; its first request may go to any.
+    """
+    home = None
+    if scene.features.session is None:
+        home = scene.memory.home(scene.features.place, scene.now_s)
     return [float(engine.index == home) for engine in scene.engines]
 
 

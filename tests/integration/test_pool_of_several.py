@@ -432,7 +432,7 @@ async def test_each_attempts_placement_is_reported_with_its_reason() -> None:
         ["prefill-0", "decode-0"],
         ["prefill-0", "decode-1"],
     ]
-    assert [one.why for one in seen[0]] == ["only_engine", "fewest_requests"]
+    assert [one.why for one in seen[0]] == ["only_engine", "tie"]
 
 
 async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other_in_a_circle() -> (
