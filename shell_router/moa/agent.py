@@ -147,14 +147,11 @@ class RunContext:
     accounts: Sequence[Account] = ()
     journal: RunJournal | None = None
 
-    def open_spending(self, price: Price, rid: str) -> Spending | None:
-        """Return what pays for an agent's request, None if nothing limits what it may spend."""
+    def open_spending(self, price: Price) -> Spending | None:
+        """Return what pays for an agent, None if nothing limits what it may spend."""
         if self.purse is None and not self.accounts:
             return None
-        paid_tokens = None
-        if self.journal is not None:
-            paid_tokens = self.journal.count_recorded(rid)
-        return Spending(price, self.purse, self.accounts, paid_tokens)
+        return Spending(price, self.purse, self.accounts)
 
 
 OnText = Callable[[str, float], bool]
@@ -252,7 +249,8 @@ class AgentRun:
         self.progress = Progress(task, context)
         self._emit = context.emit
         self._clock = context.clock
-        self._spending = context.open_spending(task.model.price, task.rid)
+        self._spending = context.open_spending(task.model.price)
+        self._journal = context.journal
         self._writer = writer
         self._on_text = on_text
         self._texts: list[str] = []
@@ -300,7 +298,10 @@ class AgentRun:
         limit = limit_output(task, len(ids), may_shrink=task.may_shrink)
         sampling = await self._complete_sampling()
         if self._spending is not None:
-            limit = await self._spending.begin(len(ids), limit)
+            paid_tokens = None
+            if self._journal is not None:
+                paid_tokens = self._journal.count_recorded(task.rid, task.model.alias, ids)
+            limit = await self._spending.begin(len(ids), limit, paid_tokens)
         sampling = {**sampling, "max_new_tokens": limit}
         ready_s = self.progress.begin(len(ids), sent)
         if CURRENT.get() is not None:

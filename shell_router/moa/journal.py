@@ -185,10 +185,10 @@ class RunJournal:
         """Return the name of a request, which is the same in every attempt."""
         return rid.replace(self.run_id, "", 1)
 
-    def count_recorded(self, rid: str) -> float | None:
-        """Count an output's recorded tokens, inf if it ended; None if it never began."""
+    def count_recorded(self, rid: str, model: str, ids: Sequence[int]) -> float | None:
+        """Count an output's recorded tokens, inf if it ended; None if this prompt never began."""
         recorded = self.recorded.get(self.name_request(rid))
-        if recorded is None:
+        if recorded is None or recorded.digest != _compute_digest(model, ids):
             return None
         if recorded.end is not None:
             return math.inf

@@ -80,39 +80,35 @@ class Spending:
         price: The model's price.
         purse: Pays from the request's budget.
         accounts: Pay from budgets of several requests.
-        paid_tokens: Tokens of the output that an earlier attempt at the run has paid from accounts,
-            with the call and its prompt; None if it had not begun.
     """
 
-    def __init__(
-        self,
-        price: Price,
-        purse: Purse | None,
-        accounts: Sequence[Account],
-        paid_tokens: float | None = None,
-    ) -> None:
+    def __init__(self, price: Price, purse: Purse | None, accounts: Sequence[Account]) -> None:
         self._price = price
         self._purse = purse
         self._accounts = accounts
-        self._paid_tokens = paid_tokens
+        self._paid_tokens: float | None = None
         self._left = [0 for _ in accounts]
         self._token_nanos = round(NANOS * price.cost(0, 0, 1))
         self._prompt_tokens = 0
         self._written = 0
         self._limit = self._most = 0
 
-    async def begin(self, prompt_tokens: int, limit: int) -> int:
+    async def begin(self, prompt_tokens: int, limit: int, paid_tokens: float | None = None) -> int:
         """Pay the call and its prompt; return how many tokens its output may have, up to `limit`.
+
+        If an earlier attempt at the run began it, that has paid the call, the prompt and
+        `paid_tokens` of the output from accounts.
 
         Raises:
             BudgetExceeded: It cannot be paid together with a first token.
         """
+        self._paid_tokens = paid_tokens
         self._prompt_tokens = prompt_tokens
         self._limit = self._most = limit
         cost = self._price.cost(prompt_tokens, 0, 0)
         if self._purse is not None:
             self._limit = self._purse.begin(self._price, prompt_tokens, limit)
-        if self._paid_tokens is not None:
+        if paid_tokens is not None:
             return self._limit
         try:
             await self._begin_accounts(prompt_tokens, round(NANOS * cost))

@@ -12,6 +12,7 @@ from shell_router.core.budget import Allowance, Budget, Price, Purse
 from shell_router.core.engine import Generation
 from shell_router.core.events import AgentStopped
 from shell_router.errors import BudgetExceeded
+from shell_router.files.read import check
 from shell_router.moa.requests import Answer
 from shell_router.moa.spending import Account, Spending
 from shell_router.topology import Graph, parse_topology
@@ -134,6 +135,11 @@ async def test_an_engine_that_keeps_the_lowered_limit_ends_with_the_same_warning
     assert answer.text.strip() and WORDS.startswith(answer.text)
     assert "budget" in answer.warning
     assert answer.agents["root"].state == "budget"
+
+
+def test_a_price_of_cached_tokens_is_not_negative() -> None:
+    _, problems = check(Price, {"input": 1, "output": 1, "cached": -5})
+    assert [problem.at for problem in problems] == [("cached",)]
 
 
 def test_what_pays_exactly_for_a_first_token_pays_for_it() -> None:

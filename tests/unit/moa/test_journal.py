@@ -4,6 +4,7 @@ is asked for.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from time import monotonic
@@ -116,6 +117,20 @@ async def test_a_run_that_ended_is_repeated_without_an_engine() -> None:
         "".join(event.text for event in events.of(AgentTokens) if event.agent == "root")
         == TEXTS["root"]
     )
+
+
+async def test_only_the_prompt_that_was_recorded_counts_as_paid() -> None:
+    store, moa = MemoryJournals(), moa_of()
+    await attempt(moa, store)
+    records = await store.claim("tenant", "key", "second", "head")
+    assert records is not None
+    journal = RunJournal(store, "tenant", "key", "second", records)
+    for alias, engine in moa.engines.items():
+        for request in engine.generated:
+            rid = request.rid.replace("first", "second")
+            assert journal.count_recorded(rid, alias, request.input_ids) == math.inf
+            assert journal.count_recorded(rid, alias, [*request.input_ids, 1]) is None
+    await journal.close(void=True)
 
 
 class CountingHoldouts(Holdouts):
