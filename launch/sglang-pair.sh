@@ -28,6 +28,13 @@ prefill_gpu="${places[1]:-0}"
 decode_gpu="${places[2]:-1}"
 port="${places[3]:-30000}"
 
+for taken in "$port" "$((port + 1))" "$((port + 2))"; do
+    if (exec 3<>"/dev/tcp/127.0.0.1/$taken") 2>/dev/null; then
+        echo "port $taken of 127.0.0.1 is taken: stop what listens there, or name another PORT" >&2
+        exit 1
+    fi
+done
+
 # a dead prefill is noticed by decode after two missed heartbeats
 export SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL="${SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL:-2}"
 # over TCP, a KV transfer in more pieces than Mooncake queues fails, and with it all that follow for 30 s or more

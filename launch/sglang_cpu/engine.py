@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shell_router.errors import EngineUnreachable
+from shell_router.processes.command import PORT_TAKEN, require_free_ports
 from shell_router.processes.with_parent import with_parent
 
 HOST = "127.0.0.1"
@@ -48,10 +49,13 @@ class EngineServer:
     def start(self, *options: str) -> None:
         """Start the process, as the leader of a process group, unless it runs; `options` are for
         this run only.
+
+        Raises EngineUnreachable if its port is taken.
         """
         if self.started:
             return
         self.kill()  # what an earlier run left of its group
+        require_free_ports(self.role, HOST, (self.port,))
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
@@ -65,7 +69,12 @@ class EngineServer:
             )
 
     def healthy(self) -> bool:
-        """Whether `/health` answers 200; raises EngineUnreachable when the process has ended."""
+        """Whether `/health` answers 200; raises EngineUnreachable when the process has ended.
+
+        One that says that its port is taken is ended: it would neither serve nor end.
+        """
+        if PORT_TAKEN in self._log_tail().lower():
+            self.kill()
         if not self.started:
             raise EngineUnreachable(
                 f"The {self.role} server ended before it was ready: …{self._log_tail()}",

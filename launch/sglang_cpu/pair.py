@@ -27,12 +27,12 @@ from launch.sglang_cpu.environment import (
 )
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import DRAFT_OPTIONS, DRAFT_VARIABLES, TRANSFER_VARIABLES
+from shell_router.processes.command import PORT_TAKEN
 
 START_LIMIT_S = 300.0
 POLL_S = 0.5
 REPORT_S = 10.0
 STARTS = 3
-PORT_TAKEN = "address already in use"
 
 COMMON_OPTIONS = (
     *("--host", HOST, "--device", "cpu", "--dtype", "float32"),

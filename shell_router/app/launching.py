@@ -15,9 +15,9 @@ from shell_router.app.serving import serve
 from shell_router.app.wings import wing
 from shell_router.config import Config
 from shell_router.errors import ConfigError
-from shell_router.http.server import bind_sockets
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
 from shell_router.launching.supervisor import Engines, Patience, run_engines
+from shell_router.processes.command import require_free_ports
 from shell_router.processes.restarts import RestartPolicy
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
 def launch_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
     """Return a context in which the plan's engines serve; entering it may raise EngineError.
 
-    Raises ConfigError.
+    Raises ConfigError for a wrong interpreter, and EngineUnreachable for a taken port.
     """
     _require_startable(launched.engines)
     settings = launched.config.launch
@@ -81,15 +81,4 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
                 f"{engine.argv[0]} is not a program that can be run.",
                 remedy="Correct launch.python, or make it executable.",
             )
-        for port in engine.ports:
-            try:
-                with bind_sockets(
-                    engine.host, port
-                ):  # what listens there would be taken for the engine
-                    pass
-            except OSError as error:
-                raise ConfigError(
-                    f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
-                    remedy="Stop what listens there, or correct the URLs; --machine says "
-                    "which host this is.",
-                ) from error
+        require_free_ports(engine.name, engine.host, engine.ports)

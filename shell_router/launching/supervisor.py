@@ -12,7 +12,7 @@ import aiohttp
 from shell_router.config.models import Role
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import HEARTBEAT_S, EngineCommand, LaunchPlan
-from shell_router.processes.command import CommandProcess
+from shell_router.processes.command import CommandProcess, require_free_ports
 from shell_router.processes.restarts import RestartPolicy, keep_running
 
 log = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ class Engines:
             return f"{engine.name} ended with code {code}; its output is in {process.log}."
 
         async def start() -> None:
+            require_free_ports(engine.name, engine.host, engine.ports)
             await process.start()
             try:
                 await self._wait_until_ready([engine])
@@ -186,8 +187,10 @@ class Engines:
 
     def _require_startable(self, waiting: Sequence[EngineCommand], waited_s: float) -> None:
         """Raise EngineUnreachable if one of them has ended, or if the time is over."""
-        own = [self.processes[engine.name] for engine in waiting if engine.name in self.processes]
-        for process in own:
+        here = [engine for engine in waiting if engine.name in self.processes]
+        own = [self.processes[engine.name] for engine in here]
+        for engine, process in zip(here, own, strict=True):
+            process.require_ports(engine.host, engine.ports)
             if not process.running:
                 raise EngineUnreachable(
                     f"{process.name} ended before it was ready: …{process.read_log_tail()}",

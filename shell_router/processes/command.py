@@ -2,15 +2,36 @@
 
 import asyncio
 import os
+import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from shell_router.errors import EngineUnreachable
+from shell_router.http.server import bind_sockets
 from shell_router.processes.with_parent import with_parent
 
 LOG_TAIL_BYTES = 8192
+SEARCHED_BYTES = 2**16
+PORT_TAKEN = "address already in use"
+
+
+def require_free_ports(name: str, host: str, ports: Iterable[int]) -> None:
+    """Raise EngineUnreachable for a port that is taken: what listens there may pass for `name`."""
+    for port in ports:
+        try:
+            with bind_sockets(host, port):
+                pass
+        except OSError as error:
+            raise _taken_port(name, host, port, str(error.strerror)) from error
+
+
+def _taken_port(name: str, host: str, port: int, reason: str) -> EngineUnreachable:
+    return EngineUnreachable(
+        f"{name} cannot listen on {host}, port {port}: {reason}.",
+        remedy="Stop what listens there, or correct the URLs; --machine says which host this is.",
+    )
 
 
 class CommandProcess:
@@ -24,6 +45,7 @@ class CommandProcess:
         self._argv = argv
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
+        self._log_begin = 0
         # after a group has ended, the system may give its number to another group
         self._group_may_live = False
 
@@ -37,6 +59,7 @@ class CommandProcess:
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
+                self._log_begin = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *with_parent(self._argv),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -77,13 +100,24 @@ class CommandProcess:
         await self._process.wait()
         self._group_may_live = False
 
-    def read_log_tail(self) -> str:
-        """Return the end of the log, which may have gigabytes."""
+    def read_log_tail(self, most_bytes: int = LOG_TAIL_BYTES) -> str:
+        """Return the end of what this run wrote to the log, which may have gigabytes."""
         with suppress(OSError), self.log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - LOG_TAIL_BYTES))
+            log.seek(max(self._log_begin, size - most_bytes))
             return log.read().decode("utf-8", "replace").strip()
         return "its log cannot be read"
+
+    def require_ports(self, host: str, ports: Iterable[int]) -> None:
+        """Raise EngineUnreachable if the log of this run says that one of its ports is taken.
+
+        SGLang then neither serves nor ends.
+        """
+        lines = self.read_log_tail(SEARCHED_BYTES).lower().splitlines()
+        taken = [line for line in lines if PORT_TAKEN in line]
+        for port in ports:
+            if any(re.search(rf"\b{port}\b", line) for line in taken):
+                raise _taken_port(self.name, host, port, f"{PORT_TAKEN}, says {self.log}")
 
     def _signal_group(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -37,12 +37,18 @@ def main() -> None:
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--no-such-flag", action="store_true")
+    parser.add_argument("--finds-port-taken", action="store_true")
     given, _ = parser.parse_known_args()
     signal.alarm(LIFE_S)
     if given.no_such_flag:
         sys.exit("unrecognized arguments: --no-such-flag")
     if given.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if given.finds_port_taken:  # as SGLang, which says so and goes on without the port
+        where = f"('127.0.0.1', {given.port})"
+        print(f"error while attempting to bind on address {where}: address already in use")
+        sys.stdout.flush()
+        signal.pause()
     child = subprocess.Popen((sys.executable, "-c", IGNORES_SIGTERM))
 
     class Answers(BaseHTTPRequestHandler):

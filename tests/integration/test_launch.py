@@ -16,7 +16,7 @@ from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config
 from shell_router.app.launching import launch_engines, plan_launch
 from shell_router.cli import main
-from shell_router.errors import ConfigError
+from shell_router.errors import EngineUnreachable
 from tests.fakes import embedded_as_sglang
 from tests.fakes.command import RunningCommand, running_command, survivors
 from tests.fakes.fake_engine import interpreter
@@ -155,7 +155,7 @@ def test_engines_may_listen_on_ipv6_and_a_taken_port_is_known_there(deployment: 
         pytest.skip("no IPv6 on this machine")
     with (
         taken,
-        pytest.raises(ConfigError, match=r"cannot listen on ::1, .* Address already in use"),
+        pytest.raises(EngineUnreachable, match=r"cannot listen on ::1, .* Address already in use"),
     ):
         launch_engines(planned)
     launch_engines(planned)

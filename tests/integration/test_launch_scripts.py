@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -77,6 +78,18 @@ def test_several_pairs_share_one_gpu_on_ports_of_their_own(commands_of_python: P
     for line in lines:
         assert line.startswith("1 -m sglang.launch_server --model-path only-model ")
         assert line.endswith("--max-total-tokens 32768 --cuda-graph-max-bs-decode 16 --quiet")
+
+
+def test_a_pair_is_not_started_on_a_port_that_another_process_has(commands_of_python: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(subprocess.CalledProcessError) as refused,
+    ):
+        port = taken.getsockname()[1]
+        command = ("launch/sglang-pair.sh", "model", "0", "1", str(port - 2))
+        output(*command, path=str(commands_of_python))
+    assert f"port {port} of 127.0.0.1 is taken" in refused.value.stderr
+    assert refused.value.stdout == ""
 
 
 @pytest.mark.parametrize(

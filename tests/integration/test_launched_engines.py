@@ -5,6 +5,7 @@ servers.
 import asyncio
 import os
 import shutil
+import socket
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -122,7 +123,7 @@ async def test_a_dead_engine_is_started_again_and_counted(
     assert survivors(running) == set()
 
 
-async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
+async def test_an_engine_without_its_log_or_port_is_tried_again_until_it_has_both(
     tmp_path: Path, lines: Lines
 ) -> None:
     planned = replace(launched(tmp_path), folder=tmp_path / "logs")
@@ -134,7 +135,9 @@ async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
             planned.folder.write_text("no folder")
             await end(planned.engines[1])
             assert str(planned.folder) in await lines.with_words("m/decode cannot be started")
-            planned.folder.unlink()
+            with socket.create_server(("127.0.0.1", *planned.engines[1].ports)):
+                planned.folder.unlink()
+                await lines.with_words("m/decode cannot listen on 127.0.0.1")
             await lines.with_words("m/decode: ready after")
             assert (planned.folder / "m-decode.log").exists()
 
@@ -191,6 +194,17 @@ async def test_an_engine_that_is_never_ready_is_an_error_that_names_its_log(
         EngineUnreachable, match=r"m/prefill.*: not ready within 0.2 s\. .*m-prefill\.log"
     ):
         await _enter(planned, replace(PATIENCE, start_s=0.2), lines)
+
+
+async def test_an_engine_that_finds_its_port_taken_and_goes_on_is_an_error_that_names_the_port(
+    tmp_path: Path, lines: Lines
+) -> None:
+    planned = launched(tmp_path, launch="decode_flags: --finds-port-taken")
+    (port,) = planned.engines[1].ports
+    with pytest.raises(
+        EngineUnreachable, match=f"m/decode cannot listen on 127.0.0.1, port {port}: .*decode.log"
+    ):
+        await _enter(planned, PATIENCE, lines)
 
 
 async def test_a_start_that_is_cancelled_stops_what_it_started(

@@ -1,4 +1,5 @@
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ from launch.sglang_cpu.pair import CpuPair, free_ports
 from shell_router.errors import EngineUnreachable
 
 SERVER = """
-import http.server, pathlib, sys
+import http.server, pathlib, sys, time
 port, runs, message = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
 runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
 if message and (len(runs.read_text()) == 1 or message.startswith("always")):
-    sys.exit(message)
+    print(message, file=sys.stderr, flush=True)
+    if "goes on" not in message:
+        sys.exit(1)
+    time.sleep(300)
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -57,9 +61,12 @@ def servers(tmp_path: Path) -> Iterator[Pair]:
         servers.pair.stop()
 
 
-def test_a_server_that_lost_its_port_is_started_again_and_the_other_goes_on(servers: Pair) -> None:
+@pytest.mark.parametrize("after", ["and it ends", "and it goes on"])
+def test_a_server_that_lost_its_port_is_started_again_and_the_other_goes_on(
+    servers: Pair, after: str
+) -> None:
     reported: list[str] = []
-    servers.of("[Errno 98] Address already in use").start(progress=reported.append)
+    servers.of(f"[Errno 98] Address already in use, {after}").start(progress=reported.append)
     assert (servers.runs("prefill"), servers.runs("decode")) == (2, 1)
     assert any("starting again" in one for one in reported)
 
@@ -68,6 +75,16 @@ def test_a_port_that_stays_taken_is_reported_after_three_starts(servers: Pair) -
     with pytest.raises(EngineUnreachable, match="always address already in use"):
         servers.of("always address already in use").start()
     assert servers.runs("prefill") == 3
+
+
+def test_a_server_is_not_started_on_a_port_that_another_process_has(servers: Pair) -> None:
+    pair = servers.of()
+    with (
+        socket.create_server(("127.0.0.1", pair.decode.port)),
+        pytest.raises(EngineUnreachable, match=f"decode cannot listen .* {pair.decode.port}"),
+    ):
+        pair.start()
+    assert not pair.decode.started
 
 
 def test_what_an_earlier_run_wrote_is_not_held_against_a_later_one(servers: Pair) -> None:
