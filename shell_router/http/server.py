@@ -13,6 +13,7 @@ from traceback import extract_tb
 from typing import Any
 
 from aiohttp import HttpVersion11, MultipartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from zstandard import ZstdDecompressor, ZstdError
 
 from shell_router.http.app import (
@@ -129,7 +130,10 @@ def _authority(address: tuple[str, int]) -> str:
 
 
 class _WithoutContent(logging.Filter):
-    """Takes errors' messages out of aiohttp's log lines: they quote API keys and bodies."""
+    """Takes errors' messages out of aiohttp's log lines: they quote API keys and bodies.
+
+    Bytes that are no request are the client's error, which gets a 400: they are logged as INFO.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -139,7 +143,10 @@ class _WithoutContent(logging.Filter):
             record.msg = f"{record.getMessage()}: {type(error).__name__}{place}"
             record.args = ()
             record.exc_info = None
-        return True
+        if isinstance(error, HttpProcessingError):
+            record.levelno = logging.INFO
+            record.levelname = "INFO"
+        return _AIOHTTP_LOG.isEnabledFor(record.levelno)
 
 
 _AIOHTTP_LOG = logging.getLogger(f"{__name__}.aiohttp")

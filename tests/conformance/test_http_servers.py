@@ -6,6 +6,7 @@ with keys, and a route that repeats what its handler was given.
 """
 
 import asyncio
+import logging
 import random
 import re
 from collections.abc import AsyncIterator, Callable
@@ -351,6 +352,34 @@ async def differences(seeds: range, *, stalls: bool) -> list[int]:
 
 async def test_both_servers_give_the_same_answers() -> None:
     assert await differences(range(300), stalls=False) == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Content-Type: application/json\r\nContent-Type: text/plain\r\n", 400),
+        (b"Content-Length: 2\r\nContent-Length: 2\r\n", 400),
+        (b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", 400),
+        (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", 400),
+        (b"Host: a\r\n", 400),
+        (b"Authorization: Bearer sk-alice\r\nAuthorization: Bearer no\r\n", 200),
+        (b"Authorization: Bearer no\r\nAuthorization: Bearer sk-alice\r\n", 401),
+    ],
+    ids=lambda value: value.split(b":")[0].decode() if isinstance(value, bytes) else None,
+)
+async def test_a_header_twice_is_refused_or_the_first_counts_and_no_error_is_logged(
+    headers: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers += b"Host: localhost\r\n"
+    if b"Length" not in headers and b"chunked" not in headers:
+        headers += b"Content-Length: 2\r\n"
+    if b"Authorization" not in headers:
+        headers += b"Authorization: Bearer sk-alice\r\n"
+    script = Script((b"POST /repeat HTTP/1.1\r\n" + headers + b"Connection: close\r\n\r\n{}",))
+    async with both_servers() as urls:
+        answers = [await answers_of(url, script) for url in urls]
+    assert [[answer.status for answer in each] for each in answers] == [[status], [status]]
+    assert [line for line in caplog.records if line.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.slow
