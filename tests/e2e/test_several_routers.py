@@ -1,5 +1,5 @@
-"""Router processes that share a Redis and an engine: they are killed and replaced, and no client
-loses its answer.
+"""Router processes that share a Redis and engines: they are killed, frozen and replaced, and no
+client loses its answer or reads two.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import astuple, dataclass, field
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes.command import RunningCommand, running_command
 from tests.fakes.counting_proxy import CountingProxy, counting_proxy
 from tests.fakes.hostile_inputs import FAMILIES, Hostile
+from tests.fakes.pairs_under_test import BreakablePair, embedded_servers, idle
 from tests.fakes.redis_server import RedisServer, own_redis
 from tests.fakes.shared_engines import SharedEngines
 
@@ -76,6 +77,13 @@ class Seen:
             self.text += choice["delta"].get("content", "")
 
 
+TENANTS = ("ann", "bob", "cem")
+
+
+def bearing(tenant: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer sk-{tenant}"}
+
+
 @dataclass(frozen=True)
 class Deployment:
     """One pair, which outlives its routers, and a Redis."""
@@ -92,7 +100,9 @@ class Deployment:
         line = await command.line_with("Serving on", limit_s=60)
         return Router(line.split()[-1], command)
 
-    async def read(self, router: Router, key: str, seen: Seen, **fields: object) -> Seen:
+    async def read(
+        self, router: Router, key: str, seen: Seen, tenant: str = "ann", **fields: object
+    ) -> Seen:
         """All of a stream, frame by frame into `seen`; AssertionError where it is refused, fails or
         breaks off.
         """
@@ -105,6 +115,7 @@ class Deployment:
             **fields,
         }
         headers = {"Idempotency-Key": key} if key else {}
+        headers |= bearing(tenant)
         async with self.client.post(
             f"{router.url}/v1/chat/completions", json=body, headers=headers
         ) as response:
@@ -136,7 +147,9 @@ async def served(
     ).address
     async with (
         counting_proxy(address.decode_url) as engine,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as client,
+        aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=LIMIT_S), headers=bearing("ann")
+        ) as client,
         AsyncExitStack() as stack,
     ):
         pair = {
@@ -150,6 +163,9 @@ async def served(
             "embedder": {"model": "none"},
             "limits": {"lame_duck_s": 10},
             "cache": {"backend": "redis", "url": redis.url, "lease_s": 1},
+            "api_keys": {
+                name: {"key": f"sk-{name}", "operator": name == "ann"} for name in TENANTS
+            },
         }
         (tmp_path / "tree.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
         (tmp_path / "router.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -233,7 +249,7 @@ class Load:
 async def test_a_rolling_restart_under_64_streams_fails_none(served: Deployment) -> None:
     first, second = [await served.router() for _ in range(2)]
     load = Load([first, second])
-    limits = {"model": "small", "max_tokens": 16, "ignore_eos": True}
+    limits: dict[str, Any] = {"model": "small", "max_tokens": 16, "ignore_eos": True}
     async with load.clients(STREAMS, lambda router: served.read(router, "", Seen(), **limits)):
         for leaving in (first, second):
             await load.more(leaving, STREAMS // 2)
@@ -446,7 +462,7 @@ async def soaked(
                 await be_hostile(served, router, draws.choice(HOSTILE))
             else:
                 key = f"{place}-{asked.total()}-{seconds}-{end_s}" if what == "tree" else ""
-                limits = (
+                limits: dict[str, Any] = (
                     {}
                     if what == "tree"
                     else {"model": "small", "max_tokens": 16, "seed": draws.randrange(99)}
@@ -489,3 +505,162 @@ async def at_rest(served: Deployment, router: Router, most: Held | None = None) 
                         return held
     except TimeoutError:
         pytest.fail(f"the router holds {held}, at most {most} was expected")
+
+
+QUESTIONS = tuple(
+    f"{name} has {number} pens. {name} buys 13 more pens. How many pens does {name} have now?"
+    for name, number in (("Tom", 24), ("Ann", 7), ("Sam", 31))
+)
+FAULT_S = min(10.0, SOAK_S / 12)
+"""From the beginning of a fault to the next one."""
+
+
+@dataclass
+class Faults:
+    """What breaks under two routers and a pair of their own.
+
+    The first router is frozen, but never ended, so that what it holds can be compared.
+    """
+
+    served: Deployment
+    redis: RedisServer
+    pair: BreakablePair
+    routers: list[Router]
+    broken: Counter[str] = field(default_factory=Counter)
+
+    async def go_on_for(self, seconds: float) -> None:
+        """All kinds of faults, one after the other, each at least once; the last one is over."""
+        end_s = asyncio.get_running_loop().time() + seconds
+        kinds = (
+            self.kill_router,
+            self.freeze_router,
+            self.kill_engine,
+            self.stop_router,
+            self.stall_engine,
+            self.lose_redis,
+        )
+        for fault in cycle(kinds):
+            if len(self.broken) == len(kinds) and asyncio.get_running_loop().time() >= end_s:
+                return
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.sleep(FAULT_S))
+                group.create_task(fault())
+            self.broken[fault.__name__] += 1
+
+    async def kill_router(self) -> None:
+        self.routers[1].command.kill()
+        self.routers[1] = await self.served.router()
+
+    async def stop_router(self) -> None:
+        self.routers[1].command.signal(signal.SIGTERM)
+        code, said = await self.routers[1].command.ended(limit_s=LIMIT_S)
+        assert code == 0, said
+        self.routers[1] = await self.served.router()
+
+    async def freeze_router(self) -> None:
+        """For longer than its lease of a second."""
+        frozen = self.routers[self.broken.total() // 6 % 2]
+        frozen.command.signal(signal.SIGSTOP)
+        await asyncio.sleep(3)
+        frozen.command.signal(signal.SIGCONT)
+
+    async def kill_engine(self) -> None:
+        role = ("prefill", "decode")[self.broken.total() // 6 % 2]
+        self.pair.kill(role)
+        await self.pair.start(role)
+
+    async def stall_engine(self) -> None:
+        with self.pair.paused("decode"):
+            await asyncio.sleep(FAULT_S / 2)
+
+    async def lose_redis(self) -> None:
+        self.redis.kill()
+        await asyncio.sleep(FAULT_S / 2)
+        self.redis.start()
+
+
+@dataclass
+class Readers:
+    """Clients of three tenants, who ask again, at the next router, until they have an answer."""
+
+    served: Deployment
+    routers: list[Router]
+    expected: dict[tuple[str, str], str]
+    draws: random.Random
+    answers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    broken_off: int = 0
+
+    async def go_on_during(self, other: Awaitable[None]) -> None:
+        """All clients, until the other has ended; each ends with an answer."""
+        async with asyncio.TaskGroup() as group:
+            watched = asyncio.ensure_future(other)
+            for place in range(CLIENTS):
+                group.create_task(self._client(place, watched))
+            await watched
+
+    async def _client(self, place: int, other: asyncio.Future[None]) -> None:
+        tenant = TENANTS[place % len(TENANTS)]
+        while not other.done():
+            model, question = self.draws.choice(tuple(self.expected))
+            key = f"{place}-{self.answers.total()}-{self.draws.random()}"
+            async with asyncio.timeout(LIMIT_S):
+                await self._answer(place, key, tenant, model, question)
+            self.answers[tenant, model] += 1
+
+    async def _answer(self, place: int, key: str, tenant: str, model: str, question: str) -> None:
+        expected = self.expected[model, question]
+        fields = fields_of(model, question)
+        for turn in count(place):
+            seen = Seen()
+            with contextlib.suppress(
+                AssertionError, aiohttp.ClientError, asyncio.IncompleteReadError
+            ):
+                await self.served.read(self.routers[turn % 2], key, seen, tenant, **fields)
+            assert expected.startswith(seen.text), "what a client has seen is never contradicted"
+            if seen.is_done and not seen.error:
+                assert seen.text == expected
+                return
+            self.broken_off += 1
+            await asyncio.sleep(0.1)  # as clients wait before they ask again
+
+
+def fields_of(model: str, question: str) -> dict[str, Any]:
+    limits: dict[str, Any] = (
+        {} if model == "tree" else {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    )
+    return {"model": model, "messages": [{"role": "user", "content": question}], **limits}
+
+
+async def test_faults_for_long_change_no_text_and_leave_nothing(
+    served: Deployment, redis: RedisServer, tmp_path: Path
+) -> None:
+    options = ("--dtype", "float64", "--incremental-streaming-output")
+    with embedded_servers(MODEL, tmp_path, *options) as servers:
+        pair = BreakablePair(servers)
+        settings = yaml.safe_load(served.config.read_text(encoding="utf-8"))
+        settings["models"]["small"]["pairs"].append(
+            {
+                "prefill": pair.url("prefill"),
+                "decode": pair.url("decode"),
+                "bootstrap_port": pair.address.bootstrap_port,
+            }
+        )
+        served.config.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        routers = [await served.router() for _ in range(2)]
+        expected = {
+            (model, question): (
+                await served.read(routers[0], "", Seen(), **fields_of(model, question))
+            ).text
+            for model in ("small", "tree")
+            for question in QUESTIONS
+        }
+        readers = Readers(served, routers, expected, random.Random(40))
+        await readers.go_on_during(asyncio.sleep(SOAK_S / 3))
+        before = await at_rest(served, routers[0])
+        faults = Faults(served, redis, pair, routers)
+        await readers.go_on_during(faults.go_on_for(SOAK_S * 2 / 3))
+        assert len(readers.answers) == 6 and readers.broken_off
+        most = Held(before.files + 8, before.threads + 2, before.megabytes + 32, before.tasks + 8)
+        after = await at_rest(served, routers[0], most)
+        await idle(served.client, pair.url("prefill"), pair.url("decode"), limit_s=LIMIT_S)
+        print(f"{readers.answers} {readers.broken_off=} {faults.broken} {before} {after}")
