@@ -81,6 +81,10 @@ def main() -> int:
     import uvloop
     from report import report
 
+    from shell_router.cli.options import give_back_freed_memory
+
+    give_back_freed_memory()  # as `shell-router serve` does
+
     with tempfile.TemporaryDirectory(prefix="tenants-") as folder:
         rows = uvloop.run(measured(options, ways, Path(folder)))
     report(TITLE, rows, engine=ENGINES[options.engine], simulated=False, as_json=options.json)

@@ -1,5 +1,6 @@
 """The parts that commands share: kinds of values, options, files to write, and the event loop."""
 
+import contextlib
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -114,6 +115,19 @@ def say(line: str) -> None:
     print(f"{line}\n", end="", flush=True)
 
 
+def give_back_freed_memory() -> None:
+    """Let glibc return large buffers to the system when they are freed.
+
+    Otherwise it keeps up to 64 MiB for each thread that has ever held a large body.
+    """
+    import ctypes
+
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(AttributeError):  # another C library
+        for option in (trim_threshold, mmap_threshold):
+            ctypes.CDLL(None).mallopt(option, 256 * 1024)
+
+
 def run(work: Coroutine[Any, Any, object]) -> None:
     """Run `work` to its end.
 
@@ -126,6 +140,7 @@ def run(work: Coroutine[Any, Any, object]) -> None:
 
     import uvloop
 
+    give_back_freed_memory()
     # Requests leave few cycles: looking for them as often as Python does costs a tenth of a
     # request.
     gc.freeze()
