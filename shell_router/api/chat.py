@@ -69,7 +69,7 @@ from shell_router.api.translation import (
     TranslatedFrames,
     Translation,
 )
-from shell_router.core.engine import TIERS, Hints, Relay, ServiceTier, Session
+from shell_router.core.engine import TIERS, Hints, Relay, RequestClass, ServiceTier, Session
 from shell_router.core.exact_json import Values
 from shell_router.core.sampling import require_possible
 from shell_router.core.validation import field_error, parse_object
@@ -141,10 +141,14 @@ class Chats:
         self,
         sent: Values,
         tenant: str,
-        tier: ServiceTier = "default",
+        tier: RequestClass = "default",
         session: Session | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[Run, ChatFrames]:
-        """Return a run to be answered as one object; raises InvalidRequest."""
+        """Return a run to be answered as one object; raises InvalidRequest.
+
+        Its limit is `timeout_s`, or that of the settings.
+        """
         body = CHAT.read(sent)
         chat, target = await self.read(body, sent, tenant)
         if body.get("n", 1) > 1:
@@ -152,7 +156,9 @@ class Chats:
         if has_markers(chat.messages):
             remedy = "Send the text that it stands for."
             raise field_error("messages", "hold a lazy answer's marker", remedy)
-        run = self.run(replace(chat, tier=tier, session=session), target)
+        limit_s = chat.timeout_s if timeout_s is None else timeout_s
+        chat = replace(chat, tier=tier, session=session, timeout_s=limit_s)
+        run = self.run(chat, target)
         return run, ChatFrames(run, target.model, chat)
 
     def run(self, task: MoaRequest | AgentRequest, target: Target) -> Run:

@@ -27,6 +27,8 @@ def value(cls: type[T]) -> type[T]:
 
 ServiceTier = Literal["priority", "default", "flex"]
 TIERS: tuple[ServiceTier, ...] = ("priority", "default", "flex")
+RequestClass = ServiceTier | Literal["batch"]
+"""Requests of batches take what all other classes leave, and are preempted for them."""
 
 
 @value
@@ -56,10 +58,13 @@ class Hints:
             (Chimera, section 3.4).
         end_user: The tenant's own user or conversation, whose requests tend to share prefixes;
             without meaning without the tenant.
-        tier: Which requests of the queue go first; those of `flex` wait while others do.
+        tier: Which requests of the queue go first; those of `flex` wait while others do, and those
+            of batches while any other runs that they would slow down.
         session: The session that its client named; without meaning without the tenant.
         began_s: When the run of its topology began, in the event loop's seconds; `inf` without one.
         goes_on: Whether it reads outputs of its run.
+        on_preempt: Called when online work needs the place of a batch's request, which leaves it
+            soon, but not within the call.
     """
 
     user: str | None = None
@@ -69,10 +74,11 @@ class Hints:
     output_tokens: float | None = None
     total_tokens: float | None = None
     end_user: str | None = None
-    tier: ServiceTier = "default"
+    tier: RequestClass = "default"
     session: Session | None = None
     began_s: float = inf
     goes_on: bool = False
+    on_preempt: Callable[[], None] | None = field(default=None, compare=False)
 
 
 NO_HINTS = Hints()

@@ -102,6 +102,18 @@ class AgentPlaced:
 
 
 @value
+class AgentPreempted:
+    """Online work took the place of the agent, which is a batch's; it goes on later.
+
+    `lost_tokens` have to be decoded again.
+    """
+
+    at_s: float
+    agent: str
+    lost_tokens: int
+
+
+@value
 class AgentTokens:
     """The agent decoded these tokens."""
 
@@ -213,6 +225,7 @@ Event = (
     | PrefillIncrement
     | PromptReady
     | AgentPlaced
+    | AgentPreempted
     | AgentTokens
     | AgentThought
     | AgentFinished

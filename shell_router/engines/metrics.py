@@ -26,7 +26,18 @@ Family = type[CounterMetricFamily | GaugeMetricFamily]
 GAUGE = GaugeMetricFamily
 COUNT = CounterMetricFamily
 SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float | None]], ...] = (
-    (GAUGE, "engine_requests", "Running requests of this router", lambda at, _: at.load.running),
+    (
+        GAUGE,
+        "engine_requests",
+        "Running requests of this router",
+        lambda at, _: at.load.running + at.batch_load.running,
+    ),
+    (
+        GAUGE,
+        "engine_batch_requests",
+        "Those of batches among them",
+        lambda at, _: at.batch_load.running,
+    ),
     (
         COUNT,
         "engine_failures",
@@ -43,7 +54,7 @@ SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float |
         GAUGE,
         "engine_tokens",
         "Prompt and expected output tokens on the server",
-        lambda at, _: at.load.tokens,
+        lambda at, _: at.load.tokens + at.batch_load.tokens,
     ),
     (
         GAUGE,

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from shell_router.core.engine import ChatServing, Generation, PrefillCost, ServiceTier
+from shell_router.core.engine import ChatServing, Generation, PrefillCost, RequestClass
 from shell_router.core.exact_json import NewValues, Values
 from shell_router.engines.address import UNDIVIDED, PairAddress, ServerAddress
 from shell_router.engines.fleet import Fleet
@@ -20,7 +20,7 @@ from shell_router.routing.failures import RetrySettings
 log = logging.getLogger(__name__)
 
 
-_PRIORITIES: Mapping[ServiceTier, int] = {"priority": 1, "default": 0, "flex": -1}
+_PRIORITIES: Mapping[RequestClass, int] = {"priority": 1, "default": 0, "flex": -1, "batch": -2}
 """Numbers so close that SGLang interrupts no request for another."""
 
 
@@ -133,7 +133,7 @@ class PairFleet(Fleet[PairAddress | ServerAddress]):
                     )
                 await only.probe(route=route)
 
-    def tier_fields(self, tier: ServiceTier) -> Values:
+    def tier_fields(self, tier: RequestClass) -> Values:
         """Return the field of a request's class, if all servers schedule by priority."""
         signs = set(self._priority_signs.values())
         if len(signs) != 1 or 0 in signs:

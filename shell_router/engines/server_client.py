@@ -403,9 +403,10 @@ async def take_slot(
         return entry
     decided = asyncio.get_running_loop().create_future()
     wait_s = dispatcher.settings.queue.wait_s
+    is_batch = request.hints.tier == "batch"  # it waits until its batch expires
     entry.decided = lambda: None if decided.done() else decided.set_result(None)
     try:
-        async with asyncio.timeout(wait_s):
+        async with asyncio.timeout(None if is_batch else wait_s):
             await decided
         if entry.error is not None:
             raise entry.error

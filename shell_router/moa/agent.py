@@ -23,6 +23,7 @@ from shell_router.core.engine import (
 from shell_router.core.events import (
     AgentFinished,
     AgentPlaced,
+    AgentPreempted,
     AgentStarted,
     AgentTokens,
     Emit,
@@ -39,6 +40,7 @@ from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import LatencyEstimates, guess_output_tokens
 from shell_router.moa.journal import RunJournal
+from shell_router.moa.preemption import generate_preemptibly
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encode_text
 from shell_router.moa.requests import AgentUsage
 from shell_router.moa.spending import Account, Spending
@@ -377,7 +379,11 @@ class AgentRun:
 
     async def _consume_stream(self, request: Generation) -> Finish:
         confidence = self._confidence
-        stream = self.task.model.engine.generate(request)
+        model = self.task.model
+        if request.hints.tier == "batch":
+            stream = generate_preemptibly(model, request, self._report_preemption)
+        else:
+            stream = model.engine.generate(request)
         try:
             async for item in stream:
                 if isinstance(item, Finish):
@@ -455,6 +461,9 @@ class AgentRun:
 
     def _report_placement(self, *placements: Placement) -> None:
         self._emit(AgentPlaced(self._clock(), self.task.agent, placements))
+
+    def _report_preemption(self, lost_tokens: int) -> None:
+        self._emit(AgentPreempted(self._clock(), self.task.agent, lost_tokens))
 
 
 def count_usage(task: AgentTask, output: AgentOutput) -> AgentUsage:

@@ -107,6 +107,9 @@ class Executor:
         self._embedder = embedder
         self._classes = Classes(embedder)
         self._resources = Resources(models, self.chooser, self.holdouts)
+        # batches wait and are preempted: nothing is learned from their times for online requests
+        no_holdouts = Holdouts(HoldoutSettings(share=0.0))
+        self._for_batches = Resources(models, self.chooser.copy_unmeasured(), no_holdouts)
         self._turns = Turns(cache)
 
     async def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Answer:
@@ -157,7 +160,7 @@ class Executor:
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()
-        resources = self._resources
+        resources = self._for_batches if request.tier == "batch" else self._resources
         journal = request.journal
         if journal is not None:
             topology = journal.pin_models(topology)

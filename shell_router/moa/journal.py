@@ -375,7 +375,7 @@ class JournaledEngine:
         """Request and record all tokens after `written`."""
         journal = self._journal
         left: str | None = ""
-        rest = _skip_written(request, written)
+        rest = skip_written(request, written)
         try:
             async with aclosing(self._model.engine.generate(rest)) as stream:
                 async for item in stream:
@@ -383,7 +383,7 @@ class JournaledEngine:
                         journal.add("tokens", name, item.ids, item.text, item.logprobs)
                         yield item
                         continue
-                    finish = _count_written(request, written, item)
+                    finish = count_written(request, written, item)
                     journal.add("finish", name, astuple(finish))
                     left = None
                     await journal.flush()
@@ -412,28 +412,36 @@ class JournaledEngine:
         return RecordedGeneration(digest)
 
     def _count_continuable(self, request: Generation, recorded: RecordedGeneration) -> int:
-        """Return the number of pieces after which the engine can go on.
-
-        The last one's text must be all that its ids spell, as an engine holds a character back
-        until it is complete.
-        """
-        sampling = request.sampling
-        names = {name for name, value in sampling.items() if value is not None}
-        custom = sampling.get("custom_params") or {}
-        if not names <= CONTINUABLE or custom.keys() - {"drafts"} or self._model.takes_messages:
+        """Return the number of pieces after which the engine can go on."""
+        if not can_continue(self._model, request):
             return 0
         pieces = [piece for _, piece in recorded.pieces]
         written = sum(len(piece.ids) for piece in pieces)
         for count in range(len(pieces), 0, -1):
             piece = pieces[count - 1]
-            is_whole = self._model.tokenizer.encode(piece.text) == list(piece.ids)
-            if is_whole and written < sampling["max_new_tokens"]:
+            if written < request.sampling["max_new_tokens"] and is_whole(self._model, piece):
                 return count
             written -= len(piece.ids)
         return 0
 
 
-def _skip_written(request: Generation, written: Sequence[int]) -> Generation:
+def can_continue(model: ServedModel, request: Generation) -> bool:
+    """Tell whether the model's engine can go on with an output of the request."""
+    names = {name for name, value in request.sampling.items() if value is not None}
+    custom = request.sampling.get("custom_params") or {}
+    is_free = names <= CONTINUABLE and not custom.keys() - {"drafts"}
+    return is_free and not model.takes_messages
+
+
+def is_whole(model: ServedModel, piece: Tokens) -> bool:
+    """Tell whether the piece's text is all that its ids spell.
+
+    An engine holds a character back until it is complete, and cannot go on within one.
+    """
+    return model.tokenizer.encode(piece.text) == list(piece.ids)
+
+
+def skip_written(request: Generation, written: Sequence[int]) -> Generation:
     """Return the request for the tokens after `written`."""
     if not written:
         return request
@@ -444,7 +452,7 @@ def _skip_written(request: Generation, written: Sequence[int]) -> Generation:
     return replace(request, input_ids=[*request.input_ids, *written], sampling=sampling)
 
 
-def _count_written(request: Generation, written: Sequence[int], rest: Finish) -> Finish:
+def count_written(request: Generation, written: Sequence[int], rest: Finish) -> Finish:
     """Return the end of an output that began with `written`."""
     if not written:
         return rest

@@ -299,8 +299,8 @@ def find_growing_prompts(outline: Outline, characters: int) -> Mapping[str, floa
     """
     chunk = outline.topology.prefill.chunk_tokens
     growing: dict[str, float] = {}
-    if not outline.topology.prefill.incremental:
-        return growing
+    if not outline.topology.prefill.incremental or outline.request.tier == "batch":
+        return growing  # a batch has the time, and updates would take online work's
     for agent in outline.topology.agents.values():
         if not agent.precursors or agent.votes or outline.models[agent.model].takes_messages:
             continue
@@ -475,7 +475,7 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         parts,
         params,
         logprobs=needs_confidence(outline, agent),
-        timeout_s=agent.timeout_s,
+        timeout_s=request.timeout_s if request.tier == "batch" else agent.timeout_s,
         hints=outline.hints[agent.id],
         sources=sources,
         prefill=topology.prefill if agent.id in outline.growing else NO_UPDATES,

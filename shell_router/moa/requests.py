@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shell_router.core.budget import UNLIMITED, Budget, Purse
-from shell_router.core.engine import FinishReason, ServiceTier, Session, value
+from shell_router.core.engine import FinishReason, RequestClass, Session, value
 from shell_router.core.events import AgentStopped
 from shell_router.core.exact_json import Values
 from shell_router.moa.calls import ToolCall, ToolOffer
@@ -157,7 +157,7 @@ class MoaRequest:
     bends_limits: bool = False
     journal: RunJournal | None = None
     end_user: str | None = None
-    tier: ServiceTier = "default"
+    tier: RequestClass = "default"
     session: Session | None = None
     turn: Turn = Turn()
     budget: Budget = UNLIMITED
@@ -231,7 +231,7 @@ class AgentRequest:
     is_read: bool = True
     journal: RunJournal | None = field(default=None, compare=False)
     end_user: str | None = None
-    tier: ServiceTier = "default"
+    tier: RequestClass = "default"
     session: Session | None = field(default=None, compare=False)
     accounts: tuple[Account, ...] = field(default=(), compare=False)
 

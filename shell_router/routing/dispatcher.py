@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Generic, TypeVar
 
 from shell_router.core.durations import Durations
@@ -15,6 +16,7 @@ from shell_router.routing.engine_selection import (
     SelectionSettings,
 )
 from shell_router.routing.failures import Breaker
+from shell_router.routing.pace import Pace
 from shell_router.routing.placement import (
     Choice,
     ChoiceMemory,
@@ -31,6 +33,9 @@ E = TypeVar("E")
 
 METRICS_POLL_S = 5.0
 """Seconds between polls of engines whose reports only metrics show."""
+
+BATCH_PREFILL_TOKENS = 2048
+"""Batches' prompt tokens that a server prefills at a time: an online prompt waits for no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,10 @@ class TrackedEngine(Generic[E]):
     """An engine, and the facts known of it.
 
     Attributes:
-        load: The router's load on it.
+        load: The router's online load on it.
+        batch_load: The load of batches.
+        batches: Requests of batches that run there and may be preempted, the latest last.
+        pace: Measured while there are batches.
         reported: Its last report.
         reported_s: The time of that report.
         failed_polls: Polls that it did not answer.
@@ -71,6 +79,18 @@ class TrackedEngine(Generic[E]):
     reported: EngineReport | None = None
     reported_s: float = 0.0
     failed_polls: int = 0
+    pace: Pace = field(default_factory=Pace)
+    batches: dict["EngineSlot[E]", None] = field(default_factory=dict)
+    batch_load: EngineState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batch_load = EngineState(self.load.index)
+
+    @property
+    def running(self) -> int:
+        """Its requests that decode or will, without prefill-only updates."""
+        load = self.load
+        return load.running - load.updates + self.batch_load.running
 
     @property
     def index(self) -> int:
@@ -107,7 +127,9 @@ class EngineSlot(Generic[E]):
         self._dispatcher = dispatcher
         self.features = features
         self._program = program
-        self._load = load = at.load
+        self._at = at
+        self._load = load = at.batch_load if features.is_batch else at.load
+        self._read_s: float | None = None
         self._prefill = features.new_tokens if features.prefills else 0
         self._output = features.output_tokens
         self._held = self._written = 0
@@ -116,6 +138,24 @@ class EngineSlot(Generic[E]):
         load.updates += features.requests * features.update
         load.prefill_tokens += self._prefill
         load.output_tokens += self._output
+        if features.hints.on_preempt is not None and not features.update:
+            at.batches[self] = None
+
+    @property
+    def tokens(self) -> int:
+        """The KV tokens that it is expected to take in the end."""
+        return self._prefill + self._output + self._held
+
+    @property
+    def delays_prompts(self) -> bool:
+        """Whether an online prompt would wait long for its prompt."""
+        return self._prefill > BATCH_PREFILL_TOKENS
+
+    def preempt(self) -> None:
+        """Tell a batch's request to leave; its slot is closed soon."""
+        self._at.batches.pop(self, None)
+        if self.features.hints.on_preempt is not None:
+            self.features.hints.on_preempt()
 
     def placement(self) -> Placement:
         """Return the engine that the request went to, and why."""
@@ -130,8 +170,7 @@ class EngineSlot(Generic[E]):
         self._prefill = 0
         self._held = self.features.prompt_tokens
         load.held_tokens += self._held
-        if self._dispatcher.holds:
-            self._dispatcher.grant()
+        self._dispatcher.grant()
 
     def note_tokens(self, tokens: int) -> None:
         """Count `tokens` more output tokens, which may exceed the expected ones.
@@ -150,11 +189,19 @@ class EngineSlot(Generic[E]):
         self._written += tokens
         self._held += tokens
         load.held_tokens += tokens
+        dispatcher = self._dispatcher
         if self._program is not None:
-            self._dispatcher.queue.count_tokens(self._program, 0, tokens)
+            dispatcher.queue_of(self.features).count_tokens(self._program, 0, tokens)
+        if dispatcher.has_batches:
+            now_s = dispatcher.clock()
+            if self._read_s is not None and tokens:
+                self._at.pace.note(self._at.running, (now_s - self._read_s) / tokens)
+            self._read_s = now_s
 
     def note_completion(self) -> None:
         """Count its output as complete."""
+        if self.features.is_batch:  # the rest of an output says nothing of others
+            return
         self._dispatcher.prompts.note_tokens(self._written / self.features.requests)
 
     def close(self) -> None:
@@ -168,8 +215,11 @@ class EngineSlot(Generic[E]):
         load.prefill_tokens -= self._prefill
         load.output_tokens -= self._output
         load.held_tokens -= self._held
+        self._at.batches.pop(self, None)
+        # its program still counts as running, so that those that were served as much go first
+        self._dispatcher.grant()
         if self._program is not None:
-            self._dispatcher.end(self._program)
+            self._dispatcher.queue_of(self.features).end(self._program)
 
 
 class Dispatcher(Generic[E]):
@@ -177,15 +227,17 @@ class Dispatcher(Generic[E]):
 
     An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds
     their KV; requests of one session keep their engine while it has room. All others go where the
-    policy says, and wait while engines are full, if settings limit them (`holds`). It never waits
-    and does no I/O:
-    `engines.server_client.take_slot` awaits what `submit` returns.
+    policy says, and wait while engines are full, if settings limit them (`holds`). Requests of
+    batches have a queue of their own: online requests neither wait for them nor see their load.
+    It never waits and does no I/O: `engines.server_client.take_slot` awaits what `submit` returns.
 
     Attributes:
         choices: Choices by reason.
         waits: Waits of the requests that had to wait.
         prompts: The index of prompts.
         ever: The number of engines that there ever were.
+        batches: Waiting requests of batches.
+        has_batches: Whether any came.
 
     Args:
         engines: Each engine with its name and its breaker.
@@ -211,10 +263,12 @@ class Dispatcher(Generic[E]):
         self.waits = Durations()
         self._prefills = prefills
         self._decodes = decodes
-        self._clock = clock
+        self.clock = clock
         self._memory = ChoiceMemory(settings.selection.affinity_s)
         self.prompts = PromptIndex()
         self.queue = RequestQueue(settings.queue)
+        self.batches = RequestQueue(settings.queue)
+        self.has_batches = False
         self.ever = len(engines)  # the index of the next
         self._track(
             [TrackedEngine(*engine, EngineState(index)) for index, engine in enumerate(engines)]
@@ -258,19 +312,26 @@ class Dispatcher(Generic[E]):
                 self._count_held_back(entry, -1)
                 entry.bound = None
         self._track([tracked for tracked in self.tracked if tracked is not at])
+        for slot in list(at.batches):
+            slot.preempt()
         self.grant()
         return at
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a slot."""
+        """The number of online requests that wait for a slot."""
         return len(self.queue.entries)
+
+    def queue_of(self, features: RoutingFeatures) -> RequestQueue:
+        """Return the queue in which the request waits, and which counts what it was served."""
+        return self.batches if features.is_batch else self.queue
 
     def report(self, index: int, reported: EngineReport) -> None:
         """Take in an engine's report."""
         if at := self._by_index.get(index):
             at.reported = reported
-            at.reported_s = self._clock()
+            at.reported_s = self.clock()
+            self._make_way(at)
 
     def serving(self) -> list[TrackedEngine[E]]:
         """Return the engines whose breakers are closed, or that may be probed now.
@@ -278,7 +339,7 @@ class Dispatcher(Generic[E]):
         Raises:
             EngineUnavailable: There are none.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         serving = [at for at in self.tracked if at.breaker.blocked_until_s <= now_s]
         if serving:
             return serving
@@ -305,24 +366,28 @@ class Dispatcher(Generic[E]):
             Overloaded: Too many requests wait.
         """
         serving = self.serving()
-        now_s = self._clock()
+        now_s = self.clock()
         excluded = _NONE
         if avoid:
             excluded = frozenset(at.index for at in self.tracked if at.engine in avoid)
         features = self.prompts.features(request, prefills=self._prefills, decodes=self._decodes)
-        if not self.holds:
+        is_batch = features.is_batch
+        if not (self.holds or is_batch):
             choice = self._choose(features, _not_excluded(serving, excluded))
             self._memory.note(features, choice.index, now_s)
             return self._take(choice, features, now_s)
         most = self.settings.queue.max_waiting
-        if self.waiting >= most and not features.update:  # no client waits for an update
+        # no client waits for an update, and batches wait apart
+        if self.waiting >= most and not (features.update or is_batch):
             raise Overloaded(
                 f"{self.waiting} requests wait for an engine.",
                 remedy=f"Try again; {most} may wait.",
             )
         entry = QueueEntry(features, now_s, excluded=excluded)
-        self._bind(entry, _not_excluded(serving, excluded))
-        self.queue.join(entry)
+        self.has_batches |= is_batch
+        if not is_batch:
+            self._bind(entry, _not_excluded(serving, excluded))
+        self.queue_of(features).join(entry)
         self.grant()
         if entry.slot is not None:
             slot: EngineSlot[E] = entry.slot
@@ -332,29 +397,42 @@ class Dispatcher(Generic[E]):
 
     def withdraw(self, entry: QueueEntry) -> None:
         """Remove a request from the queue; a slot that it has got in this moment is closed."""
-        if entry in self.queue.entries:
-            self.queue.entries.remove(entry)
+        queue = self.queue_of(entry.features)
+        if entry in queue.entries:
+            queue.entries.remove(entry)
         if entry.slot is not None:
             entry.slot.close()
         else:
             self._count_held_back(entry, -1)
-            self.queue.leave(entry.program)
+            queue.leave(entry.program)
 
     def grant(self) -> None:
-        """Give free slots to waiting requests, in their order."""
-        if not self.queue.entries:
+        """Give free slots to waiting requests, in their order; to batches if no other waits."""
+        if not (self.queue.entries or self.batches.entries):
             return
         try:
             serving = self.serving()
         except EngineUnavailable as error:
-            entries = self.queue.entries
+            entries = self.queue.entries + self.batches.entries
             self.queue.entries = []
+            self.batches.entries = []
             for entry in entries:
                 entry.error = error
                 entry.decided()
             return
+        self._grant_online(serving)
+        while self.batches.entries and not self.queue.entries:
+            free = [at for at in serving if self._has_room(at)]
+            if not free:
+                return
+            first = self.batches.next(lambda entry: True, self.clock())
+            assert first is not None, "one waits"
+            self._grant_to(first, free)
+            first.decided()
+
+    def _grant_online(self, serving: Sequence[TrackedEngine[E]]) -> None:
         up = {at.index for at in serving}
-        while True:
+        while self.queue.entries:
             free = [at for at in serving if self._has_capacity(at, update=False)]
             free_for_updates = [at for at in serving if self._has_capacity(at, update=True)]
             if not free_for_updates:
@@ -366,20 +444,11 @@ class Dispatcher(Generic[E]):
                     return engines
                 return [at for at in engines if at.index == entry.bound.index]
 
-            first = self.queue.next(lambda entry: bool(able(entry)), self._clock())
+            first = self.queue.next(lambda entry: bool(able(entry)), self.clock())
             if first is None:
                 return
             self._grant_to(first, able(first))
             first.decided()
-
-    def end(self, program: Program) -> None:
-        """A request of the program is over.
-
-        It still counts as running in the choice of the next, so that programs that were served as
-        much go before its own.
-        """
-        self.grant()
-        self.queue.end(program)
 
     def _has_capacity(self, at: TrackedEngine[E], *, update: bool) -> bool:
         """Tell whether the engine takes a request now.
@@ -387,7 +456,7 @@ class Dispatcher(Generic[E]):
         Updates are limited only by tokens to prefill, because their KV need not stay. An engine
         that is being probed gets no second request until its breaker allows one.
         """
-        if at.breaker.blocked_until_s > self._clock():
+        if at.breaker.blocked_until_s > self.clock():
             return False
         limits = self.settings.queue
         load = at.load
@@ -402,13 +471,52 @@ class Dispatcher(Generic[E]):
             return False
         return limits.max_running is None or load.running - load.updates < limits.max_running
 
+    def _has_room(self, at: TrackedEngine[E]) -> bool:
+        """Tell whether the engine takes a request of a batch now."""
+        if at.breaker.blocked_until_s > self.clock():
+            return False
+        if self._prefills and (
+            at.load.prefill_tokens or at.batch_load.prefill_tokens >= BATCH_PREFILL_TOKENS
+        ):
+            return False
+        most = self.settings.queue.max_tokens
+        if most is not None and at.load.tokens + at.batch_load.tokens >= most:
+            return False
+        return at.batch_load.running < self._count_room(at)
+
+    def _count_room(self, at: TrackedEngine[E]) -> float:
+        """Return how many requests of batches may run there next to the online ones."""
+        online = at.load.running - at.load.updates
+        room = inf
+        if self.settings.queue.max_running is not None:
+            room = self.settings.queue.max_running - online
+        if not (online and self._decodes):
+            return room
+        if at.reported is not None:
+            theta_kv = self.settings.selection.gimbal.theta_kv
+            if at.reported.kv_usage >= theta_kv:
+                return 0
+        return min(room, at.pace.count_room(online))
+
+    def _make_way(self, at: TrackedEngine[E]) -> None:
+        """Preempt the batches' requests beyond the engine's room, the latest first."""
+        if not at.batches:
+            return
+        room = self._count_room(at)
+        most = self.settings.queue.max_tokens or inf
+        tokens = at.load.tokens + sum(slot.tokens for slot in at.batches)
+        for slot in reversed(list(at.batches)):
+            if len(at.batches) > room or tokens > most or slot.delays_prompts:
+                tokens -= slot.tokens
+                slot.preempt()
+
     def _choose(self, features: RoutingFeatures, among: Sequence[TrackedEngine[E]]) -> Choice:
         if self._only is not None:
             return self._only
         home = self.prompts.home(features)
         if home is not None and any(at.index == home for at in among):
             return Choice(home, "growing_prompt")
-        now_s = self._clock()
+        now_s = self.clock()
         home = self._memory.home(features.session, now_s)
         if home is not None and any(at.index == home for at in among):
             return Choice(home, "session")
@@ -418,9 +526,8 @@ class Dispatcher(Generic[E]):
         for at in among:
             is_fresh = now_s - at.reported_s < stale_s
             at.load.reported = at.reported if is_fresh else None
-        scene = EngineScene(
-            features, [at.load for at in among], self._memory, self.settings.selection, now_s
-        )
+        loads = [at.batch_load if features.is_batch else at.load for at in among]
+        scene = EngineScene(features, loads, self._memory, self.settings.selection, now_s)
         return POLICIES[self.policy].choose(scene)
 
     def _bind(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
@@ -440,19 +547,21 @@ class Dispatcher(Generic[E]):
 
     def _grant_to(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
         """Give the entry a slot on its bound engine, if that is among these, or on any of these."""
-        now_s = self._clock()
+        now_s = self.clock()
         choice = entry.bound
         if choice is None or all(at.index != choice.index for at in among):
             choice = self._choose(entry.features, _not_excluded(among, entry.excluded))
-        if entry.bound is None:
+        is_batch = entry.features.is_batch
+        if entry.bound is None and not is_batch:
             self._memory.note(entry.features, choice.index, now_s)
         waited_s = 0.0
         if entry.waits:
             waited_s = now_s - entry.arrived_s
-            self.waits.add(waited_s)
+            if not is_batch:
+                self.waits.add(waited_s)
         self._count_held_back(entry, -1)
         entry.slot = slot = self._take(choice, entry.features, now_s, waited_s, entry.program)
-        self.queue.take(entry, slot.features.new_tokens)
+        self.queue_of(entry.features).take(entry, slot.features.new_tokens)
 
     def _take(
         self,
@@ -466,9 +575,12 @@ class Dispatcher(Generic[E]):
         features = self.prompts.note_sent(features, choice.index)
         if at.breaker.failures:
             at.breaker.note_attempt(now_s)
-        at.load.chosen = self._memory.made
         self.choices[choice.why] += 1
-        return EngineSlot(self, at, features, choice.why, waited_s, program)
+        slot = EngineSlot(self, at, features, choice.why, waited_s, program)
+        if not features.is_batch:
+            at.load.chosen = self._memory.made
+            self._make_way(at)
+        return slot
 
 
 _NONE: frozenset[int] = frozenset()

@@ -140,6 +140,11 @@ class RoutingFeatures:
     requests: int = 1
 
     @property
+    def is_batch(self) -> bool:
+        """Whether it is a batch's, the lowest class."""
+        return self.hints.tier == "batch"
+
+    @property
     def user(self) -> str | None:
         """The tenant, if it is known."""
         return self.hints.user

@@ -178,6 +178,9 @@ class Metrics:
         self.wasted_tokens = count(
             "wasted_tokens", "Tokens decoded by agents cut off later", model, "why"
         )
+        self.preemptions = count(
+            "batch_preemptions", "Requests of batches that left their place to online ones", model
+        )
 
     def _updates(self) -> None:
         count = self._counter
@@ -313,6 +316,10 @@ class RunMetrics:
                 tokens = self.trace.agents[event.agent].tokens
                 metrics.agents_stopped.labels(model, event.why).inc()
                 metrics.wasted_tokens.labels(model, event.why).inc(tokens)
+            case events.AgentPreempted():
+                model = self._model(event.agent)
+                metrics.preemptions.labels(model).inc()
+                metrics.wasted_tokens.labels(model, "preempted").inc(event.lost_tokens)
             case events.AggregationSkipped():
                 metrics.aggregations_skipped.labels(self._model(event.agent)).inc()
                 self._count_written(event)

@@ -2,19 +2,27 @@
 is lost.
 """
 
+import asyncio
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 import pytest
 
+from benchmarks.scripted.server import ScriptedSettings
 from shell_router.config import BatchesSettings
+from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineStalled
-from tests.fakes.api_server import BatchApi, batch_api, line, questions, until
+from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.queue import QueueSettings
+from tests.fakes.api_server import BatchApi, batch_api, chat, line, questions, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Gates, Script
+from tests.fakes.scripted_pair import scripted_pool
 
 
 def asked(moa: ScriptedMoa, model: str) -> int:
@@ -121,6 +129,54 @@ async def test_the_deleted_input_of_a_batch_that_runs_counts_as_kept(tmp_path: P
         await router.ended(batch)
         await router.ai.files.delete(second)
         await router.upload(b"{}")  # the batch's results count, its input does no more
+
+
+@asynccontextmanager
+async def on_one_pair(
+    path: Path, concurrency: int = 32
+) -> AsyncIterator[tuple[BatchApi, SglangPair]]:
+    """A router whose `small` is a pair that runs 4 requests at once, and lets 2 wait."""
+    scheduling = SchedulingSettings(queue=QueueSettings(max_running=4, max_waiting=2))
+    moa = ScriptedMoa()
+    async with scripted_pool(settings=ScriptedSettings(vocabulary=10, token_s=0.002)) as at:
+        pair = SglangPair(*at.pool.fleet.addresses, scheduling=scheduling)
+        moa.models["small"] = replace(moa.models["small"], engine=pair)
+        batches = BatchesSettings(concurrency=concurrency)
+        async with batch_api(path, moa, batches=batches) as router:
+            yield router, pair
+        await pair.aclose()
+
+
+async def test_online_bursts_preempt_a_batch_and_each_line_is_answered_once_even_if_the_router_dies(
+    tmp_path: Path,
+) -> None:
+    lines = [line(str(number), f"Ask {number}", max_tokens=20) for number in range(80)]
+    async with on_one_pair(tmp_path / "first", concurrency=80) as (router, pair):
+        decode = pair.fleet.dispatchers["decode"]
+        batch = await router.begin(*lines)
+        for _ in range(5):
+            await until(lambda: decode.tracked[0].batch_load.running == 4)
+            burst = [
+                router.served.post("/v1/chat/completions", chat(model="small", max_tokens=10))
+                for _ in range(4)
+            ]
+            assert {status for status, _ in await asyncio.gather(*burst)} == {200}
+        await router.when(
+            batch, lambda seen: bool(seen.request_counts and seen.request_counts.completed)
+        )
+        shutil.copytree(tmp_path / "first", tmp_path / "left")
+        metrics = router.served.services.metrics.registry
+        labels = {"model": "small"}
+        preempted = metrics.get_sample_value("shell_router_batch_preemptions_total", labels)
+        assert preempted is not None and preempted >= 10
+        assert decode.waits.count == 0, "no online request waited"
+        assert len(decode.batches.entries) > 40, "and the batch takes no place in their queue"
+    async with on_one_pair(tmp_path / "left") as (router, _):
+        ended = await router.ended(await router.ai.batches.retrieve(batch.id))
+        assert ended.status == "completed" and len(await router.answers(ended)) == 80
+        results = await router.results(ended.output_file_id)
+        bodies = [result["response"]["body"] for result in results.values()]
+        assert {body["usage"]["completion_tokens"] for body in bodies} == {20}
 
 
 def break_output(folder: Path) -> None:

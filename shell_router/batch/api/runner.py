@@ -42,15 +42,17 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 SUSPECT_ATTEMPTS = 3
 """The most attempts at a line that may itself be why engines stall or fail."""
 
+EXPIRY_MARGIN_S = 60.0
+
 log = logging.getLogger(__name__)
 
 
 class ChatLines:
     """Runs each line as the chat completion of an online client.
 
-    All batches together run `concurrency` lines at once, in turn. They do not count as running
-    requests, so no online request is refused for them. Lines that name one of `pools` as their
-    model run last, as a pool plans all its lines at once.
+    All batches together run `concurrency` lines at once, in turn, on what online requests leave of
+    their engines (`routing.dispatcher`). No online request waits or is refused for them. Lines that
+    name one of `pools` as their model run last, as a pool plans all its lines at once.
     """
 
     def __init__(
@@ -89,30 +91,35 @@ class ChatLines:
                             await keep(refuse_line(line, self._chats.services.new_id(), question))
                     elif not line.is_answered:
                         await ahead.acquire()
-                        answering = group.create_task(self._answer(batch.tenant, line, keep))
+                        answering = group.create_task(self._answer(batch, line, keep))
                         answering.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         for name, questions in pooled.items():
             await self._pools[name].run(batch.id, questions, keep)
 
-    async def _answer(self, tenant: str, line: BatchLine, keep: Keep) -> None:
+    async def _answer(self, batch: BatchRecord, line: BatchLine, keep: Keep) -> None:
         """Answer a line, again after a pause if the engine failed; other lines run meanwhile."""
-        result, most = await self._attempt(tenant, line)
+        result, most = await self._attempt(batch, line)
         for attempts, pause_s in enumerate(self._pauses_s, 1):
             if attempts >= most:
                 break
             await self._sleep(pause_s)
-            result, most = await self._attempt(tenant, line)
+            result, most = await self._attempt(batch, line)
         await keep(result)
 
-    async def _attempt(self, tenant: str, line: BatchLine) -> tuple[LineResult, float]:
+    async def _attempt(self, batch: BatchRecord, line: BatchLine) -> tuple[LineResult, float]:
         """Return the result, and the most attempts at a line that ended like this."""
-        request_id = self._chats.services.new_id()
+        services = self._chats.services
+        request_id = services.new_id()
         async with self._slots:
-            with self._chats.services.metrics.running_batch_lines.track_inprogress():
+            with services.metrics.running_batch_lines.track_inprogress():
                 try:
-                    run, frames = await self._chats.begin(line.body, tenant)
+                    # it may wait for online requests until its batch expires, and is cancelled
+                    limit_s = max(0.0, batch.expires_at - services.wall()) + EXPIRY_MARGIN_S
+                    run, frames = await self._chats.begin(
+                        line.body, batch.tenant, "batch", timeout_s=limit_s
+                    )
                     body = frames.whole(await run.answer())
                 except Exception as error:
                     return refuse_line(line, request_id, error), count_attempts(error)

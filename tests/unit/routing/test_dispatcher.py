@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from shell_router.core.engine import Hints, Session
 from shell_router.engines.server_client import take_slot
-from shell_router.errors import EngineUnavailable
+from shell_router.errors import EngineUnavailable, Overloaded
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
@@ -473,6 +474,130 @@ def test_one_tenants_requests_go_to_one_engine_as_long_as_it_has_its_share() -> 
     assert max(engines.count(engine) for engine in at.engines) <= 150
 
 
+class Batch:
+    """Requests of a batch, which leave their slots in the order in which they are preempted."""
+
+    def __init__(self, at: Dispatcher[str]) -> None:
+        self.at = at
+        self.slots: dict[int, EngineSlot[str]] = {}
+        self.preempted: list[int] = []
+        self.asked: list[asyncio.Task[None]] = []
+
+    async def ask(self, number: int, tokens: int = 10) -> None:
+        def leave() -> None:
+            self.preempted.append(number)
+            asyncio.get_running_loop().call_soon(self.slots.pop(number).close)
+
+        request = wanted(tokens, tier="batch", on_preempt=leave)
+        self.slots[number] = await take_slot(self.at, request)
+
+    async def ask_all(self, requests: int) -> None:
+        self.asked += [asyncio.create_task(self.ask(number)) for number in range(requests)]
+        await soon()
+
+    async def give_up(self) -> None:
+        for task in self.asked:
+            task.cancel()
+        await soon()
+
+
+@virtually
+async def test_online_requests_get_their_slot_at_once_and_the_latest_of_a_batch_leaves() -> None:
+    at = dispatcher(QueueSettings(max_running=2, age_s=1.0), engines=1)
+    batch = Batch(at)
+    await batch.ask_all(3)
+    for slot in batch.slots.values():
+        slot.note_prefill()
+    await asyncio.sleep(100.0)
+    online = [at.submit(wanted()), at.submit(wanted())]
+    assert all(isinstance(slot, EngineSlot) for slot in online) and batch.preempted == [1, 0]
+    await soon()
+    waits = at.submit(wanted())
+    assert not isinstance(waits, EngineSlot)
+    online[0].close()  # type: ignore[union-attr]
+    await soon()
+    assert waits.slot is not None and not batch.slots, "however long the batch has waited"
+    online[1].close()  # type: ignore[union-attr]
+    waits.slot.close()
+    await soon()
+    assert set(batch.slots) == {2}
+    await batch.give_up()
+
+
+@virtually
+async def test_a_batch_takes_no_place_among_those_that_may_wait() -> None:
+    at = dispatcher(QueueSettings(max_running=1, max_waiting=1), engines=1)
+    first = at.submit(wanted())
+    batch = Batch(at)
+    await batch.ask_all(2000)
+    assert len(at.batches.entries) == 2000 and at.waiting == 0
+    at.submit(wanted())
+    with pytest.raises(Overloaded):
+        at.submit(wanted())
+    await asyncio.sleep(3600.0)
+    assert not any(task.done() for task in batch.asked), "a batch waits as long as it must"
+    first.close()  # type: ignore[union-attr]
+    await batch.give_up()
+    assert not at.batches.entries
+
+
+@virtually
+async def test_a_batch_runs_alone_without_limit_and_next_to_online_work_as_its_pace_allows() -> (
+    None
+):
+    at = dispatcher(QueueSettings(), engines=1)
+    batch = Batch(at)
+    for number in range(8):
+        await batch.ask(number)
+    for running, token_s in ((1, 1.0), (10, 1.1)):
+        at.tracked[0].pace.note(running, token_s)
+    online = at.submit(wanted())
+    assert batch.preempted == [7, 6, 5, 4]
+    await soon()
+    online.close()  # type: ignore[union-attr]
+
+
+@virtually
+async def test_a_choice_for_online_requests_does_not_see_batches() -> None:
+    at = dispatcher(QueueSettings(), SelectionSettings("least_running"))
+    online = [at.submit(wanted())]
+    batch = Batch(at)
+    for number in range(5):
+        await batch.ask(number)
+    assert {slot.engine for slot in batch.slots.values()} == {"engine 1"}
+    online += [at.submit(wanted()) for _ in range(3)]
+    engines = [slot.engine for slot in online if isinstance(slot, EngineSlot)]
+    assert engines == ["engine 0", "engine 1"] * 2
+
+
+@virtually
+async def test_a_server_prefills_a_batch_only_while_no_online_prompt_is_there() -> None:
+    at = dispatcher(QueueSettings(), engines=1, decodes=False)
+    batch = Batch(at)
+    await batch.ask(0, 3000)
+    waits = asyncio.create_task(batch.ask(1))
+    await soon()
+    assert set(batch.slots) == {0}, "its prompt would keep an online one waiting"
+    online = at.submit(wanted())
+    assert batch.preempted == [0]
+    await soon()
+    assert not waits.done()
+    online.close()  # type: ignore[union-attr]
+    await waits
+
+
+@virtually
+async def test_an_engine_that_drains_preempts_batches() -> None:
+    at = dispatcher(QueueSettings())
+    batch = Batch(at)
+    for number in range(4):
+        await batch.ask(number)
+    drained = at.drain(at.engines[0])
+    assert len(batch.preempted) == 2
+    await soon()
+    assert drained.running == 0
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["ask", "cancel", "prefilled", "write", "complete", "fail"]),
@@ -497,18 +622,18 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
                 one = PlacementRequest(
                     10 * (1 + which), update=which == 3, affinity="a" if which > 7 else None
                 )
-                tasks.append(
-                    asyncio.create_task(
-                        take_slot(at, replace(one, hints=Hints(f"u{which}", f"p{number}")))
-                    )
-                )
+                hints = Hints(f"u{which}", f"p{number}")
+                if which in (5, 6):
+                    leave = partial(_leave, tasks, len(tasks))
+                    hints = replace(hints, tier="batch", on_preempt=leave)
+                tasks.append(asyncio.create_task(take_slot(at, replace(one, hints=hints))))
             elif what == "cancel" and tasks:
                 tasks[which % len(tasks)].cancel()
             elif had:
                 _step(had[which % len(had)], what)
             await soon()
             for candidate in at.tracked:
-                assert candidate.load.running - candidate.load.updates <= 2
+                assert candidate.running <= 2
         while any(
             not task.done() for task in tasks
         ):  # requests with a slot leave: all others get theirs
@@ -519,10 +644,17 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
         for task in tasks:
             if not task.cancelled():
                 task.result().close()
-        assert all(nothing_on(candidate.load) for candidate in at.tracked)
-        assert at.waiting == 0
+        for candidate in at.tracked:
+            assert nothing_on(candidate.load) and nothing_on(candidate.batch_load)
+            assert not candidate.batches
+        assert at.waiting == 0 and not at.batches.entries
 
     run_virtual(live())
+
+
+def _leave(tasks: list[asyncio.Task[EngineSlot[str]]], number: int) -> None:
+    if not tasks[number].cancel():
+        tasks[number].result().close()
 
 
 def _step(place: EngineSlot[str], what: str) -> None:

@@ -11,6 +11,7 @@ from shell_router.core.events import (
     AgentErred,
     AgentFinished,
     AgentPlaced,
+    AgentPreempted,
     AgentStarted,
     AgentStopped,
     AgentThought,
@@ -37,6 +38,7 @@ EVENTS = (
     AgentStarted(1.0, "reader", "medium"),
     PromptReady(1.1, "a", 10),
     AgentPlaced(1.1, "a", (Placement("prefill-0", "scored", "wait"),)),
+    AgentPreempted(1.2, "a", 3),
     AgentThought(1.2, "b", (1, 2, 3), "xyz"),
     AgentTokens(1.3, "b", (4,), "w"),
     AgentFinished(1.4, "a", "stop", 10, 5, 9, 0.5),
@@ -99,6 +101,12 @@ def test_a_choice_is_counted_by_model_policy_and_reason() -> None:
     metrics = observed()
     assert value(metrics, "model_choices_total", model="small", policy="chimera", why="better") == 1
     assert value(metrics, "model_choice_seconds_sum") == pytest.approx(0.1)
+
+
+def test_tokens_that_a_preempted_request_decodes_again_are_counted() -> None:
+    metrics = observed()
+    assert value(metrics, "batch_preemptions_total", model="small") == 1
+    assert value(metrics, "wasted_tokens_total", model="small", why="preempted") == 3
 
 
 def test_agents_are_counted_by_model_and_end() -> None:
