@@ -23,6 +23,19 @@ Both routers run with their defaults, retries and circuit breakers on, sglang-ro
 router_overhead.py. But for `decode stalled` our limit for a silent engine is 2 s instead of 60 s;
 sglang-router has no such limit, only one for whole requests (1800 s). With --smg also the Shepherd
 Model Gateway, sglang-router's successor, of a virtual environment where `pip install smg` was run.
+
+    python benchmarks/faults.py --table remote|endless
+
+These need no SGLang, and start this router alone, anew for each fault. `remote` puts it before a
+played server of OpenAI's API with the fault. Its limit for silence is 2 s instead of 60 s.
+
+    after_s     until the client had all of its reply; asked: how often the server was asked
+    held        requests that the router or the server still hold 2 s later
+    key_found   whether the server's key is in the replies, the log, the metrics or the traces
+
+`endless` has a decode server send 512 MB without end, and another request of the router stream a
+token every 10 ms from a scripted pair. more_memory_mb is by how much the fault raises the peak of
+the router's memory, longest_gap_ms the longest time between two pieces of the other stream.
 """
 
 import argparse
@@ -30,15 +43,24 @@ import asyncio
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median, mode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import report
 
 from benchmarks.faults.measured import FAULTS, Row, measured_rows
+from benchmarks.faults.played import (
+    ENDLESS,
+    REMOTE_FAULTS,
+    measure_endless,
+    measure_remote,
+)
 from benchmarks.faults.servers import ROUTERS, run_engines, smg_in
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 
+TABLES = {"pair": FAULTS, "remote": REMOTE_FAULTS, "endless": ENDLESS}
 TITLE = "Faults: shell-router and sglang-router 0.3.2 in front of one SGLang pair"
 
 
@@ -47,20 +69,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    only = f"this fault alone, may be given several times: {', '.join(FAULTS)}"
-    parser.add_argument("--only", choices=FAULTS, metavar="FAULT", action="append", help=only)
+    parser.add_argument("--table", choices=TABLES, default="pair", help="default pair")
+    known = "; ".join(map(", ".join, TABLES.values()))
+    only = f"this fault alone, may be given several times: {known}"
+    parser.add_argument("--only", metavar="FAULT", action="append", help=only)
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all faults (default 1)")
     parser.add_argument(
         "--smg", type=Path, metavar="VENV", help="measure the smg of this environment, too"
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
+    names = options.only or list(TABLES[options.table])
+    if not set(names) <= set(TABLES[options.table]):
+        parser.error(f"--only takes one of {', '.join(TABLES[options.table])}")
+    if options.table != "pair":
+        measure_played = {"remote": measure_remote, "endless": measure_endless}[options.table]
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            rounds = [
+                asyncio.run(measure_played(names, Path(folder))) for _ in range(options.rounds)
+            ]
+        rows = [middle_row(rows) for rows in zip(*rounds, strict=True)]
+        report(
+            f"Faults: {options.table}",
+            rows,
+            engine="a played server",
+            simulated=False,
+            as_json=options.json,
+        )
+        return
     venv = built_environment()
     if venv is None:
         sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
     if options.smg is not None:
         ROUTERS["smg"] = smg_in(options.smg)
-    rows = asyncio.run(measure(venv, options.only or list(FAULTS), options.rounds))
+    rows = asyncio.run(measure(venv, names, options.rounds))
     report(
         TITLE,
         rows,
@@ -68,6 +110,15 @@ def main() -> None:
         simulated=False,
         as_json=options.json,
     )
+
+
+def middle_row(rows: Sequence[Row]) -> Row:
+    """Return the median of each figure, and the most common of each other value."""
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    return {
+        key: median(values) if isinstance(values[0], float) else mode(values)
+        for key, values in columns.items()
+    }
 
 
 async def measure(venv: Path, names: list[str], rounds: int) -> list[Row]:

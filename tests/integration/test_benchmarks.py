@@ -36,6 +36,7 @@ SHORT = {
     "early_exit_cost": ("--rounds", "1"),
     "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4"),
     "faster_moa": ("--requests", "1", "--programs", "2", "--seeds", "1", "--outputs", "16"),
+    "faults": ("--table", "remote", "--only", "an error event"),
     "frameworks": ("--questions", "1", "--context", "0", "--new-tokens", "16"),
     "gimbal": ("--requests", "30", "--seeds", "1", "--decisions", "50"),
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
@@ -60,12 +61,11 @@ SHORT = {
     "simulation_error": ("--rounds", "1", "--turns", "1", "--clients", "1", "--new-tokens", "16"),
 }
 LIMIT_S = 240.0
-NEEDS_SGLANG = {"faults"}
 
 
-def test_every_benchmark_that_needs_no_sglang_is_run_here() -> None:
+def test_every_benchmark_is_run_here() -> None:
     found = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
-    assert found == SHORT.keys() | NEEDS_SGLANG | {"random_checkpoint", "report"}
+    assert found == SHORT.keys() | {"random_checkpoint", "report"}
 
 
 async def test_a_fault_that_does_not_exist_is_refused_with_those_that_do() -> None:
