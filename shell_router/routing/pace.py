@@ -13,7 +13,7 @@ LEAST_WEIGHT = 0.02
 
 @dataclass(slots=True)
 class Mean:
-    """The mean load, and the mean seconds per token, of so many samples."""
+    """The mean load, and the mean seconds per token, of the samples."""
 
     samples: int = 0
     running: float = 0.0
