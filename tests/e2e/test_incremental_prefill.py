@@ -4,8 +4,8 @@ that is really hit.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from agent_cache.memory import MemoryAgentPromptCache
 from benchmarks.random_checkpoint import make_checkpoint
-from shell_router.core.engine import ServedModel
+from shell_router.core.engine import Engine, Finish, Generation, Prefilled, ServedModel, Tokens
 from shell_router.core.events import AgentFinished, AgentTokens, PrefillIncrement
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
@@ -90,6 +90,56 @@ async def families(
         yield models
 
 
+class Pace:
+    """Lets outputs wait while prompts are updated, so that updates end however slow they are."""
+
+    READERS_TURNS = 10
+    """Turns of the event loop in which the readers of a piece can begin an update."""
+
+    def __init__(self) -> None:
+        self._updates = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Count an update as under way while the context is open."""
+        self._updates += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._updates -= 1
+            if not self._updates:
+                self._idle.set()
+
+    async def wait(self) -> None:
+        """Return when the readers have had their turns and no update is under way."""
+        for _ in range(self.READERS_TURNS):
+            await asyncio.sleep(0)
+        await self._idle.wait()
+
+
+@dataclass(frozen=True)
+class PacedEngine:
+    """An engine whose outputs keep a pace."""
+
+    engine: Engine
+    pace: Pace
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine`."""
+        async with aclosing(self.engine.generate(request)) as events:
+            async for event in events:
+                await self.pace.wait()
+                yield event
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine`."""
+        with self.pace.update():
+            return await self.engine.prefill(request)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Every agent's output, and what the engine said of each increment and each final prompt."""
@@ -138,7 +188,11 @@ async def test_outputs_are_the_same_with_incremental_prefill_and_its_cache_is_hi
     families: Mapping[str, ServedModel], mode: str, name: str
 ) -> None:
     aliases = zip(("small", "medium", "large"), FAMILIES[mode], strict=True)
-    models = {alias: replace(families[family], alias=alias) for alias, family in aliases}
+    pace = Pace()
+    models = {}
+    for alias, family in aliases:
+        engine = PacedEngine(families[family].engine, pace)
+        models[alias] = replace(families[family], alias=alias, engine=engine)
     executor = Executor(models, MemoryAgentPromptCache(clock=monotonic), None, clock=monotonic)
     topology = greedy(TOPOLOGIES[name], incremental=True, new_tokens=48)
     plain = replace(topology, prefill=Prefill(incremental=False))

@@ -12,7 +12,14 @@ from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.moa.executor import Executor
 from shell_router.topology import Prefill
-from tests.e2e.test_incremental_prefill import TOPOLOGIES, assert_cache_is_hit, greedy, run_all
+from tests.e2e.test_incremental_prefill import (
+    TOPOLOGIES,
+    Pace,
+    PacedEngine,
+    assert_cache_is_hit,
+    greedy,
+    run_all,
+)
 from tests.fakes.pairs_under_test import ON_A_PAIR_AND_ON_A_SERVER, PairUnderTest
 
 pytestmark = [pytest.mark.sglang, ON_A_PAIR_AND_ON_A_SERVER]
@@ -23,8 +30,9 @@ PROMPTS = 4
 def executor_of(pair: SglangPair, under_test: PairUnderTest) -> Executor:
     """An executor that serves every alias by the one pair."""
     tokenizer = HfTokenizer.from_folder(under_test.needs_model())
+    engine = PacedEngine(pair, Pace())
     models = {
-        alias: ServedModel(alias, pair, tokenizer, under_test.context_length)
+        alias: ServedModel(alias, engine, tokenizer, under_test.context_length)
         for alias in ("small", "medium", "large")
     }
     return Executor(
