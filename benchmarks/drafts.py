@@ -138,27 +138,19 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
                 for clients in split_values(options.clients, int):
                     rows.append(head | await row(services, compared, questions, clients))
                     print(*rows[-1].values(), sep=" | ", file=sys.stderr, flush=True)
-    return words.replace("float32", "float64") if options.equal and not greedy else words, rows
+    return words, rows
 
 
 def deployment(options: argparse.Namespace, width: int) -> "Config":
     """The tiny models that were trained, on embedded pairs; or one CPU pair of SGLang."""
-    from benchmarks.overlap.engines import CpuPair, sglang_deployment
-    from shell_router.app import load_config
+    from benchmarks.overlap.engines import CpuPair, sglang_deployment, tiny_models
     from shell_router.standins.embedded.settings import EmbeddedSection
 
     if options.engine == "sglang":
         found = sglang_deployment(None, CpuPair(options.model, "new-tokens", options.flags))
         return replace(found, launch=replace(found.launch, drafts=True))
-    config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
-    engine = {
-        "embedded": EmbeddedSection(
-            dtype="float64" if options.equal else "float32", draft_width=width
-        )
-    }
-    return replace(
-        config, models={alias: replace(one, engine=engine) for alias, one in config.models.items()}
-    )
+    dtype = "float64" if options.equal else "float32"
+    return tiny_models(EmbeddedSection(dtype=dtype, draft_width=width))
 
 
 def settings(shape: str, temperature: float | None, *, proposers: bool) -> "Mapping[str, Topology]":

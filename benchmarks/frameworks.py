@@ -143,16 +143,12 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
 @asynccontextmanager
 async def embedded(dtype: str) -> "AsyncIterator[tuple[Services, str]]":
     """The tiny models on embedded pairs, and what they are, in words."""
-    from benchmarks.overlap.engines import engine_words, running_deployment
-    from shell_router.app import load_config
+    from benchmarks.overlap.engines import engine_words, running_deployment, tiny_models
     from shell_router.standins.embedded.settings import EmbeddedSection
 
-    config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
-    engine = {"embedded": EmbeddedSection(dtype=dtype)}
-    models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
-    config = replace(config, models=models)
+    config = tiny_models(EmbeddedSection(dtype=dtype))
     async with running_deployment(config) as services:
-        yield services, (await engine_words(config)).replace("float32", dtype)
+        yield services, await engine_words(config)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ SGLang.
     N] [--json] python benchmarks/overlap.py --engine sglang [--model smollm2] [--attention
     new-tokens] [--shape 3-1] python benchmarks/overlap.py --engine sglang --config FILE
     python benchmarks/overlap.py --measure chunks | lengths | prefixes
+    python benchmarks/overlap.py --measure remote --shape 3-1 --chunks 32
 
 The four settings of Faster-MoA, 5.3, take turns in every round, each with a new question; --clients
 ask at a time. Outputs are drawn as the topologies say and are not ended by the model, so that their
@@ -47,7 +48,8 @@ Elsewhere every agent writes --new-tokens.
 
 `--measure chunks` is what a prompt costs in chunks, against one pass; `lengths` how long free
 outputs get by layer; `prefixes`, on real SGLang with overlap scheduling, what it saves that
-proposers with one question wait for the first of them.
+proposers with one question wait for the first of them. `remote` asks each setting also with another
+router's `small`, by OpenAI's API, in the place of its own; on the tiny models in float64.
 """
 
 import argparse
@@ -74,6 +76,7 @@ TITLES = {
     "overlap": "Overlap: settings of one question, tree {shape} and all-to-all",
     "chunks": "A prompt of 1,024 tokens, prefilled in chunks",
     "lengths": "Tokens of outputs that the model ends, tree {shape}",
+    "remote": "Overlap: one model by OpenAI's API, tree {shape}",
     "prefixes": "Proposers of one question: each prefilled whole, or after the first, tree {shape}",
 }
 LENGTHS = {"embedded": ("128", 200), "sglang": ("64", 100)}
@@ -95,16 +98,23 @@ def main() -> int:
     import uvloop
     from report import report
 
-    from benchmarks.overlap.engines import CpuPair, embedded_pairs, sglang_deployment
+    from benchmarks.overlap.engines import (
+        CpuPair,
+        embedded_pairs,
+        sglang_deployment,
+        tiny_models,
+    )
     from shell_router.errors import ShellRouterError
+    from shell_router.standins.embedded.settings import EmbeddedSection
 
     try:
         pair = CpuPair(options.model, options.attention, options.flags)
-        config = (
-            sglang_deployment(options.config, pair)
-            if options.engine == "sglang"
-            else embedded_pairs()
-        )
+        if options.engine == "sglang":
+            config = sglang_deployment(options.config, pair)
+        elif options.measure == "remote":
+            config = tiny_models(EmbeddedSection(dtype="float64"))
+        else:
+            config = embedded_pairs()
         engine, rows = uvloop.run(measured(config, measure_of(options)))
     except ShellRouterError as error:
         print(f"overlap.py: {error}", file=sys.stderr)
@@ -164,9 +174,10 @@ def parser() -> argparse.ArgumentParser:
 
 def measure_of(options: argparse.Namespace) -> "Measure":
     """What to do with the running engines."""
-    from benchmarks.overlap.engines import flush
+    from benchmarks.overlap.engines import flush, with_remote
     from benchmarks.overlap.measure import (
         SETTINGS,
+        beside_remote,
         chunk_costs,
         four_settings,
         free_lengths,
@@ -196,11 +207,16 @@ def measure_of(options: argparse.Namespace) -> "Measure":
             asked = {
                 name: topology for name, topology in settings.items() if name in chosen | {"tree"}
             }
+            asked |= in_chunks(settings["tree"], fixed)
+            if "remote" in services.models:
+                asked |= beside_remote(asked)
             forget = None if amount.new_tokens else lambda: flush(config)
-            rows += await measured_rows(
-                services, asked | in_chunks(settings["tree"], fixed), amount, forget
-            )
+            rows += await measured_rows(services, asked, amount, forget)
         return rows
+
+    async def remote(config: "Config", services: "Services") -> "list[Row]":
+        async with with_remote(config, services) as mixed:
+            return await overlap(config, mixed)
 
     async def lengths(config: "Config", services: "Services") -> "list[Row]":
         return await free_lengths(
@@ -217,7 +233,8 @@ def measure_of(options: argparse.Namespace) -> "Measure":
             rows += await shared_prefixes(services, tree, amount)
         return rows
 
-    measures = {"overlap": overlap, "lengths": lengths, "chunks": chunks, "prefixes": prefixes}
+    measures = {"overlap": overlap, "lengths": lengths, "chunks": chunks}
+    measures |= {"prefixes": prefixes, "remote": remote}
     return measures[options.measure]
 
 

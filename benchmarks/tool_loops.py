@@ -120,8 +120,6 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
                     if number:  # the first round warms up
                         rounds.append(programs)
             named = await engine_words(config)
-    if options.engine == "embedded":
-        named = named.replace("float32", "float64")
     return named, [build_row(way, rounds, equal[way]) for way in WAYS]
 
 

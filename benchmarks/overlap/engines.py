@@ -14,12 +14,15 @@ from benchmarks.random_checkpoint import RandomWeights, make_random_model
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import free_ports
 from launch.sglang_cpu.smollm2 import smollm2_folder
-from shell_router.api import Services
+from shell_router.api import ApiSettings, Services, create_app, serve_app
 from shell_router.app import load_config, run_services
 from shell_router.app.launching import launch, plan_launch
+from shell_router.app.openai import OpenAISection
 from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.errors import ConfigError, EngineUnreachable
+from shell_router.http.server import bind_sockets
 from shell_router.routing.holdout import HoldoutSettings
+from shell_router.standins.embedded.settings import EmbeddedSection
 
 ROOT = Path(__file__).parents[2]
 CPU_DEPLOYMENT = ROOT / "configs" / "sglang-cpu.yaml"
@@ -41,6 +44,32 @@ def embedded_pairs() -> Config:
         "large": RandomWeights(hidden=256, layers=4, seed=3),
     }
     return Config({alias: _random(one) for alias, one in weights.items()})
+
+
+def tiny_models(section: EmbeddedSection) -> Config:
+    """The models that were trained, on embedded pairs with these settings."""
+    config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
+    engine = {"embedded": section}
+    models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
+    return replace(config, models=models)
+
+
+@asynccontextmanager
+async def with_remote(config: Config, services: Services) -> AsyncIterator[Services]:
+    """The models of `config`, whose engines run, and one more while the context is open: `remote`,
+    which is `small` of a router before `services`, asked by OpenAI's API.
+    """
+    running = {
+        alias: replace(model, pairs=tuple(replace(pair, launch=None) for pair in model.pairs))
+        for alias, model in config.models.items()
+    }
+    app = create_app(services, ApiSettings())
+    with bind_sockets() as sockets:
+        async with serve_app(app, sockets) as url:
+            remote = OpenAISection(url=f"{url}/v1", model="small")
+            models = {**running, "remote": ModelSettings(engine={"openai": remote})}
+            async with running_deployment(replace(config, models=models)) as served:
+                yield served
 
 
 def _random(weights: RandomWeights) -> ModelSettings:
@@ -149,7 +178,9 @@ async def engine_words(config: Config) -> str:
     """Which engine, device and models, in words. The engines run. Raises EngineUnreachable."""
     pairs = {pair.prefill for pair in _pairs(config)}
     if not pairs:
-        return f"embedded pairs, cpu, float32; {_models(config)}"
+        sections = {model.engine.get("embedded") for model in config.models.values()}
+        types = {getattr(section, "dtype", "float32") for section in sections}
+        return f"embedded pairs, cpu, {'/'.join(types)}; {_models(config)}"
     names = sorted({await _name_of(url) for url in pairs})
     attention = config.launch.environment.get(CPU_ATTENTION)
     engines = f"{', '.join(names)}, {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'}"

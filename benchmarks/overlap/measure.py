@@ -101,6 +101,20 @@ def in_chunks(tree: Topology, chunks: Sequence[int]) -> Mapping[str, Topology]:
     }
 
 
+def beside_remote(settings: Mapping[str, Topology]) -> Mapping[str, Topology]:
+    """The settings by name, with `remote` in the place of `small`."""
+    return {
+        f"{name}, one remote": replace(
+            topology,
+            agents={
+                agent.id: replace(agent, model="remote") if agent.model == "small" else agent
+                for agent in topology.agents.values()
+            },
+        )
+        for name, topology in settings.items()
+    }
+
+
 def setting(
     topology: Topology, lengths: Mapping[str, Sampling], *, incremental: bool, early_exit: bool
 ) -> Topology:

@@ -63,9 +63,9 @@ SHORT = {
 LIMIT_S = 240.0
 
 
-def test_every_benchmark_is_run_here() -> None:
+def test_every_benchmark_without_a_venv_of_its_own_is_run_here() -> None:
     found = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
-    assert found == SHORT.keys() | {"random_checkpoint", "report"}
+    assert found == SHORT.keys() | {"random_checkpoint", "report", "servers"}
 
 
 async def test_a_fault_that_does_not_exist_is_refused_with_those_that_do() -> None:
@@ -142,6 +142,16 @@ async def test_children_of_a_session_prefill_their_prefix_once_on_embedded_pairs
     rows = build_rows(await printed_by("programs", *options))
     by_request, by_session = (row["prefilled p50"] for row in rows[:2])
     assert by_session < 0.7 * by_request
+
+
+@pytest.mark.slow
+async def test_a_judge_prefills_a_remote_models_text_while_that_is_written() -> None:
+    options = ("--measure", "remote", "--shape", "3-1", "--settings", "2", "--chunks", "8")
+    rows = build_rows(
+        await printed_by("overlap", *options, *SHORT["overlap"], "--new-tokens", "64")
+    )
+    late = {row["setting"]: row["late_share"] for row in rows}
+    assert late["in chunks of 8, one remote"] < 0.7 * late["tree, one remote"]
 
 
 @pytest.mark.slow
