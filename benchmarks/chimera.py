@@ -39,7 +39,7 @@ from report import Row, report
 
 from benchmarks.chimera.picture import Point, draw
 from benchmarks.chimera.tasks import Blur, Foreseen, tasks
-from benchmarks.chimera.world import DATA, FLEETS, Outcome, Policy, oracles, policies, run
+from benchmarks.chimera.world import DATA, FLEETS, Arrivals, Outcome, Policy, oracles, policies, run
 from shell_router.core.statistics import quantile, wilson
 from shell_router.lab.simulation.settings import load_profiles
 from shell_router.prediction.fitting import kendall_distance
@@ -57,6 +57,7 @@ class Bench:
     data: Sequence[str]
     tasks: int
     per_s: Sequence[float]
+    at_once: int
     seeds: int
     points: dict[str, dict[str, list[Point]]]
 
@@ -72,6 +73,13 @@ def main() -> None:
         "--per-s", type=float, nargs="+", default=[16.0, 32.0], metavar="R", help="arrivals"
     )
     parser.add_argument(
+        "--at-once",
+        type=int,
+        default=64,
+        metavar="N",
+        help="sequences that an engine decodes at once, which the paper leaves open (default 64)",
+    )
+    parser.add_argument(
         "--data", choices=DATA, nargs="+", default=list(DATA), metavar="NAME", help="MATH, APPS"
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
@@ -80,7 +88,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
-    bench = Bench(options.data, options.tasks, options.per_s, options.seeds, {})
+    bench = Bench(options.data, options.tasks, options.per_s, options.at_once, options.seeds, {})
     for name in options.table:
         title, rows, simulated = TABLES[name]
         engine = "an A6000 per model by roofline, Qwen2.5" if simulated else "no engine"
@@ -117,8 +125,9 @@ def _rows(
     costs = costs_of(fleet)
     abilities = {name: DATA[data].abilities[name] for name in FLEETS[fleet]}
     asked = [tasks(bench.tasks, abilities, seed) for seed in range(bench.seeds)]
+    arrivals = Arrivals(per_s, bench.at_once)
     outcomes = {
-        name: [run(one, asked[seed], costs, per_s, seed) for seed in range(bench.seeds)]
+        name: [run(one, asked[seed], costs, arrivals, seed) for seed in range(bench.seeds)]
         for name, one in compared.items()
     }
     if "vLLM" in compared:

@@ -28,10 +28,6 @@ from shell_router.topology import AUTO, Agent, Prefill, Prompt, Topology
 
 QUESTION_TOKENS = 160
 """Assumed: a question, with its system prompt."""
-AT_ONCE = 64
-"""Assumed: sequences that an engine decodes at once; all others wait in the router, in the policy's
-order.
-"""
 NEVER_S = 1e9
 
 
@@ -44,6 +40,17 @@ class Policy:
     blur: Blur = field(default_factory=Blur)
     by_program: bool = False
     """Programs count as users, so that what each has been served is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How many workflows come in a second, and how many sequences an engine decodes at once.
+
+    All others wait in the router, in the policy's order.
+    """
+
+    per_s: float
+    at_once: int
 
 
 @dataclass
@@ -69,17 +76,25 @@ class Outcome:
 
 
 def run(
-    policy: Policy, tasks: Sequence[Task], costs: Mapping[str, PairCosts], per_s: float, seed: int
+    policy: Policy,
+    tasks: Sequence[Task],
+    costs: Mapping[str, PairCosts],
+    arrivals: Arrivals,
+    seed: int,
 ) -> Outcome:
     """All tasks to their ends; equal arguments give equal outcomes."""
-    return run_virtual(_run(policy, tasks, costs, per_s, seed))
+    return run_virtual(_run(policy, tasks, costs, arrivals, seed))
 
 
 async def _run(
-    policy: Policy, tasks: Sequence[Task], costs: Mapping[str, PairCosts], per_s: float, seed: int
+    policy: Policy,
+    tasks: Sequence[Task],
+    costs: Mapping[str, PairCosts],
+    arrivals: Arrivals,
+    seed: int,
 ) -> Outcome:
     loop = asyncio.get_running_loop()
-    queue = QueueSettings(policy.order, max_running=AT_ONCE, wait_s=NEVER_S, age_s=NEVER_S)
+    queue = QueueSettings(policy.order, max_running=arrivals.at_once, wait_s=NEVER_S, age_s=NEVER_S)
     tokenizer = SimulatedTokenizer()
     served = {
         name: ServedModel(
@@ -93,23 +108,26 @@ async def _run(
         for name in costs
     }
     chooser = ModelChooser(
-        served, _auto(policy, costs), Foreseen(tasks, policy.blur, seed), clock=loop.time
+        served,
+        _auto(policy, costs, arrivals.at_once),
+        Foreseen(tasks, policy.blur, seed),
+        clock=loop.time,
     )
     outcome = Outcome()
     async with MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf) as cache:
         executor = Executor(served, cache, None, clock=loop.time, chooser=chooser)
-        await _ask_all(executor, policy, tasks, per_s, seed, outcome)
+        await _ask_all(executor, policy, tasks, arrivals.per_s, seed, outcome)
     return outcome
 
 
-def _auto(policy: Policy, costs: Mapping[str, PairCosts]) -> Auto:
+def _auto(policy: Policy, costs: Mapping[str, PairCosts], at_once: int) -> Auto:
     """Pi of Algorithm 1: a token's time with a full batch. Where agents count as one, models count
     as equally fast.
     """
     figures = {
         name: ModelFigures(
-            AT_ONCE,
-            1.0 if policy.blur.flat else one.decode.step_s + AT_ONCE * one.decode.sequence_s,
+            at_once,
+            1.0 if policy.blur.flat else one.decode.step_s + at_once * one.decode.sequence_s,
         )
         for name, one in costs.items()
     }

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 
 from benchmarks.coserve.pool import (
     Component,
@@ -40,11 +40,18 @@ agree with that.
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`images` of a board with `types` of components."""
+    """`images` of a board with `types` of components, of which the one of rank r is 1/r**`skew` as
+    frequent.
+
+    With `placements` all boards have the same components in the same places, as many as that, and
+    come one after the other; otherwise each image shows a component that is drawn anew.
+    """
 
     name: str
     types: int
     images: int
+    skew: float = SKEW
+    placements: int = 0
 
 
 TASKS = (Task("A1", 352, 2500), Task("A2", 352, 3500), Task("B1", 342, 2500), Task("B2", 342, 3500))
@@ -91,13 +98,12 @@ def components(types: int, skew: float = SKEW) -> list[Component]:
     return catalog
 
 
-def requests(task: Task, seed: int, skew: float = SKEW) -> Iterator[Request]:
+def requests(task: Task, seed: int) -> Iterator[Request]:
     """The task's images in order; a request's sample says whether its component is damaged."""
     draw = random.Random(f"{task.name}/{seed}")
-    upto = list(accumulate(shares(task.types, skew)))
-    for number, component in enumerate(
-        draw.choices(range(task.types), cum_weights=upto, k=task.images)
-    ):
+    upto = list(accumulate(shares(task.types, task.skew)))
+    shown = draw.choices(range(task.types), cum_weights=upto, k=task.placements or task.images)
+    for number, component in enumerate(islice(cycle(shown), task.images)):
         yield Request(str(number), chain(component), draw.random() < DAMAGED)
 
 
@@ -320,7 +326,9 @@ def run(
     cpu_s = time.process_time() - begun_s
     switched = [event for event in events if isinstance(event, Switched)]
     served = [event for event in events if isinstance(event, Served)]
-    sizes = {component.name: component.memory_bytes for component in components(task.types)}
+    sizes = {
+        component.name: component.memory_bytes for component in components(task.types, task.skew)
+    }
     return Outcome(
         task.images,
         seconds,
@@ -352,7 +360,7 @@ async def _stream(
     every_s: float,
 ) -> tuple[list[Event], dict[str, tuple[str, ...]], float]:
     loop, events = asyncio.get_running_loop(), list[Event]()
-    catalog = components(task.types)
+    catalog = components(task.types, task.skew)
     processors = {executor.name: executor.name.split("-")[0] for executor in executors}
     pool = ComponentPool(
         catalog,

@@ -118,7 +118,7 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
     tried = cache(_throughput(device, sample, policies, seed))
     gpu, largest_bytes = (
         device.several(task)[0],
-        max(one.memory_bytes for one in components(task.types)),
+        max(one.memory_bytes for one in components(task.types, task.skew)),
     )
     least = PERCENT * (largest_bytes + 1) / gpu.memory_bytes
     window = decay_window(tried, least=least)
@@ -160,7 +160,7 @@ def _throughput(device: Device, task: Task, policies: str, seed: int) -> Through
     executors = device.several(task)
     chains = [request.chain[: 1 if request.sample else None] for request in requests(task, seed)]
     trials = ComponentTrials(
-        components(task.types),
+        components(task.types, task.skew),
         {one.name: one.name.split("-")[0] for one in executors},
         chains,
         POLICIES[policies],

@@ -194,11 +194,7 @@ POLICIES: dict[str, EnginePolicy] = {
 
 @dataclass(frozen=True, slots=True)
 class GimbalThresholds:
-    """Thresholds of Gimbal's Algorithm 1.
-
-    `theta_diff` is the difference in KV usage, and `theta_load` the difference in tokens, above
-    which engines count as different.
-    """
+    """Thresholds of Gimbal's Algorithm 1."""
 
     theta_kv: Annotated[
         float,
@@ -210,8 +206,14 @@ class GimbalThresholds:
         Ge(1),
         ("Requests that an engine may have, over the mean, before users leave it."),
     ] = 1.5
-    theta_diff: Annotated[float, CODE_ONLY] = 0.1
-    theta_load: Annotated[int, CODE_ONLY] = 3000
+    theta_diff: Annotated[
+        float,
+        Interval(ge=0, le=1),
+        "Difference in KV usage from which the least used of full engines is taken.",
+    ] = 0.1
+    theta_load: Annotated[
+        int, Ge(0), "Difference in tokens above which the least loaded of full engines is taken."
+    ] = 3000
 
 
 @dataclass(frozen=True, slots=True)

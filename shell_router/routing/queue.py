@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from shell_router.core.choices import list_names
 from shell_router.errors import EngineUnavailable, require
-from shell_router.files.types import CODE_ONLY, Count, OneOf, Positive, Seconds
+from shell_router.files.types import Count, OneOf, Positive, Seconds
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
@@ -166,8 +166,7 @@ class QueueSettings:
     there are to be prefilled, or while prompts and outputs there, expected ones included, take
     `max_tokens` of KV. If none of these is set, requests do not wait here. `bind` says when the
     engine is chosen: at the request's `arrival`, or when an engine has a `place` for it. After
-    `wait_s` a request is refused. `age_s` is the aging of Gimbal's Algorithm 2;
-    `starvation_misses` and `quantum` are Chimera's S and Q.
+    `wait_s` a request is refused. `age_s` is the aging of Gimbal's Algorithm 2.
     """
 
     order: Annotated[str, f"Which request is next: {list_names(ORDERS)}.", OneOf(ORDERS)] = "fcfs"
@@ -199,8 +198,11 @@ class QueueSettings:
         Mapping[str, Positive],
         f"Shares of tenants under {list_names(_WEIGHING)}; 1 where none is named.",
     ] = field(default_factory=dict)
-    starvation_misses: Annotated[int, CODE_ONLY] = 100
-    quantum: Annotated[int, CODE_ONLY] = 4
+    starvation_misses: Annotated[
+        Count,
+        "Chimera's S: others chosen before a waiting request until it rises (`shortest_total`).",
+    ] = 100
+    quantum: Annotated[Count, "Chimera's Q: requests of its program that then start as high."] = 4
 
     def __post_init__(self) -> None:
         require(

@@ -247,7 +247,8 @@ def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str)
     [
         {"theta_kv": 0.0},
         {"theta_kv": 1.1},
-        {"theta_diff": 0.5},
+        {"theta_diff": 1.5},
+        {"theta_load": -1},
         {"load_factor": 0.9},
     ],
 )

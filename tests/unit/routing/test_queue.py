@@ -323,7 +323,7 @@ def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_re
         ({"max_running": 0}, "max_running"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"quantum": 1}, "Unknown key 'quantum'"),
+        ({"quantum": 0}, "quantum"),
         ({"wait_s": 0.0}, "wait_s"),
         ({"age_s": -1.0}, "age_s"),
         ({"order": "least_attained", "weights": {"alice": 0.0}}, "weights.alice"),
