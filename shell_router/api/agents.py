@@ -80,6 +80,7 @@ class AgentBody(OpenAISampling, total=False):
     usage: UsageCount
     wait_s: Annotated[float, Ge(0)]
     timeout_s: Annotated[float, Ge(0.001)]
+    on_precursor_failure: Literal["fail", "drop"]
     prefill: PrefillField
 
 
@@ -121,6 +122,7 @@ def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentReque
         prefill=read_prefill(body.get("prefill")),
         wait_s=wait_s,
         timeout_s=timeout_s,
+        drops_failed=body.get("on_precursor_failure") == "drop",
         chat_template_kwargs=template_kwargs,
     )
 

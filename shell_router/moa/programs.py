@@ -207,7 +207,8 @@ class Programs:
             tokens = guess_output_tokens(request.sampling)
         load.enter_context(self._chooser.activity.enter_program({request.agent: (model, tokens)}))
         try:
-            task = self._build_task(replace(request, model=model, candidates=()), hints)
+            logs = {agent: await self._find_log(request, agent) for agent in request.reads}
+            task = self._build_task(replace(request, model=model, candidates=()), hints, logs)
             await check_task(task)
             return task, choices
         except errors.PromptRefused:
@@ -229,7 +230,9 @@ class Programs:
             self._registry.remember_choices(request, chosen)
         return choice
 
-    def _build_task(self, request: AgentRequest, hints: Hints) -> AgentTask:
+    def _build_task(
+        self, request: AgentRequest, hints: Hints, logs: Mapping[str, LogKey]
+    ) -> AgentTask:
         model = self._models[request.model]
         journal = request.journal
         try:
@@ -240,10 +243,9 @@ class Programs:
         if journal is not None:
             model = journal.wrap_engines({model.alias: model})[model.alias]
             run_id = journal.run_id
-        sources = {}
-        for part in parts:
-            if isinstance(part, Slot):
-                sources[part.agent] = self._find_source(request, part.agent, model)
+        sources = {
+            agent: self._find_source(request, agent, log, model) for agent, log in logs.items()
+        }
         drafts = bool(request.reads and model.drafts)
         if drafts and model.drafts == "auto":
             # held out as the other agents of its program are
@@ -260,7 +262,7 @@ class Programs:
             hints=hints,
             sources=sources,
             prefill=request.prefill,
-            all_needed=True,
+            all_needed=not request.drops_failed,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
             drafts=drafts,
@@ -270,7 +272,36 @@ class Programs:
             may_shrink=bool(sources),
         )
 
-    def _find_source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
+    async def _find_log(self, request: AgentRequest, agent: str) -> LogKey:
+        """Return the log of the agent's latest attempt, at whichever router it was made."""
+        key = self._registry.find_log(request, agent)
+        record = self._registry.find_agent(request, agent)
+        if record is not None and record.ended not in ("failed", "cancelled"):
+            return key
+        while await self._has_failed(key):
+            again = replace(key, agent=f"{key.agent}#")
+            if not await self._has_begun(again):
+                break
+            key = again
+        return key
+
+    async def _has_begun(self, key: LogKey) -> bool:
+        try:
+            await self._cache.read(key, wait_s=0)
+        except LogTimeout as timeout:
+            return timeout.begun
+        return True
+
+    async def _has_failed(self, key: LogKey) -> bool:
+        try:
+            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=0)
+        except LogTimeout:
+            return False
+        return read.end is not End.FINISHED
+
+    def _find_source(
+        self, request: AgentRequest, precursor: str, log: LogKey, reader: ServedModel
+    ) -> Source:
         def shares_ids() -> bool:
             # known once its log has begun here; an agent that another router runs is read as text
             if request.chat:
@@ -280,7 +311,7 @@ class Programs:
                 return False
             return can_share_ids(writer.model, writer.request.sampling, reader)
 
-        return Source(self._registry.find_log(request, precursor), shares_ids)
+        return Source(log, shares_ids)
 
     # --- running
 
@@ -343,11 +374,13 @@ class Programs:
         return answer
 
     async def _create_log(self, request: AgentRequest, record: AgentRecord) -> LogWriter:
+        key = LogKey(request.tenant, request.program, record.log)
         try:
-            return await self._cache.create(LogKey(request.tenant, request.program, record.log))
+            return await self._cache.create(key)
         except LogExists as error:
-            if request.journal is not None and request.journal.repeats:
-                record.log += "#"  # the log is of an earlier attempt, at a router that ended
+            repeats = request.journal is not None and request.journal.repeats
+            if repeats or await self._has_failed(key):
+                record.log += "#"  # the log is of an earlier attempt, at another router
                 return await self._create_log(request, record)
             # another router's agent: what is known of this one would be wrong of that
             self._registry.unregister(request)
@@ -427,6 +460,11 @@ class Programs:
     ) -> Answer:
         """Run a topology whose answer is the agent's output."""
         outputs = {agent: await self._await_output(request, agent) for agent in request.reads}
+        if outputs and not any(outputs.values()):
+            raise errors.AgentFailed(
+                f"Agent {request.agent!r} has no precursor left: each failed or wrote nothing.",
+                remedy="Send the precursors again.",
+            )
         parts = [_fill_segments(segments, outputs) for _, segments in request.messages]
         self._chooser.require_possible(sum(len(text) for texts in parts for text in texts))
         chat = []
@@ -465,7 +503,7 @@ class Programs:
 
     async def _await_output(self, request: AgentRequest, agent: str) -> str:
         """Return all that the precursor writes. Raises PrecursorTimeout and AgentFailed."""
-        key = self._registry.find_log(request, agent)
+        key = await self._find_log(request, agent)
         try:
             await self._cache.read(key, wait_s=request.wait_s)
         except LogTimeout as error:
@@ -473,6 +511,8 @@ class Programs:
                 raise make_silence_error(request.agent, agent, request.wait_s) from error
         read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
         if read.end is not End.FINISHED:
+            if request.drops_failed:
+                return ""
             raise errors.AgentFailed(
                 f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: "
                 f"{read.detail}",

@@ -205,6 +205,8 @@ class AgentRequest:
         prompt: Raw segments.
         messages: Roles and segments, put through the model's chat template.
         wait_s: The longest wait for a precursor's first tokens; it need not have been sent yet.
+        drops_failed: A precursor that fails is left out, unless none remains; otherwise the agent
+            fails, too.
         chat: A chat completion. Its agent id cannot be guessed, and finds its output. Its prompt is
             that of a client that waits for the outputs and sends their texts.
         is_read: Others read it, so that it fails if it ends inside its thinking.
@@ -224,6 +226,7 @@ class AgentRequest:
     prefill: Prefill = Prefill()
     wait_s: float = 60.0
     timeout_s: float = 600.0
+    drops_failed: bool = False
     candidates: tuple[str, ...] = ()
     chat: bool = False
     chat_template_kwargs: Values = field(default_factory=dict)

@@ -141,6 +141,41 @@ async def test_an_agent_of_another_router_is_read_from_the_cache() -> None:
     assert moa.prompts("large") == [first.text]
 
 
+@pytest.mark.parametrize("again_at", ["the same router", "another"])
+async def test_an_agent_that_failed_and_runs_again_is_read_at_every_router(again_at: str) -> None:
+    moa = ScriptedMoa()
+    elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
+    for _ in range(2):
+        moa.engines["small"].answer = lambda _: Script("half", error=EngineUnreachable("gone"))
+        with pytest.raises(EngineUnreachable):
+            await elsewhere.run(send("first", "Hi"), print)
+        with pytest.raises(AgentFailed, match="Send the precursor again"):
+            await moa.programs.run(send("second", OutputOf("first"), model="large"), print)
+    moa.engines["small"].answer = lambda _: Script("now it works")
+    runner = elsewhere if again_at == "the same router" else moa.programs
+    await runner.run(send("first", "Hi"), print)
+    for reader in (moa.programs, elsewhere):
+        asked = send(f"third-{id(reader)}", OutputOf("first"), model="large")
+        await reader.run(asked, print)
+    assert moa.prompts("large") == ["now it works", "now it works"]
+
+
+async def test_a_precursor_that_fails_is_left_out_where_the_reader_says_so() -> None:
+    moa = ScriptedMoa()
+    moa.engines["small"].answer = lambda _: Script("half", error=EngineUnreachable("gone"))
+    with pytest.raises(EngineUnreachable):
+        await moa.programs.run(send("first", "Hi"), print)
+    moa.engines["small"].answer = lambda _: Script("whole")
+    await moa.programs.run(send("second", "Hi"), print)
+    both = (OutputOf("first"), OutputOf("second"))
+    await moa.programs.run(send("reader", *both, model="large", drops_failed=True), print)
+    assert moa.prompts("large") == ["whole"]
+    with pytest.raises(AgentFailed, match="no precursor left"):
+        await moa.programs.run(
+            send("alone", OutputOf("first"), model="large", drops_failed=True), print
+        )
+
+
 async def test_agents_that_would_wait_for_each_other_are_refused() -> None:
     moa, events = ScriptedMoa(), Recorder()
     waiting = asyncio.create_task(moa.programs.run(send("a", OutputOf("b")), events.emit))
