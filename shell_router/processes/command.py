@@ -27,7 +27,7 @@ def require_free_ports(name: str, host: str, ports: Iterable[int]) -> None:
             raise _taken_port(name, host, port, str(error.strerror)) from error
 
 
-def _taken_port(name: str, host: str, port: int, reason: str) -> EngineUnreachable:
+def _taken_port(name: str, host: str, port: int | str, reason: str) -> EngineUnreachable:
     return EngineUnreachable(
         f"{name} cannot listen on {host}, port {port}: {reason}.",
         remedy="Stop what listens there, or correct the URLs; --machine says which host this is.",
@@ -113,11 +113,10 @@ class CommandProcess:
 
         SGLang then neither serves nor ends.
         """
-        lines = self.read_log_tail(SEARCHED_BYTES).lower().splitlines()
-        taken = [line for line in lines if PORT_TAKEN in line]
-        for port in ports:
-            if any(re.search(rf"\b{port}\b", line) for line in taken):
-                raise _taken_port(self.name, host, port, f"{PORT_TAKEN}, says {self.log}")
+        log = self.read_log_tail(SEARCHED_BYTES)
+        taken = re.search(rf"\b({'|'.join(map(str, ports))})\b.*{PORT_TAKEN}", log, re.I)
+        if taken is not None:
+            raise _taken_port(self.name, host, taken[1], f"{PORT_TAKEN}, says {self.log}")
 
     def _signal_group(self, number: signal.Signals) -> None:
         assert self._process is not None
