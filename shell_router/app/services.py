@@ -109,6 +109,11 @@ async def open_cache(
         yield RunningCache(shared, shared.healthy, shared.accounts, shared.stats, shared.journals)
 
 
+OUTPUT_TOKENS = 500
+SLOW_JUDGEMENT_S = 5.0
+"""What a GPU takes to write OUTPUT_TOKENS, at 10 ms each."""
+
+
 async def _always() -> bool:
     return True
 
@@ -125,8 +130,8 @@ async def run_embedder(
         yield HashEmbedder() if settings.model == "hash" else None, _always
         return
     model = None if settings.model == "default" else settings.model
-    embedder = SentenceTransformerEmbedder(model, device=settings.device)
-    loading = asyncio.create_task(_load(embedder), name="embedder-load")
+    embedder = SentenceTransformerEmbedder(model, device=settings.device, threads=settings.threads)
+    loading = asyncio.create_task(load_embedder(embedder), name="embedder-load")
 
     async def has_loaded() -> bool:
         return loading.done()
@@ -139,12 +144,28 @@ async def run_embedder(
         await embedder.aclose()
 
 
-async def _load(embedder: SentenceTransformerEmbedder) -> None:
-    """Start the embedder and log a failure; each run that needs it tries again, and reports it."""
+async def load_embedder(embedder: SentenceTransformerEmbedder) -> None:
+    """Start the embedder, and log a failure or how slow it is.
+
+    Each run that needs it tries again, and reports it.
+    """
+    clock = asyncio.get_running_loop().time
     try:
         await embedder.start()
+        begun_s = clock()
+        await embedder.embed("pens " * (OUTPUT_TOKENS // 10))
+        output_s = 10 * (clock() - begun_s)
     except EngineError as error:
         log.error("the embedder did not start, so no early exit: %s", error)
+        return
+    if output_s > SLOW_JUDGEMENT_S:
+        log.warning(
+            "the embedder takes about %.0f s for an output of %d tokens: most clusters end before "
+            "early exit has judged them. Give it a GPU (embedder.device), more embedder.threads, "
+            "or a smaller embedder.model.",
+            output_s,
+            OUTPUT_TOKENS,
+        )
 
 
 @asynccontextmanager

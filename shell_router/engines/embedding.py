@@ -53,11 +53,11 @@ def default_model() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def embedder_work(model: str, device: str) -> Work:
+def embedder_work(model: str, device: str, threads: int) -> Work:
     """Load the model and return the work of the embedder's process."""
     from shell_router.engines.token_states import TokenStateModel  # noqa: PLC0415 - loads torch
 
-    return TokenStateModel(model, device=device, threads=1).embed
+    return TokenStateModel(model, device=device, threads=threads).embed
 
 
 class SentenceTransformerEmbedder(WorkerProcess):
@@ -71,17 +71,21 @@ class SentenceTransformerEmbedder(WorkerProcess):
         model: A folder, or a name in the local Hugging Face cache (nothing is downloaded). None
             takes the MiniLM model that comes with `shell-router[embedded]`.
         device: Where the model runs, as torch names it.
+        threads: Threads that it computes on, on the CPU.
 
     Raises:
         ConfigError: The default model's package is not installed.
     """
 
-    def __init__(self, model: str | Path | None = None, *, device: str = "cpu") -> None:
+    def __init__(
+        self, model: str | Path | None = None, *, device: str = "cpu", threads: int = 1
+    ) -> None:
         super().__init__(
             "embedding",
             "shell_router.engines.embedding:embedder_work",
-            {"model": str(model or default_model()), "device": device},
+            {"model": str(model or default_model()), "device": device, "threads": threads},
             max_batch=MAX_BATCH,
+            threads=threads,
         )
 
     async def embed(self, text: str) -> TokenStates:
