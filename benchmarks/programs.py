@@ -7,6 +7,8 @@
     trees        runs of nine proposers, three aggregators and a root, all by one model, beside
                  chats: by the arrival of requests or by the beginning of runs
     classes      a third each with `service_tier` priority, default and flex, on overloaded engines
+    batches      chats beside a batch, on pairs that share it or on fewer; the last row of a load is
+                 a batch that has a pair of its own (simulated: three pairs on six H200s)
     sessions     chats of several turns, whose prompts grow, on two engines (embedded)
     children     children of a session, whose prompts begin alike, on two engines (embedded)
 
@@ -24,7 +26,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,25 +40,41 @@ from benchmarks.gimbal.requests import log_normal
 from benchmarks.gimbal.serving import PATIENT_S, costs
 from benchmarks.overlap.measure import interval
 from benchmarks.under_load.engines import MODELS
-from shell_router.core.engine import TIERS, Finish, Generation, Hints, Session
+from shell_router.core.engine import (
+    TIERS,
+    Finish,
+    Generation,
+    Hints,
+    RequestClass,
+    ServedModel,
+    Session,
+    Tokenizer,
+    Tokens,
+)
 from shell_router.core.statistics import quantile
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair
+from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.lab.simulation.run import SimulatedFleet
+from shell_router.lab.simulation.settings import load_profiles
 from shell_router.lab.simulation.virtual_time import run_virtual
+from shell_router.moa.preemption import generate_preemptibly
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.queue import QueueSettings
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.settings import EmbeddedSettings
+from shell_router.standins.simulated.costs import PairCosts
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor
-from shell_router.standins.simulated.text import Written
+from shell_router.standins.simulated.text import SimulatedTokenizer, Written
 
 LAYERS = (9, 3, 1)
 """A tree's agents; each reads a question and, from the second layer on, three answers."""
 CHILDREN = 8
-_FILLER = tuple(range(1 << 14))
+MOST = 1 << 14
+"""The limit of outputs whose length the router does not know."""
+BATCH: RequestClass = "batch"
 _IDS = 256
 
 
@@ -69,6 +87,11 @@ class Size:
         few: Calls of the loop at a time, beside all at once.
         ages_s: Settings of aging, for classes.
         longest: The most tokens of a prompt, and of an output.
+        batch_pairs: Pairs that chats and a batch share.
+        batch_s: The length of a run, over the unit of rates.
+        batch_per_s: Rates of chats.
+        lines: Lines of the batch that run or wait at a time.
+        line: As `chat`.
     """
 
     engine: str
@@ -87,6 +110,11 @@ class Size:
     class_per_s: tuple[float, ...]
     ages_s: tuple[float, ...]
     longest: int
+    batch_pairs: int
+    batch_s: float
+    batch_per_s: tuple[float, ...]
+    lines: int
+    line: tuple[int, int]
 
 
 SIMULATED = Size(
@@ -106,6 +134,11 @@ SIMULATED = Size(
     class_per_s=(3.0, 4.0, 5.0),
     ages_s=(5.0, 60.0),
     longest=1 << 13,
+    batch_pairs=3,
+    batch_s=30.0,
+    batch_per_s=(6.0, 30.0, 90.0),
+    lines=256,
+    line=(600, 300),
 )
 EMBEDDED = Size(
     "embedded pairs, each on one core",
@@ -124,6 +157,11 @@ EMBEDDED = Size(
     class_per_s=(3.0,),
     ages_s=(5.0, 60.0),
     longest=600,
+    batch_pairs=2,
+    batch_s=60.0,
+    batch_per_s=(0.3, 0.8),
+    lines=16,
+    line=(60, 24),
 )
 
 
@@ -139,8 +177,10 @@ class World:
     draws: Random
     size: Size
     outputs: dict[str, int]
+    tokenizer: Tokenizer
     name: str = "r"
     unit_per_s: float = 1.0
+    line_draws: Random = field(default_factory=partial(Random, BATCH))
     took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def now_s(self) -> float:
@@ -163,17 +203,19 @@ class World:
             The ids of prompt and output, when the first came, and the tokens that were prefilled.
         """
         rid = f"{self.name}{len(self.outputs)}"
+        # chats have the same lengths whatever a batch draws
+        draws = self.line_draws if hints.user == BATCH else self.draws
         prompt, output = (
-            min(self.size.longest, 1 + round(log_normal(self.draws, mean))) for mean in lengths
+            min(self.size.longest, 1 + round(log_normal(draws, mean))) for mean in lengths
         )
         self.outputs[rid] = output
         ids = [*beginning, *Random(rid).choices(range(_IDS), k=prompt)]
         # simulated engines end an output by themselves, so that the router does not know its length
-        most = output if isinstance(self.fleet, SglangPair) else 1 << 14
+        most = output if isinstance(self.fleet, SglangPair) else MOST
         sampling = {"max_new_tokens": most, "ignore_eos": True, "stream_interval": 16}
         first_s = 0.0
         prefilled = 0
-        async for item in self.fleet.generate(Generation(rid, tuple(ids), sampling, hints=hints)):
+        async for item in self.generate(Generation(rid, tuple(ids), sampling, hints=hints)):
             if isinstance(item, Finish):
                 assert item.reason != "abort"
                 prefilled = item.prompt_tokens - item.cached_tokens
@@ -181,6 +223,13 @@ class World:
                 first_s = first_s or self.now_s()
                 ids += item.ids
         return ids, first_s, prefilled
+
+    def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """Send a request, in a way that can be preempted if it is a batch's."""
+        if request.hints.tier != "batch":
+            return self.fleet.generate(request)
+        model = ServedModel("model", self.fleet, self.tokenizer, 1 << 17)
+        return generate_preemptibly(model, request, self.took["lost tokens"].append)
 
     async def poisson(
         self, count: int, per_s: float, ask: Callable[[int], Awaitable[None]]
@@ -209,6 +258,7 @@ class Case:
     scheduling: SchedulingSettings
     engines: int = 1
     model: str = "small"
+    costs: PairCosts | None = None
 
 
 def queued(size: Size, order: str, age_s: float = 5.0) -> SchedulingSettings:
@@ -227,11 +277,15 @@ def simulate(case: Case, size: Size, seed: int) -> Took:
         outputs: dict[str, int] = {}
 
         def write(request: Generation) -> Written:
-            ids = _FILLER[: outputs[request.rid]]
-            return Written(("",) * len(ids), ids, 0.0)
+            name = request.rid.rpartition(".")[2]
+            left = outputs[name] - (MOST - request.sampling["max_new_tokens"])
+            return Written.after_filler(left, name, "", 0.0)
 
         pairs = []
         for _ in range(case.engines):
+            if case.costs is not None:
+                pairs.append(SimulatedPair(case.costs, write))
+                continue
             gpu = Processor()
             pairs.append(
                 SimulatedPair(
@@ -243,7 +297,7 @@ def simulate(case: Case, size: Size, seed: int) -> Took:
                 )
             )
         fleet = SimulatedFleet("qwen3-30b-a3b", pairs, case.scheduling)
-        world = World(fleet, Random(seed), size, outputs)
+        world = World(fleet, Random(seed), size, outputs, SimulatedTokenizer())
         async with fleet.poll_pairs():
             await case.scene(world)
         return world.took
@@ -256,6 +310,7 @@ class Pairs:
     """Embedded pairs that run, and the chats a second that one of them answers."""
 
     addresses: Sequence[PairAddress]
+    tokenizer: Tokenizer
     chats_per_s: float = 1.0
 
     async def live(self, case: Case, size: Size, seed: int, name: str) -> Took:
@@ -263,7 +318,7 @@ class Pairs:
         pool = SglangPair(*self.addresses[: case.engines], scheduling=case.scheduling)
         try:
             async with pool.fleet.follow():
-                world = World(pool, Random(seed), size, {}, name, self.chats_per_s)
+                world = World(pool, Random(seed), size, {}, self.tokenizer, name, self.chats_per_s)
                 await case.scene(world)
         finally:
             await pool.aclose()
@@ -287,7 +342,8 @@ async def embedded_pairs(size: Size) -> AsyncIterator[Mapping[str, Pairs]]:
     measured = {}
     async with EmbeddedFleet(settings) as fleet:
         for model in ("small", "large"):
-            pairs = Pairs([fleet[f"{model}-{core}"].address for core in range(2)])
+            addresses = [fleet[f"{model}-{core}"].address for core in range(2)]
+            pairs = Pairs(addresses, HfTokenizer.from_folder(MODELS / model))
             for name in ("warm-", "capacity-"):
                 took = await pairs.live(case, calibration, 0, name)
             measured[model] = replace(pairs, chats_per_s=calibration.calls / took["loop"][0])
@@ -309,7 +365,7 @@ def build_rows(cases: Sequence[Case], rounds: Sequence[Sequence[Took]], ratios: 
         row = {**case.load, **case.compared}
         for name in names:
             row |= percentiles(name, [value for took in rounds for value in took[at].get(name, ())])
-            if ratios and all(took[at].get(name) for took in rounds):
+            if ratios and all(took[at].get(name) and took[first].get(name) for took in rounds):
                 found = [
                     statistics.fmean(took[at][name]) / statistics.fmean(took[first][name])
                     for took in rounds
@@ -457,6 +513,76 @@ def classes(size: Size) -> list[Case]:
     ]
 
 
+# --- a batch beside chats
+
+H200S = Path(__file__).parents[1] / "configs/engines/h200.yaml"
+
+
+def batch_scene(per_s: float, tier: RequestClass | None, *, chats: bool = True) -> Scene:
+    """Chats at this rate, and lines of a batch in the class `tier` until the last chat is answered;
+    lines alone end after as long."""
+
+    async def scene(world: World) -> None:
+        size = world.size
+        begun_s = world.now_s()
+        answered = 0
+
+        async def line() -> None:
+            nonlocal answered
+            while True:
+                await world.write(size.line, Hints(BATCH, tier=tier or "default"))
+                answered += 1
+
+        lines = [asyncio.create_task(line()) for _ in range(size.lines if tier else 0)]
+        if chats:
+            await world.poisson(
+                round(size.batch_s * per_s),
+                per_s,
+                lambda _: world.ask("chat", size.chat, Hints("tenant")),
+            )
+        else:
+            await asyncio.sleep(size.batch_s / world.unit_per_s)
+        took_s = world.now_s() - begun_s
+        for task in lines:
+            task.cancel()
+        await asyncio.gather(*lines, return_exceptions=True)
+        lost = sum(world.took.pop("lost tokens", ()))
+        if tier:
+            world.took["answers/h"].append(3600 * answered / took_s)
+            world.took["lost tokens/answer"].append(lost / max(1, answered))
+
+    return scene
+
+
+def batches(size: Size) -> list[Case]:
+    """By the rate of chats, and the batch's class or its own pair."""
+    costs = None
+    if size is SIMULATED:
+        profiles = load_profiles(H200S)
+        costs = profiles.models["qwen3-vl-8b"].costs(profiles.gpus)
+    pairs = size.batch_pairs
+    patient = QueueSettings(wait_s=PATIENT_S, max_waiting=100_000)
+    return [
+        Case(
+            {"chats/s": per_s},
+            {"batch": setting, "pairs": engines},
+            batch_scene(per_s, tier, chats=chats),
+            SchedulingSettings(queue=patient, batch_slowdown=slowdown),
+            engines=engines,
+            costs=costs,
+        )
+        for per_s in size.batch_per_s
+        for setting, tier, engines, chats, slowdown in (
+            ("none", None, pairs, True, 0.0),
+            ("lowest class, 0.05", BATCH, pairs, True, 0.05),
+            ("lowest class, 0.2", BATCH, pairs, True, 0.2),
+            ("default class", "default", pairs, True, 0.0),
+            ("on the other pair", None, pairs - 1, True, 0.0),
+            ("alone", BATCH, 1, False, 0.0),
+        )
+    ]
+
+
 # --- prefixes
 
 
@@ -528,6 +654,7 @@ TABLES: Mapping[str, tuple[str, Cases]] = {
     "loop": ("A loop of calls beside its tenant's chats, one engine", loops),
     "trees": ("Trees and chats of one tenant, two engines", trees),
     "classes": ("Chats by class, one engine", classes),
+    "batches": ("Chats beside a batch", batches),
 }
 PREFIXES: Mapping[str, tuple[str, Cases]] = {
     "sessions": ("Chats of several turns, two engines", prefix_cases(session_scene, 0.2)),
@@ -580,7 +707,8 @@ def main() -> None:
             [simulate(case, SIMULATED, seed) for case in cases] for seed in range(options.seeds)
         ]
         rows = build_rows(cases, rounds, ratios=False)
-        report(title, rows, engine=SIMULATED.engine, simulated=True, as_json=options.json)
+        engine = "three pairs of Qwen3-VL-8B on six H200s" if cases[0].costs else SIMULATED.engine
+        report(title, rows, engine=engine, simulated=True, as_json=options.json)
 
 
 if __name__ == "__main__":

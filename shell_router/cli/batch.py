@@ -9,6 +9,7 @@ import typer
 
 from shell_router.cli.options import (
     Json,
+    KeyVariable,
     Limit,
     Seed,
     Several,
@@ -16,8 +17,10 @@ from shell_router.cli.options import (
     examples,
     list_option,
     option,
+    read_key,
     require_writable,
     run,
+    say,
     write,
 )
 
@@ -25,6 +28,9 @@ app = typer.Typer(help="Answer a file of questions with a pool of models.", no_a
 
 Method = Literal["ilp", "round-robin", "longest-first"]
 Pool = Annotated[Path, argument("POOL", "YAML: models, workers, and how they answer.")]
+Answering = Annotated[
+    Path, argument("POOL", "The pool's YAML; with --url a model or a topology of that router.")
+]
 Data = Annotated[Path, option('Questions: JSONL, one {"question": …} per line.', metavar="FILE")]
 Planner = Annotated[Method, option("Planner: the integer linear program, or a heuristic.")]
 LimitS = Annotated[float, option("Longest time to plan a stage, in seconds.", "--limit-s")]
@@ -79,10 +85,14 @@ def plan(
 
 
 @app.command(
-    "run", epilog=examples("shell-router batch run pool.yaml --data questions.jsonl --out run1")
+    "run",
+    epilog=examples(
+        "shell-router batch run pool.yaml --data questions.jsonl --out run1",
+        "shell-router batch run tree --url http://127.0.0.1:8000 --data questions.jsonl --out run1",
+    ),
 )
 def answer(
-    pool: Pool,
+    pool: Answering,
     data: Data,
     out: Annotated[Path, option("Folder that keeps the run.", metavar="FOLDER")],
     limit: Limit = None,
@@ -92,8 +102,16 @@ def answer(
         float | None, option("Agreement at which the aggregator is skipped. Default: the pool's.")
     ] = None,
     seed: Seed = 0,
+    url: Annotated[
+        str | None, option("Run beside the online requests of the router that runs there.")
+    ] = None,
+    api_key_env: KeyVariable = None,
 ) -> None:
     """Answer a file of questions, or continue an interrupted run."""
+    if url is not None:
+        run(_answer_online(str(pool), data, out, limit, url, read_key(api_key_env)))
+        return
+
     from rich.console import Console
 
     from shell_router.batch.planner import HEURISTICS
@@ -113,3 +131,22 @@ def answer(
         print("\n".join(summarize_run(report.results, report.stages)))
 
     run(answer_questions())
+
+
+async def _answer_online(
+    target: str, data: Path, out: Path, limit: int | None, url: str, api_key: str | None
+) -> None:
+    import aiohttp
+
+    from shell_router.batch.questions import read_questions
+    from shell_router.lab.batches import answer_online
+    from shell_router.lab.evaluation.client import RouterClient
+
+    questions = read_questions(data, ())
+    if limit is not None:
+        questions = questions.first(limit)
+    for refused in questions.refused:
+        say(f"line {refused.line} is left out: {refused.error}")
+    async with aiohttp.ClientSession() as session:
+        client = RouterClient(session, url, api_key=api_key)
+        await answer_online(client, target, questions, out, say)

@@ -34,7 +34,7 @@ from shell_router.http.client import (
     make_endpoint,
 )
 from shell_router.http.tasks import TaskOwner
-from shell_router.routing.dispatcher import Dispatcher, EngineSlot, TrackedEngine
+from shell_router.routing.dispatcher import QUIET_S, Dispatcher, EngineSlot, TrackedEngine
 from shell_router.routing.failures import Breaker, BreakerSettings
 from shell_router.routing.placement import EngineReport, PlacementRequest
 
@@ -383,6 +383,14 @@ class Monitor(Generic[E]):
             await asyncio.sleep(wait_s)
 
 
+def _recheck(dispatcher: Dispatcher[E]) -> None:
+    """Look every second whether engines are idle by now, as long as batches wait."""
+    dispatcher.grant()
+    dispatcher.is_rechecked = bool(dispatcher.batches.entries)
+    if dispatcher.is_rechecked:
+        asyncio.get_running_loop().call_later(QUIET_S, _recheck, dispatcher)
+
+
 async def take_slot(
     dispatcher: Dispatcher[E], request: PlacementRequest, avoid: Collection[E] = ()
 ) -> EngineSlot[E]:
@@ -405,6 +413,9 @@ async def take_slot(
     wait_s = dispatcher.settings.queue.wait_s
     is_batch = request.hints.tier == "batch"  # it waits until its batch expires
     entry.decided = lambda: None if decided.done() else decided.set_result(None)
+    if is_batch and not dispatcher.is_rechecked:
+        dispatcher.is_rechecked = True
+        asyncio.get_running_loop().call_later(QUIET_S, _recheck, dispatcher)
     try:
         async with asyncio.timeout(None if is_batch else wait_s):
             await decided

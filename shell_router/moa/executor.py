@@ -206,8 +206,7 @@ class Executor:
         """Return the resources of a journaled run; nothing is learned from repeated outputs."""
         models = journal.wrap_engines(self._models)
         if journal.repeats:
-            no_holdouts = Holdouts(HoldoutSettings(share=0.0))
-            return Resources(models, self.chooser.copy_unmeasured(), no_holdouts)
+            return Resources(models, self.chooser.copy_unmeasured(), self._for_batches.holdouts)
         return Resources(models, self.chooser, self.holdouts)
 
     async def _run_single(self, plan: Plan, context: RunContext) -> Answer:

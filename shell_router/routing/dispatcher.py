@@ -9,14 +9,14 @@ from typing import Annotated, Generic, TypeVar
 from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnavailable, Overloaded, require
-from shell_router.files.types import CODE_ONLY, Seconds
+from shell_router.files.types import CODE_ONLY, Seconds, Share
 from shell_router.routing.engine_selection import (
     POLICIES,
     EngineScene,
     SelectionSettings,
 )
 from shell_router.routing.failures import Breaker
-from shell_router.routing.pace import Pace
+from shell_router.routing.pace import Mark, Pace
 from shell_router.routing.placement import (
     Choice,
     ChoiceMemory,
@@ -34,8 +34,15 @@ E = TypeVar("E")
 METRICS_POLL_S = 5.0
 """Seconds between polls of engines whose reports only metrics show."""
 
-BATCH_PREFILL_TOKENS = 2048
-"""Batches' prompt tokens that a server prefills at a time: an online prompt waits for no more."""
+LONG_PROMPT_TOKENS = 2048
+"""Prompt tokens of batches that an idle server prefills at a time; a prompt with more to prefill is
+preempted for an online one, which would wait for it.
+"""
+
+QUIET_S = 1.0
+"""Seconds without an online request after which an engine is idle, so that batches do not come and
+go with each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,9 @@ class SchedulingSettings:
 
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
+    batch_slowdown: Annotated[
+        Share, "By what share batches may lengthen the time of online requests' tokens."
+    ] = 0.05
     poll_s: Annotated[Seconds, "Seconds between polls of the engines, below 5."] = 1.0
     stale_s: Annotated[float, CODE_ONLY] = 5.0
 
@@ -67,6 +77,7 @@ class TrackedEngine(Generic[E]):
         batch_load: The load of batches.
         batches: Requests of batches that run there and may be preempted, the latest last.
         pace: Measured while there are batches.
+        left_s: When the last online request left it.
         reported: Its last report.
         reported_s: The time of that report.
         failed_polls: Polls that it did not answer.
@@ -80,6 +91,7 @@ class TrackedEngine(Generic[E]):
     reported_s: float = 0.0
     failed_polls: int = 0
     pace: Pace = field(default_factory=Pace)
+    left_s: float = -inf
     batches: dict["EngineSlot[E]", None] = field(default_factory=dict)
     batch_load: EngineState = field(init=False)
 
@@ -91,6 +103,11 @@ class TrackedEngine(Generic[E]):
         """Its requests that decode or will, without prefill-only updates."""
         load = self.load
         return load.running - load.updates + self.batch_load.running
+
+    def count_online(self, now_s: float) -> int:
+        """Return its online requests, at least one before it has been idle for QUIET_S."""
+        load = self.load
+        return max(load.running - load.updates, int(now_s - self.left_s < QUIET_S))
 
     @property
     def index(self) -> int:
@@ -129,7 +146,7 @@ class EngineSlot(Generic[E]):
         self._program = program
         self._at = at
         self._load = load = at.batch_load if features.is_batch else at.load
-        self._read_s: float | None = None
+        self._read: Mark | None = None
         self._prefill = features.new_tokens if features.prefills else 0
         self._output = features.output_tokens
         self._held = self._written = 0
@@ -149,7 +166,7 @@ class EngineSlot(Generic[E]):
     @property
     def delays_prompts(self) -> bool:
         """Whether an online prompt would wait long for its prompt."""
-        return self._prefill > BATCH_PREFILL_TOKENS
+        return self._prefill > LONG_PROMPT_TOKENS
 
     def preempt(self) -> None:
         """Tell a batch's request to leave; its slot is closed soon."""
@@ -170,6 +187,7 @@ class EngineSlot(Generic[E]):
         self._prefill = 0
         self._held = self.features.prompt_tokens
         load.held_tokens += self._held
+        self._at.pace.count(1, self._dispatcher.clock())
         self._dispatcher.grant()
 
     def note_tokens(self, tokens: int) -> None:
@@ -193,10 +211,10 @@ class EngineSlot(Generic[E]):
         if self._program is not None:
             dispatcher.queue_of(self.features).count_tokens(self._program, 0, tokens)
         if dispatcher.has_batches:
-            now_s = dispatcher.clock()
-            if self._read_s is not None and tokens:
-                self._at.pace.note(self._at.running, (now_s - self._read_s) / tokens)
-            self._read_s = now_s
+            now = self._at.pace.mark(dispatcher.clock())
+            if self._read is not None:
+                self._at.pace.measure(self._read, tokens, now)
+            self._read = now
 
     def note_completion(self) -> None:
         """Count its output as complete."""
@@ -216,6 +234,11 @@ class EngineSlot(Generic[E]):
         load.output_tokens -= self._output
         load.held_tokens -= self._held
         self._at.batches.pop(self, None)
+        now_s = self._dispatcher.clock()
+        if not self.features.is_batch:
+            self._at.left_s = now_s
+        if self._held:
+            self._at.pace.count(-1, now_s)
         # its program still counts as running, so that those that were served as much go first
         self._dispatcher.grant()
         if self._program is not None:
@@ -238,6 +261,7 @@ class Dispatcher(Generic[E]):
         ever: The number of engines that there ever were.
         batches: Waiting requests of batches.
         has_batches: Whether any came.
+        is_rechecked: Whether the caller grants slots every second, as engines become idle.
 
     Args:
         engines: Each engine with its name and its breaker.
@@ -269,6 +293,7 @@ class Dispatcher(Generic[E]):
         self.queue = RequestQueue(settings.queue)
         self.batches = RequestQueue(settings.queue)
         self.has_batches = False
+        self.is_rechecked = False
         self.ever = len(engines)  # the index of the next
         self._track(
             [TrackedEngine(*engine, EngineState(index)) for index, engine in enumerate(engines)]
@@ -475,10 +500,10 @@ class Dispatcher(Generic[E]):
         """Tell whether the engine takes a request of a batch now."""
         if at.breaker.blocked_until_s > self.clock():
             return False
-        if self._prefills and (
-            at.load.prefill_tokens or at.batch_load.prefill_tokens >= BATCH_PREFILL_TOKENS
-        ):
-            return False
+        if self._prefills:
+            most_tokens = 1 if at.count_online(self.clock()) else LONG_PROMPT_TOKENS
+            if at.load.prefill_tokens or at.batch_load.prefill_tokens >= most_tokens:
+                return False
         most = self.settings.queue.max_tokens
         if most is not None and at.load.tokens + at.batch_load.tokens >= most:
             return False
@@ -486,17 +511,17 @@ class Dispatcher(Generic[E]):
 
     def _count_room(self, at: TrackedEngine[E]) -> float:
         """Return how many requests of batches may run there next to the online ones."""
-        online = at.load.running - at.load.updates
+        online = at.count_online(self.clock())
         room = inf
         if self.settings.queue.max_running is not None:
-            room = self.settings.queue.max_running - online
+            room = self.settings.queue.max_running - at.load.running + at.load.updates
         if not (online and self._decodes):
             return room
         if at.reported is not None:
             theta_kv = self.settings.selection.gimbal.theta_kv
             if at.reported.kv_usage >= theta_kv:
                 return 0
-        return min(room, at.pace.count_room(online))
+        return min(room, at.pace.count_room(online, self.settings.batch_slowdown))
 
     def _make_way(self, at: TrackedEngine[E]) -> None:
         """Preempt the batches' requests beyond the engine's room, the latest first."""

@@ -1,6 +1,7 @@
 """Batches over a socket, by the official OpenAI client."""
 
 import asyncio
+import json
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -8,7 +9,11 @@ import openai
 import pytest
 
 from shell_router.api import ApiSettings
+from shell_router.batch.questions import read_questions
 from shell_router.config import BatchesSettings
+from shell_router.errors import ConfigError, ShellRouterError
+from shell_router.lab.batches import answer_online
+from shell_router.lab.evaluation.client import RouterClient
 from tests.fakes.api_server import (
     BatchApi,
     api,
@@ -60,6 +65,32 @@ async def test_a_batch_over_models_and_topologies_is_answered_from_upload_to_con
         assert list(results["b"]["response"]["body"]["agents"]) == ["left", "right", "root"]
         assert (await router.answers(batch))["a"] == SMALL_SAYS
         assert [one.id async for one in router.ai.batches.list()] == [batch.id]
+
+
+async def test_the_command_has_a_running_router_answer_a_file_and_goes_on_in_the_same_folder(
+    tmp_path: Path,
+) -> None:
+    asked = tmp_path / "questions.jsonl"
+    asked.write_bytes(jsonl({"question": "b?"}, {"question": "", "id": "bad"}, {"question": "a?"}))
+    questions = read_questions(asked, ())
+    said = list[str]()
+    async with batch_api(tmp_path / "router") as router:
+        begun = RouterClient(router.served.client, router.served.url)
+        for _ in range(2):
+            batch = await answer_online(begun, "duo", questions, tmp_path / "out", said.append)
+            assert batch["status"] == "completed"
+        assert said[-1] == "completed: 2 answered, 0 failed"
+        assert len([one async for one in router.ai.batches.list()]) == 1
+        lines = (tmp_path / "out" / "output.jsonl").read_text().splitlines()
+        assert {json.loads(line)["custom_id"] for line in lines} == {"1", "3"}
+        prompts = router.served.moa.prompts("small")
+        assert [prompt[:8] for prompt in prompts] == ["<user>a?", "<user>b?"], "neighbors alike"
+        with pytest.raises(ConfigError, match="Name another folder"):
+            await answer_online(begun, "small", questions, tmp_path / "out", said.append)
+        with pytest.raises(ShellRouterError, match="no batch"):
+            begun_before = tmp_path / "out" / "batch.json"
+            begun_before.write_bytes(jsonl(["batch_0", "duo", questions.fingerprint]))
+            await answer_online(begun, "duo", questions, tmp_path / "out", said.append)
 
 
 async def test_a_line_is_answered_as_an_online_request_is(tmp_path: Path) -> None:

@@ -68,14 +68,14 @@ class RouterClient:
             ) from None
 
     async def _wait_until_ready(self) -> bool:
-        status, _, _ = await self._request("GET", "/ready")
+        status, _, _ = await self.request("GET", "/ready")
         if status not in (OK, UNAVAILABLE):
             raise _report_no_router(self.url, f"its /ready answered {status}")
         return status == OK
 
     async def list_settings(self) -> list[Setting]:
         """Return what the router serves, in its order. Raises ShellRouterError."""
-        listed, _ = await self._fetch("GET", "/v1/models")
+        listed, _ = await self.fetch("GET", "/v1/models")
         if not all("kind" in model for model in listed["data"]):
             raise _report_no_router(self.url, "its models have no kind")
         return [
@@ -87,25 +87,29 @@ class RouterClient:
     async def ask(self, body: Values) -> Reply:
         """Return the reply to a chat completion's `body`; its trace is fetched untimed."""
         sent_s = self._clock()
-        completion, headers = await self._fetch("POST", "/v1/chat/completions", body)
+        completion, headers = await self.fetch("POST", "/v1/chat/completions", body)
         latency_s = self._clock() - sent_s
         return read_reply(completion, await self.trace(headers["x-trace-id"]), latency_s)
 
     async def trace(self, trace_id: str) -> Values:
         """Fetch a request's trace. Raises ShellRouterError."""
-        return (await self._fetch("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
+        return (await self.fetch("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
 
     async def traces(self, filters: Mapping[str, str]) -> Sequence[Values]:
         """Fetch the latest requests, the last first. Raises ShellRouterError."""
-        listed, _ = await self._fetch("GET", f"/v1/traces?{urlencode(filters)}")
+        listed, _ = await self.fetch("GET", f"/v1/traces?{urlencode(filters)}")
         traces: Sequence[Values] = listed["data"]
         return traces
 
-    async def _fetch(
-        self, method: str, path: str, body: Values | None = None
+    async def fetch(
+        self,
+        method: str,
+        path: str,
+        body: Values | None = None,
+        form: aiohttp.FormData | None = None,
     ) -> tuple[NewValues, Mapping[str, str]]:
         """Fetch an object and its headers. Raises ShellRouterError with the router's own words."""
-        status, answer, headers = await self._request(method, path, body)
+        status, answer, headers = await self.request(method, path, body, form)
         try:
             content = orjson.loads(answer)
         except orjson.JSONDecodeError:
@@ -123,12 +127,22 @@ class RouterClient:
             )
         raise ShellRouterError(f"The router answered {status}: {words}")
 
-    async def _request(
-        self, method: str, path: str, body: Values | None = None
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Values | None = None,
+        form: aiohttp.FormData | None = None,
     ) -> tuple[int, bytes, Mapping[str, str]]:
+        """Return status, content and headers. Raises EngineError if the router does not answer."""
         try:
             async with self._session.request(
-                method, self._url + path, json=body, headers=self._headers, timeout=self._limit
+                method,
+                self._url + path,
+                json=body,
+                data=form,
+                headers=self._headers,
+                timeout=self._limit,
             ) as response:
                 return response.status, await response.read(), response.headers
         except aiohttp.ClientError as error:

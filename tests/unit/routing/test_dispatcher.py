@@ -534,7 +534,7 @@ async def test_a_batch_takes_no_place_among_those_that_may_wait() -> None:
     at.submit(wanted())
     with pytest.raises(Overloaded):
         at.submit(wanted())
-    await asyncio.sleep(3600.0)
+    await asyncio.sleep(100.0)
     assert not any(task.done() for task in batch.asked), "a batch waits as long as it must"
     first.close()  # type: ignore[union-attr]
     await batch.give_up()
@@ -555,6 +555,22 @@ async def test_a_batch_runs_alone_without_limit_and_next_to_online_work_as_its_p
     assert batch.preempted == [7, 6, 5, 4]
     await soon()
     online.close()  # type: ignore[union-attr]
+
+
+@virtually
+async def test_a_batch_returns_to_an_engine_that_has_been_idle_for_a_second() -> None:
+    at = dispatcher(QueueSettings(), engines=1)
+    online = at.submit(wanted())
+    batch = Batch(at)
+    await batch.ask_all(3)
+    assert not batch.slots, "an online prompt is there"
+    await asyncio.sleep(5.0)
+    online.close()  # type: ignore[union-attr]
+    await soon()
+    assert len(batch.slots) == 1, "no load was measured"
+    await asyncio.sleep(2.0)
+    assert len(batch.slots) == 3
+    await batch.give_up()
 
 
 @virtually

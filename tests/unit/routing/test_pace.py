@@ -28,11 +28,23 @@ def measured(*samples: tuple[int, float]) -> Pace:
 def test_batches_get_as_many_places_as_slow_online_requests_little(
     samples: tuple[tuple[int, float], ...], online: int, room: int
 ) -> None:
-    assert measured(*samples).count_room(online) == room
+    assert measured(*samples).count_room(online, 0.05) == room
+
+
+def test_outputs_are_measured_by_the_mean_of_those_that_ran_meanwhile() -> None:
+    pace = Pace()
+    pace.count(1, 0.0)
+    alone = pace.mark(10.0)
+    pace.count(9, 20.0)  # for half of the time
+    pace.measure(alone, 10, pace.mark(30.0))  # 5.5 in the mean, and 2 s a token
+    pace.count(-9, 30.0)
+    alone = pace.mark(30.0)
+    pace.measure(alone, 10, pace.mark(40.0))
+    assert pace.count_room(1, 1.0) == 4  # 1 / ((2 - 1) / 4.5)
 
 
 def test_the_room_follows_an_engine_whose_pace_changes() -> None:
     pace = measured((1, 1.0), (8, 1.0))
     for _ in range(200):
         pace.note(8, 8.0)
-    assert pace.count_room(4) == 0
+    assert pace.count_room(4, 0.05) == 0
