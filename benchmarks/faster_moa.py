@@ -35,11 +35,12 @@ from typing import Any
 
 from report import Row, report
 
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.files.read import read_file
 from shell_router.lab.simulation.run import Simulated, simulate
 from shell_router.lab.simulation.settings import Drafted, Length, Loaded, Workload, load
 from shell_router.lab.simulation.summary import Summary, summarize
-from shell_router.topology import Prefill, Topology
+from shell_router.topology import Cluster, Prefill, Topology
 
 ROOT = Path(__file__).parents[1]
 SIMULATION = ROOT / "configs/simulations/six-h200.yaml"
@@ -588,6 +589,40 @@ def drafts(bench: Bench) -> list[Row]:
     return rows
 
 
+def stragglers(bench: Bench) -> list[Row]:
+    """GSM8K with outputs that run to the cap, with and without an exit that cuts stragglers off."""
+    data = bench.data_sets["GSM8K"]
+    tree = bench.topology("full-in-flight")
+    never = exiting(tree, threshold=1.0)
+    dense = bench.topology(BASELINE)
+    layer = EarlyExit("in_flight", scope="layer", threshold=1.0, min_completed=5)
+    layers = [Cluster(f"layer-{number}", names, layer) for number, names in enumerate(dense.layers)]
+    graphs = {
+        BASELINE: replace(dense, clusters=tuple(layers[:-1])),
+        "tree, incremental": never,
+        "full-in-flight": tree,
+        "full": bench.topology("full"),
+    }
+    rows = []
+    for share in (0.0, 0.005):
+        asked = replace(data, output=replace(data.output, runaways=share))
+        for name, topology in graphs.items():
+            for factor in (0.0, 3.0):
+                done = bench.run(exiting(topology, straggler_factor=factor), asked)
+                seconds = sorted(latencies(done))
+                rows.append(
+                    {
+                        "runs to the cap": f"{share:.1%}",
+                        "topology": name,
+                        "straggler_factor": f"{factor:g}",
+                        "mean s": statistics.mean(seconds),
+                        "median s": statistics.median(seconds),
+                        "p99 s": seconds[round(0.99 * len(seconds)) - 1],
+                    }
+                )
+    return rows
+
+
 def drafting(topology: Topology) -> Topology:
     """The topology with drafts in all agents that read others."""
     agents = {
@@ -612,6 +647,7 @@ TABLES: Mapping[str, tuple[str, Rows]] = {
     "load": ("Tree + incremental prefill, relative to the tree, by load", loads),
     "beyond": ("Beyond the paper: the online path against its bound", beyond),
     "drafts": ("Beyond the paper: drafts, less latency than all-to-all without them", drafts),
+    "stragglers": ("Beyond the paper: GSM8K, outputs that run to the cap", stragglers),
     "busy": (
         "GSM8K, one question a second: sizes of updates, the large model's prefill engine",
         busy,

@@ -12,11 +12,12 @@ BATCH = 384
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Ids without the end of turn, and the geometric mean of their probabilities, the end's
-    included.
+    """Ids without the end of turn, the log-probabilities of all tokens with the end, and the
+    geometric mean of their probabilities.
     """
 
     ids: list[int]
+    logprobs: list[float]
     confidence: float
 
 
@@ -63,6 +64,7 @@ def _write_batch(
     cache = DynamicCache(config=network.config)
     running = torch.ones(len(prompts), dtype=torch.bool)
     said: list[torch.Tensor] = []
+    chances: list[torch.Tensor] = []
     total = torch.zeros(len(prompts))
     count = torch.zeros(len(prompts))
     for step in range(MAX_NEW_TOKENS):
@@ -76,7 +78,8 @@ def _write_batch(
         )
         log_probabilities = out.logits[:, -1].float().log_softmax(-1)
         ids = _pick(log_probabilities, temperature, top_p, draw)
-        total += torch.where(running, log_probabilities.gather(1, ids)[:, 0], 0.0)
+        chances.append(log_probabilities.gather(1, ids)[:, 0])
+        total += torch.where(running, chances[-1], 0.0)
         count += running
         said.append(torch.where(running, ids[:, 0], end))
         running &= ids[:, 0] != end
@@ -85,10 +88,11 @@ def _write_batch(
         positions = (lengths + step)[:, None]
     rows = torch.stack(said, 1).tolist()
     sure = (total / count).exp().tolist()
-    return [
-        Written(row[: row.index(end)] if end in row else row, one)
-        for row, one in zip(rows, sure, strict=True)
-    ]
+    written = []
+    for row, logprobs, one in zip(rows, torch.stack(chances, 1).tolist(), sure, strict=True):
+        length = row.index(end) if end in row else len(row)
+        written.append(Written(row[:length], logprobs[: length + 1], one))
+    return written
 
 
 def _pick(

@@ -214,7 +214,16 @@ class Degraded:
 
     at_s: float
     agent: str
-    what: Literal["increment", "early_exit", "scores", "lengths", "classifier", "judge"]
+    what: Literal[
+        "increment",
+        "early_exit",
+        "evidence",
+        "stragglers",
+        "scores",
+        "lengths",
+        "classifier",
+        "judge",
+    ]
     error: str
 
 

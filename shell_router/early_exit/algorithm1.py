@@ -154,9 +154,7 @@ class Score:
     probability: float
 
 
-def score(
-    confidences: Sequence[float], similarities: Matrix, tau: float, *, self_similarity: bool = True
-) -> Score:
+def score(confidences: Sequence[float], similarities: Matrix, tau: float | None) -> Score:
     """Score the l completed outputs.
 
     P is the mean of Sim[i, j] over i >= j, weighted by C_i C_j (lines 10, 11); it is 0 if all
@@ -166,14 +164,14 @@ def score(
     Args:
         confidences: C [l].
         similarities: Sim [l, l]; the upper triangle is ignored.
-        tau: The preferred agreement.
-        self_similarity: Whether P includes the diagonal of ones.
+        tau: The preferred agreement. None prefers as much as there is: P is the mean over i > j,
+            and B is P.
     """
     confidence = rms_confidence(confidences)
-    weights = np.tril(np.outer(confidences, confidences), 0 if self_similarity else -1)
+    weights = np.tril(np.outer(confidences, confidences), -1 if tau is None else 0)
     total = float(weights.sum())
     agreement = 0.0
     if total > 0:
         agreement = float(np.vdot(weights, similarities)) / total
-    balance = max(1.0 - abs(agreement - tau) / tau, 0.0)
+    balance = agreement if tau is None else max(1.0 - abs(agreement - tau) / tau, 0.0)
     return Score(confidence, agreement, balance, math.sqrt(confidence * balance))

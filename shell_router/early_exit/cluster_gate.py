@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from shell_router.early_exit.algorithm1 import Features, Score, score, similarity
+from shell_router.early_exit.answers import Ballot, cast_ballot, elect
 from shell_router.early_exit.gate import Judgement
 
 
@@ -17,16 +18,14 @@ class ClusterGate:
     def __init__(
         self,
         *,
-        tau: float,
+        tau: float | None,
         min_completed: int,
-        self_similarity: bool = True,
         threshold: float | None = None,
     ) -> None:
         self._tau = tau
         self._min_completed = min_completed
-        self._self_similarity = self_similarity
         self._threshold = threshold
-        self._confidences: list[float] = []
+        self._ballots: list[Ballot] = []
         self._features: list[Features] = []
         self._rows: list[list[float]] = []
 
@@ -44,7 +43,7 @@ class ClusterGate:
         assert features is not None, "this policy embeds"
         row = [similarity(earlier, features) for earlier in self._features]
         self._rows.append([*row, 1.0])
-        self._confidences.append(confidence)
+        self._ballots.append(cast_ballot(agent, text, confidence, is_cut=False))
         self._features.append(features)
 
     def score(self) -> Score | None:
@@ -53,7 +52,7 @@ class ClusterGate:
         if size < self._min_completed:
             return None
         lower = np.array([row + [0.0] * (size - len(row)) for row in self._rows], dtype=np.float64)
-        return score(self._confidences, lower, self._tau, self_similarity=self._self_similarity)
+        return score([ballot.confidence for ballot in self._ballots], lower, self._tau)
 
     def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement | None:
         """Decide after a completion (line 14); None without a score.
@@ -66,6 +65,9 @@ class ClusterGate:
         if scored is None:
             return None
         drawn = draw()
+        leader = elect(self._ballots, 0, by_confidence=True)
+        answer = None if leader is None else leader.answer
         if self._threshold is None:
-            return Judgement(drawn < scored.probability, scored, drawn)
-        return Judgement(scored.probability >= self._threshold, scored, self._threshold)
+            return Judgement(drawn < scored.probability, scored, drawn, answer=answer)
+        exits = scored.probability >= self._threshold
+        return Judgement(exits, scored, self._threshold, answer=answer)

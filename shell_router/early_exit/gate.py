@@ -16,12 +16,14 @@ class Judgement:
         compared_with: The draw or threshold that the score had to reach.
         sources: Agents whose complete outputs may stand for the whole cluster, the most confident
             first, for policies with `names_sources`.
+        answer: The leading answer, None if there is none.
     """
 
     exits: bool
     score: Score | None = None
     compared_with: float = 0.0
     sources: tuple[str, ...] = ()
+    answer: str | None = None
 
 
 class Gate(Protocol):

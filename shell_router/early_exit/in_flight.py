@@ -133,16 +133,16 @@ class InFlightGate:
     def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement:
         """Decide; the sources are the complete outputs that state the leading answer."""
         scored = self.score(running)
-        if scored is NO_QUORUM or scored.probability < self._threshold:
-            return Judgement(False, scored, self._threshold)
         answer = _find_leading_answer(self._list_judged(running))
+        if scored is NO_QUORUM or scored.probability < self._threshold:
+            return Judgement(False, scored, self._threshold, answer=answer)
         stating = [
             name
             for name, member in self._members.items()
             if member.complete and member.answer == answer
         ]
         stating.sort(key=lambda name: self._members[name].confidence, reverse=True)
-        return Judgement(True, scored, self._threshold, tuple(stating))
+        return Judgement(True, scored, self._threshold, tuple(stating), answer)
 
     def _list_judged(self, running: Collection[str]) -> list[_OpenOutput]:
         """Return the members that have completed or are running, which leaves out failed ones."""

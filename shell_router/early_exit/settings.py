@@ -21,8 +21,9 @@ class ExitPolicy:
     Attributes:
         new_gate: Makes the gate of one cluster of one run, from settings and the agents' ids.
         meaning: What it does, to follow its name in a sentence.
-        judges: It judges outputs, so engines report log-probabilities and thresholds count. If not,
-            a cluster without any output fails the run.
+        judges: It judges outputs, so engines report log-probabilities. If not, a cluster without
+            any output fails the run.
+        has_threshold: It exits at a score, which can be calibrated.
         embeds: It reads the embeddings of complete outputs.
         reads_streams: It reads outputs while they are written.
         names_sources: Its judgements name the agents that agree, as `skip_aggregation` needs.
@@ -32,30 +33,36 @@ class ExitPolicy:
     new_gate: Callable[["EarlyExit", Sequence[str]], Gate]
     meaning: str
     judges: bool = True
+    has_threshold: bool = True
     embeds: bool = False
     reads_streams: bool = False
     names_sources: bool = False
     takes_grace: bool = False
 
 
-def _new_cluster_gate(settings: "EarlyExit", threshold: float | None) -> Gate:
-    return ClusterGate(
-        tau=settings.tau,
-        min_completed=settings.min_completed,
-        self_similarity=settings.self_similarity,
-        threshold=threshold,
-    )
-
-
 POLICIES: Mapping[str, ExitPolicy] = {
-    "stochastic": ExitPolicy(
-        lambda settings, agents: _new_cluster_gate(settings, None),
-        "exits with probability Q, as in the paper",
+    "paper": ExitPolicy(
+        lambda settings, agents: ClusterGate(
+            tau=settings.tau, min_completed=settings.min_completed
+        ),
+        "exits with probability Q",
+        has_threshold=False,
         embeds=True,
     ),
     "threshold": ExitPolicy(
-        lambda settings, agents: _new_cluster_gate(settings, settings.threshold),
+        lambda settings, agents: ClusterGate(
+            tau=settings.tau,
+            min_completed=settings.min_completed,
+            threshold=settings.threshold,
+        ),
         "exits at Q >= threshold",
+        embeds=True,
+    ),
+    "monotone": ExitPolicy(
+        lambda settings, agents: ClusterGate(
+            tau=None, min_completed=settings.min_completed, threshold=settings.threshold
+        ),
+        "exits when confidence and similarity reach threshold",
         embeds=True,
     ),
     "in_flight": ExitPolicy(
@@ -71,6 +78,7 @@ POLICIES: Mapping[str, ExitPolicy] = {
         lambda settings, agents: QuorumGate(settings.min_completed),
         "exits grace_s after min_completed agents have ended",
         judges=False,
+        has_threshold=False,
         takes_grace=True,
     ),
 }
@@ -92,7 +100,7 @@ class EarlyExit:
         str,
         "; ".join(f"'{name}' {policy.meaning}" for name, policy in POLICIES.items()) + ".",
         OneOf(POLICIES),
-    ] = "stochastic"
+    ] = "paper"
     scope: Annotated[
         Literal["cluster", "layer"],
         "Which agents are judged together, without 'clusters': those with the same successors, or "
@@ -101,15 +109,20 @@ class EarlyExit:
     tau: Annotated[
         float, Interval(gt=0, le=1), "The preferred similarity of completed outputs."
     ] = 0.7
-    threshold: Annotated[Share, "Used by the policies 'threshold' and 'in_flight'."] = 0.8
+    threshold: Annotated[Share, "Used by the policies 'threshold', 'monotone' and 'in_flight'."] = (
+        0.8
+    )
+    max_changed_percent: Annotated[
+        float | None,
+        Interval(gt=0, lt=100),
+        "How many answers in a hundred an exit may change: the threshold is then calibrated on "
+        "complete runs, and replaces 'threshold'.",
+    ] = None
     min_completed: Annotated[
         Count,
         "Outputs that must be complete before the first score; with 'in_flight', that state the "
         "leading answer.",
     ] = 2
-    self_similarity: Annotated[
-        Switch, "Whether P counts each output as similar to itself, as the paper's does."
-    ] = True
     skip_aggregation: Annotated[
         Switch,
         "With 'in_flight': if the cluster agrees, agents that read only it are skipped and forward "
@@ -119,6 +132,12 @@ class EarlyExit:
         float,
         Interval(ge=0, le=86_400),
         "With 'quorum': seconds that the others get once min_completed have ended.",
+    ] = 0.0
+    straggler_factor: Annotated[
+        float,
+        Interval(ge=0),
+        "Also exit once min_completed have ended and all others have decoded this many times "
+        "longer than the median that is predicted for the cluster; 0: never.",
     ] = 0.0
 
     @property
@@ -135,6 +154,10 @@ class EarlyExit:
         require(
             not self.grace_s or self.needs.takes_grace,
             f"grace_s goes with policy {graced}, not {self.policy!r}",
+        )
+        require(
+            self.max_changed_percent is None or self.needs.has_threshold,
+            f"max_changed_percent goes with a policy that has a threshold, not {self.policy!r}",
         )
         if not self.skip_aggregation:
             return

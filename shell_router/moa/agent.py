@@ -35,6 +35,7 @@ from shell_router.core.sampling import OUTPUT_FORMS, check_sampling, require_pos
 from shell_router.core.spans import CURRENT, enter_span
 from shell_router.early_exit.algorithm1 import Confidence
 from shell_router.early_exit.answers import find_forms
+from shell_router.early_exit.evidence import ExitEvidence
 from shell_router.errors import AgentTimeout, EngineError, PromptTooLong
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.deadline import Deadline
@@ -148,6 +149,7 @@ class RunContext:
     purse: Purse | None = None
     accounts: Sequence[Account] = ()
     journal: RunJournal | None = None
+    evidence: ExitEvidence = field(default_factory=ExitEvidence)
 
     def open_spending(self, price: Price) -> Spending | None:
         """Return what pays for an agent, None if nothing limits what it may spend."""
@@ -196,6 +198,11 @@ class Progress:
             mean = guess_output_tokens(self._task.sampling)
         tokens = max(1.0, min(limit - self.decoded, max(mean - self.decoded, mean / 8)))
         return tokens, self._estimates.get_token_s(self._task.model.alias)
+
+    @property
+    def decoding_s(self) -> float:
+        """Seconds since the first token, 0 before it."""
+        return 0.0 if self._first_s is None else self._clock() - self._first_s
 
     def begin(self, prompt_tokens: int, sent: int) -> float:
         """Note that the prompt is sent, `sent` tokens of which are prefilled; return the time."""

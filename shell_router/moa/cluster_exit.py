@@ -2,15 +2,20 @@
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from shell_router.core.events import Degraded, Emit, ExitScored
+from shell_router.core.events import Degraded, ExitScored
 from shell_router.core.predictors import Embedder
 from shell_router.early_exit.algorithm1 import Score, features
+from shell_router.early_exit.evidence import LEVELS, Judged
+from shell_router.early_exit.gate import Judgement
 from shell_router.errors import AgentFailed, EngineError
-from shell_router.moa.agent import AgentOutput
+from shell_router.moa.agent import AgentOutput, RunContext
+from shell_router.moa.planning import Plan
 from shell_router.topology import Cluster
 
 log = logging.getLogger(__name__)
@@ -41,21 +46,21 @@ class ClusterExit:
 
     Args:
         cluster: A cluster with early exit.
+        plan: The run's plan.
+        context: The run's context; its evidence calibrates thresholds.
         embedder: Needed by policies that embed.
-        draws: Gives the draws of stochastic policies.
         unfinished: Gives the agents of the cluster that still run.
-        emit: Receives events.
-        clock: Gives monotonic seconds.
+        decoding_s: Gives the seconds that an agent has decoded so far.
     """
 
     def __init__(
         self,
         cluster: Cluster,
+        plan: Plan,
+        context: RunContext,
         embedder: Embedder | None,
-        draws: random.Random,
         unfinished: Callable[[], tuple[str, ...]],
-        emit: Emit,
-        clock: Callable[[], float],
+        decoding_s: Callable[[str], float],
     ) -> None:
         assert cluster.early_exit is not None
         self.cluster = cluster
@@ -63,13 +68,82 @@ class ClusterExit:
         self._settings = cluster.early_exit
         self._needs = cluster.early_exit.needs
         self._unfinished = unfinished
-        self._gate = cluster.early_exit.new_gate(cluster.agents)
         self._embedder = embedder
-        self._draws = draws
-        self._emit = emit
-        self._clock = clock
+        self._draws = random.Random(f"{plan.outline.request.seed}/{cluster.id}")
+        self._emit = context.emit
+        self._clock = context.clock
+        self._context = context
+        self._plan = plan
+        self._decoding_s = decoding_s
+        self._straggler_s = self._expect_straggler_s()
+        threshold = self._find_threshold()
+        self.watches = threshold == math.inf
+        self._watched: list[str | None] = []  # the leading answer when a level was reached first
+        settings = replace(self._settings, threshold=min(threshold, 1.0))
+        self._gate = settings.new_gate(cluster.agents)
         self._completed: list[str] = []
         self._lock = asyncio.Lock()
+
+    def _find_threshold(self) -> float:
+        """Return the score at which the cluster exits, inf if it only watches.
+
+        A run that is repeated keeps its thresholds.
+        """
+        if self._settings.max_changed_percent is None:
+            return self._settings.threshold
+        journal = self._context.journal
+        if journal is None:
+            return self._calibrate()
+        name = f"threshold of {self._id}"
+        if name not in journal.kept:
+            journal.kept[name] = str(self._calibrate())
+            journal.add("kept", name, journal.kept[name])
+        return float(journal.kept[name])
+
+    def _calibrate(self) -> float:
+        evidence = self._context.evidence
+        threshold = evidence.find_threshold(self._name_judged())
+        if threshold == math.inf:
+            few = "Too few complete runs show that an exit would not change the answer."
+            self._emit(Degraded(self._clock(), self._id, "evidence", few))
+        request = self._plan.outline.request
+        draws = random.Random(f"early_exit/{request.seed}/{request.question[-1000:]}")
+        is_held_out = draws.random() < evidence.share
+        return math.inf if is_held_out else threshold
+
+    def _name_judged(self) -> Judged:
+        topology = self._plan.outline.topology
+        models = tuple([topology.agents[name].model for name in self.cluster.agents])
+        return Judged(topology.name, models, self._settings)
+
+    def _expect_straggler_s(self) -> float:
+        """Return the seconds of decoding after which agents are stragglers; inf for never."""
+        if not self._settings.straggler_factor:
+            return math.inf
+        outline = self._plan.outline
+        expected_s = []
+        for name in self.cluster.agents:
+            tokens = outline.hints[name].output_tokens
+            token_s = outline.estimates.get_token_s(outline.topology.agents[name].model)
+            if tokens is not None and token_s is not None:
+                expected_s.append(tokens * token_s)
+        if expected_s:
+            return self._settings.straggler_factor * median(expected_s)
+        unknown = "No model of the cluster has been measured yet."
+        self._emit(Degraded(self._clock(), self._id, "stragglers", unknown))
+        return math.inf
+
+    def learn(self, answers: Sequence[str]) -> None:
+        """Compare what an exit would have passed on with the `answers` of the cluster's readers."""
+        journal = self._context.journal
+        if not answers or (journal is not None and journal.repeats):
+            return
+        gates = [cluster.early_exit for cluster in self._plan.outline.topology.clusters]
+        calibrated = [gate for gate in gates if gate is not None and gate.max_changed_percent]
+        assert self._settings.max_changed_percent is not None
+        allowed = self._settings.max_changed_percent / 100 / len(calibrated)
+        judged = self._name_judged()
+        self._context.evidence.observe(judged, self._watched, answers, allowed)
 
     @property
     def reads_text(self) -> bool:
@@ -100,10 +174,29 @@ class ClusterExit:
     async def judge_output(self, agent: str, output: AgentOutput) -> Verdict:
         """Judge after `agent` has ended.
 
-        The agent whose completion decides a quorum waits here while the others have their grace.
+        The agent whose completion decides a quorum waits here while the others have their grace,
+        or until they are stragglers.
         """
         if self._needs.embeds:
-            return await self._judge_embedding(agent, output)
+            verdict = await self._judge_embedding(agent, output)
+        else:
+            verdict = await self._judge_text_end(agent, output)
+        is_enough = len(self._completed) == self._settings.min_completed
+        if verdict == GO_ON and is_enough and self._straggler_s < math.inf:
+            return await self._await_stragglers()
+        return verdict
+
+    async def _await_stragglers(self) -> Verdict:
+        """Return once all agents that still run have decoded longer than the limit."""
+        while running := self._unfinished():
+            wait_s = self._straggler_s - min(map(self._decoding_s, running))
+            if wait_s <= 0:
+                log.info("cluster %s: %s decoded too long", self._id, ", ".join(running))
+                return Verdict(running)
+            await asyncio.sleep(wait_s)
+        return GO_ON
+
+    async def _judge_text_end(self, agent: str, output: AgentOutput) -> Verdict:
         self._completed.append(agent)
         self._gate.add_output(agent, output.text, output.confidence or 0.0, None)
         verdict = self._judge(self._clock(), report=True)
@@ -145,10 +238,19 @@ class ClusterExit:
         judged = self._gate.judge(frozenset(running), self._draws.random)
         if judged is None:
             return GO_ON
+        if self.watches:
+            self._watch(judged)
+            judged = replace(judged, exits=False, sources=())
         cut = running if judged.exits else ()
         if judged.score is not None and (judged.exits or report):
             self._report(judged.score, judged.compared_with, started_s, cut)
         return Verdict(cut, judged.sources if skips else ())
+
+    def _watch(self, judged: Judgement) -> None:
+        """Note the leading answer for the levels that are reached first."""
+        if judged.score is not None:
+            level = int(judged.score.probability * LEVELS)
+            self._watched += [judged.answer] * (level + 1 - len(self._watched))
 
     def _report(
         self, score: Score, compared_with: float, started_s: float, cut: tuple[str, ...]

@@ -5,7 +5,6 @@ Each step is a graph or a model.
 
 import asyncio
 import logging
-import random
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from shell_router.core.events import (
 )
 from shell_router.core.predictors import Embedder
 from shell_router.early_exit.answers import Ballot, cast_ballot, elect
+from shell_router.early_exit.evidence import ExitEvidence
 from shell_router.errors import (
     AgentFailed,
     BudgetExceeded,
@@ -101,6 +101,7 @@ class Executor:
         self.cache = cache
         self.clock = clock
         self.holdouts = Holdouts(holdouts or HoldoutSettings(share=0.0))
+        self._evidence = ExitEvidence(self.holdouts.settings.share)
         self.chooser = chooser or ModelChooser(models, clock=clock)
         self.estimates = self.chooser.estimates
         self._models = models
@@ -182,6 +183,7 @@ class Executor:
             request.purse,
             request.accounts,
             journal,
+            self._evidence,
         )
         with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
@@ -329,6 +331,7 @@ class GraphRun:
         self._clock = context.clock
         self._emit = context.emit
         self._leave = leave
+        self._watching: list[ClusterExit] = []
         self._exits = self._open_exits(embedder)
         self._members: dict[str, _Member] = {}
         self._news = asyncio.Event()
@@ -347,11 +350,17 @@ class GraphRun:
                     "configured.",
                     remedy="Set `embedder` in the configuration, or turn early_exit off.",
                 )
-            draws = random.Random(f"{self._plan.outline.request.seed}/{cluster.id}")
             unfinished = partial(self._list_unfinished, cluster)
             cluster_exit = ClusterExit(
-                cluster, embedder, draws, unfinished, self._emit, self._clock
+                cluster,
+                self._plan,
+                self._context,
+                embedder,
+                unfinished,
+                self._measure_decoding_s,
             )
+            if cluster_exit.watches:
+                self._watching.append(cluster_exit)
             exits |= dict.fromkeys(cluster.agents, cluster_exit)
         return exits
 
@@ -364,6 +373,7 @@ class GraphRun:
                 for member in self._members.values():
                     member.work = group.create_task(self._run_agent(member))
                 timers = self._set_timers()
+            await self._teach_exits()
             answer = self._conclude()
             turn = self._plan.outline.request.turn
             if turn.name and not turn.kept.reader:
@@ -622,6 +632,10 @@ class GraphRun:
             self._end_unpaid(member, BudgetExceeded("A budget ended there before."))
             return
         agent = member.agent
+        if isinstance(error, OutputLeft) and agent.id in self._exits:
+            self._end(agent.id, "early_exit")  # an earlier attempt's exit cut it off
+            self._cut_starved()
+            return
         is_root = agent.id == self._root
         is_dropped = not is_root and agent.on_failure == "drop"
         if isinstance(error, _WroteNothing):
@@ -790,6 +804,21 @@ class GraphRun:
                 await self._news.wait()
 
     # --- early exit
+
+    def _measure_decoding_s(self, agent: str) -> float:
+        run = self._members[agent].run
+        return 0.0 if run is None else run.progress.decoding_s
+
+    async def _teach_exits(self) -> None:
+        """Show the exits that only watched what the readers of their clusters answered."""
+        for cluster_exit in self._watching:
+            successors = map(self._topology.successors.__getitem__, cluster_exit.cluster.agents)
+            answers = []
+            for reader in set(chain.from_iterable(successors)):
+                output = self._members[reader].output
+                if output is not None:
+                    answers.append((await _read_ballot(reader, output)).answer or "")
+            cluster_exit.learn(answers)
 
     def _watch(self, agent: str) -> OnText | None:
         """Return the callback that judges a cluster by each new text; None if no gate reads it."""

@@ -40,7 +40,8 @@ class HoldoutSettings:
     share: Annotated[
         float,
         Interval(ge=0, le=0.5),
-        ("Share of programs that run without incremental prefill or drafts; 0 compares nothing."),
+        "Share of programs that run without incremental prefill, drafts or calibrated exits; 0 "
+        "compares nothing, and exits learn from their first runs alone.",
     ] = 0.05
     retry_s: Annotated[Seconds, "Seconds from switching it off to the next trial."] = 600.0
 

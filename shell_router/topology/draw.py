@@ -81,22 +81,23 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
         return "no early exit"
     if early_exit.policy == "quorum":
         return f"cut off {early_exit.grace_s:g} s after {count(early_exit.min_completed, 'output')}"
+    bound = f">= {early_exit.threshold:g}"
+    if early_exit.max_changed_percent is not None:
+        bound = f"that changes {early_exit.max_changed_percent:g} % of answers"
     if early_exit.policy == "in_flight":
         agreed = count(early_exit.min_completed, "equal answer")
         if early_exit.skip_aggregation:
             passed = ", aggregation skipped"
         else:
             passed = ""
-        return (
-            f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on{passed}"
-        )
+        return f"early exit in flight at support {bound}, from {agreed} on{passed}"
     start = f"from {count(early_exit.min_completed, 'output')} on"
     if not early_exit.needs.embeds:
         return f"early exit {early_exit.policy}, {start}"
-    if early_exit.policy == "stochastic":
+    if early_exit.policy == "paper":
         policy = early_exit.policy
     else:
-        policy = f"at Q >= {early_exit.threshold:g}"
+        policy = f"at Q {bound}"
     return f"early exit {policy}, tau {early_exit.tau:g}, {start}"
 
 

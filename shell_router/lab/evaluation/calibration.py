@@ -126,6 +126,7 @@ def replace_exit(document: Values, name: str, settings: Settings | None) -> NewV
     for holder in exiting or [changed]:
         own = holder.get("early_exit")
         block = {**(own if isinstance(own, dict) else {}), **settings}
+        block.pop("max_changed_percent", None)  # it would replace the threshold
         if not POLICIES[settings["policy"]].names_sources or settings["scope"] == "layer":
             block.pop("skip_aggregation", None)
         holder["early_exit"] = block

@@ -63,7 +63,7 @@ def test_only_the_lower_triangle_is_read():
     assert score([1.0, 1.0], lower, tau=0.7).agreement == pytest.approx(2.5 / 3)
 
 
-def test_the_stochastic_policy_exits_as_often_as_q():
+def test_the_papers_policy_exits_as_often_as_q():
     gate, q = two_outputs()
     assert 0.5 < q < 1
     assert judged(gate, math.nextafter(q, 0))
@@ -80,16 +80,18 @@ def test_the_threshold_policy_ignores_the_draw():
 
 
 @pytest.mark.parametrize(("likeness", "q"), [(0.95, 0.73), (0.8, 0.77), (0.5, 0.85), (0.0, 0.93)])
-def test_with_self_similarity_two_sure_outputs_score_lower_the_more_they_agree(likeness, q):
+def test_by_the_paper_two_sure_outputs_score_lower_the_more_they_agree(likeness, q):
     similarities = np.array([[1.0, 0.0], [likeness, 1.0]])
     assert score([0.9, 0.9], similarities, 0.7).probability == pytest.approx(q, abs=0.005)
 
 
-def test_without_self_similarity_agreement_is_that_of_pairs():
+def test_the_monotone_gate_scores_the_higher_the_more_pairs_agree():
     similarities = np.array([[1.0, 0, 0], [0.4, 1.0, 0], [0.6, 0.8, 1.0]])
-    pairs = score([1.0, 1.0, 1.0], similarities, 0.7, self_similarity=False)
-    assert pairs.agreement == pytest.approx(0.6)
-    assert score([0.9], ONE, 0.7, self_similarity=False).probability == 0
+    pairs = score([1.0, 1.0, 1.0], similarities, None)
+    assert (pairs.agreement, pairs.balance) == (pytest.approx(0.6), pytest.approx(0.6))
+    scores = [score([0.9, 0.9], np.array([[1, 0], [p, 1]]), None) for p in (0, 0.5, 0.8, 1)]
+    assert sorted(each.probability for each in scores) == [each.probability for each in scores]
+    assert score([0.9], ONE, None).probability == 0
 
 
 def test_the_gate_is_silent_until_enough_outputs_are_there():
@@ -125,6 +127,7 @@ def test_a_refused_output_leaves_the_gate_as_it_was():
         {"threshold": -0.1},
         {"threshold": 1.1},
         {"min_completed": 0},
+        {"max_changed_percent": 0},
     ],
 )
 def test_bad_settings_are_refused_by_name(bad):

@@ -131,12 +131,12 @@ def test_one_that_began_late_is_compared_from_its_first_word_on() -> None:
 
 def test_only_the_policy_in_flight_needs_no_embedding() -> None:
     assert not EarlyExit("in_flight").needs.embeds
-    assert EarlyExit("stochastic").needs.embeds
+    assert EarlyExit("paper").needs.embeds
     assert EarlyExit("threshold").needs.embeds
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InvalidField, match="'stochastic' or 'threshold' or 'in_flight'"):
+    with pytest.raises(InvalidField, match="'paper' or 'threshold' or 'monotone' or 'in_flight'"):
         read_sent(EarlyExit, {"policy": "early"}, "early_exit")
 
 

@@ -7,13 +7,14 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from shell_router.core.engine import Generation, PrefillCost
+from shell_router.core.engine import Generation, Hints, PrefillCost
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
     AgentStopped,
     AgentTokens,
     Degraded,
+    Emit,
     ExitScored,
     PrefillIncrement,
     PromptReady,
@@ -34,7 +35,9 @@ from shell_router.moa.prompt import CUT_MARK
 from shell_router.routing.holdout import Compared, HoldoutSettings
 from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa, WordTokenizer, agent_of, ask
-from tests.fakes.scripted_engine import Gates, Script
+from tests.fakes.scripted_engine import Gates, Script, at_once
+
+Pace = Callable[[str, int], Awaitable[None]]
 
 LEAF = Prompt()
 AGGREGATE = Prompt(prefix="Q: {question}", slot=" [{index}: {output}]", suffix=" So?")
@@ -305,7 +308,7 @@ async def test_exit_draws_depend_on_the_seed_alone() -> None:
     async def draw(seed: int) -> float:
         gates = Gates("b")
         moa, events = ScriptedMoa({"a": "yes"}, pace=gates.pace), Recorder()
-        gate = EarlyExit("stochastic", min_completed=1)
+        gate = EarlyExit("paper", min_completed=1)
         graph = topology(
             agent("a"),
             agent("b"),
@@ -320,6 +323,71 @@ async def test_exit_draws_depend_on_the_seed_alone() -> None:
 
     assert await draw(1) == await draw(1)
     assert await draw(1) != await draw(2)
+
+
+def agreeing(root: str = "4", pace: Pace = at_once) -> ScriptedMoa:
+    """Agents `a` and `b` answer at once, `c` writes for long, and the root answers `root`."""
+    said = "Answer: 4\n"
+    long = Script("word " * 40 + said, piece_words=1)
+    return ScriptedMoa({"a": said, "b": said, "c": long, "root": f"Answer: {root}"}, pace=pace)
+
+
+def panel(**gate: float) -> Topology:
+    cluster = Cluster("one", ("a", "b", "c"), EarlyExit("in_flight", **gate))  # type: ignore[arg-type]
+    agents = [agent(name) for name in cluster.agents]
+    return topology(*agents, agent("root", *cluster.agents), clusters=(cluster,))
+
+
+async def run_often(executor: Executor, graph: Topology, times: int, emit: Emit) -> list[str]:
+    """Run the graph with one seed after the other; return how its agent `c` ended."""
+    states = []
+    for number in range(times):
+        answer = await executor.run(graph, ask(run_id=f"run{number}", seed=number), emit)
+        states.append(answer.agents["c"].state)
+    return states
+
+
+async def test_an_exit_waits_for_complete_runs_that_show_that_answers_stay_the_same() -> None:
+    events = Recorder()
+    graph = panel(max_changed_percent=10)
+    states = await run_often(agreeing().executor, graph, 11, events.emit)
+    assert states == ["finished"] * 9 + ["early_exit"] * 2
+    assert [event.what for event in events.of(Degraded)] == ["evidence"] * 9
+
+
+async def test_an_exit_that_would_change_the_answers_of_readers_never_falls() -> None:
+    graph = panel(max_changed_percent=10)
+    states = await run_often(agreeing(root="5").executor, graph, 30, print)
+    assert set(states) == {"finished"}
+
+
+async def test_a_share_of_runs_stays_complete_so_that_a_calibrated_exit_goes_on_learning() -> None:
+    moa = agreeing()
+    holdouts = HoldoutSettings(share=0.5)
+    executor = Executor(moa.models, moa.cache, None, clock=monotonic, holdouts=holdouts)
+    states = await run_often(executor, panel(max_changed_percent=10), 40, print)
+    assert set(states[:9]) == {"finished"}
+    assert set(states[9:]) == {"finished", "early_exit"}
+
+
+async def test_a_straggler_is_cut_off_beside_any_policy_once_its_model_is_measured() -> None:
+    events = Recorder()
+    graph = panel(threshold=1.0, straggler_factor=3)
+    chooser = agreeing().executor.chooser
+    moa = agreeing(pace=stalls_after("c", 5, Gates("c")))
+    executor = Executor(moa.models, moa.cache, None, clock=monotonic, chooser=chooser)
+    hints = Hints(topology="graph", agent="a")
+    chooser.estimates.observe_run("small", hints, tokens=5, run_s=1.0, token_s=1e-4)
+    assert await run_often(executor, graph, 1, events.emit) == ["early_exit"]
+    assert moa.aborted == {"c"}
+    assert not events.of(Degraded)
+
+
+async def test_without_a_measurement_no_agent_is_a_straggler_and_the_run_says_so() -> None:
+    events = Recorder()
+    graph = panel(threshold=1.0, straggler_factor=3)
+    assert await run_often(agreeing().executor, graph, 1, events.emit) == ["finished"]
+    assert [event.what for event in events.of(Degraded)] == ["stragglers"]
 
 
 async def test_a_cluster_whose_embedder_fails_goes_on_without_early_exit_and_says_so() -> None:

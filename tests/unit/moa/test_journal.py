@@ -489,6 +489,34 @@ def test_what_the_deadline_cut_off_is_cut_off_again(held: str) -> None:
     ]
 
 
+def test_what_an_exit_cut_off_after_a_long_grace_is_cut_off_again() -> None:
+    panel = Cluster("c", ("a", "b"), EarlyExit("quorum", min_completed=1, grace_s=60.0))
+    topology, store, again = replace(tree(), clusters=(panel,)), MemoryJournals(), moa_of()
+
+    async def attempt_twice() -> tuple[Answer, Answer]:
+        first = await attempt(moa_of(pace=Gates("b").pace), store, topology=topology)
+        return first, await attempt(again, MemoryJournals(store.records), "second", topology)
+
+    first, second = run_virtual(attempt_twice())
+    assert first.agents["b"].state == second.agents["b"].state == "early_exit"
+    assert second.text == first.text and not asked(again)
+
+
+async def test_a_repeated_run_exits_at_the_threshold_that_was_calibrated_before() -> None:
+    gate = EarlyExit("in_flight", max_changed_percent=40)
+    topology = replace(tree(), clusters=(Cluster("c", ("a", "b"), gate),))
+    said = "Answer: 4\n"
+    scripts = {name: Script(said) for name in ("a", "sum", "root")}
+    scripts["b"] = Script(f"Answer: 4\n{'word ' * 40}", piece_words=1)
+    store, moa, again = MemoryJournals(), moa_of(scripts), moa_of(scripts)
+    for number in range(2):
+        await moa.executor.run(topology, ask(run_id=f"complete{number}"), print)
+    first = await attempt(moa, store, topology=topology)
+    second = await attempt(again, MemoryJournals(store.records), "second", topology)
+    assert first.agents["b"].state == second.agents["b"].state == "early_exit"
+    assert not asked(again)
+
+
 async def test_a_run_that_another_router_has_since_writes_nothing_more() -> None:
     store = MemoryJournals()
     store.lease_s = 600

@@ -258,9 +258,9 @@ WRONG = {
     "truth for a number": ("defaults: {timeout_s: true}\n" + AGENTS, 1, "not true"),
     "unknown failure policy": ("on_failure: dorp\n" + AGENTS, 1, "Did you mean 'drop'"),
     "unknown exit policy": (
-        "early_exit: {policy: stochstic}\n" + AGENTS,
+        "early_exit: {policy: papre}\n" + AGENTS,
         1,
-        "Did you mean 'stochastic'",
+        "Did you mean 'paper'",
     ),
     "early exit of the wrong kind": (
         "early_exit: 5\n" + AGENTS,

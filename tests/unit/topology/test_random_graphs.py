@@ -12,7 +12,7 @@ from tests.fakes.topologies import parse_steps
 
 TREE = """name: t
 tree: {shape: [4, 2, 1], models: [small, large], proposer: {sampling: {temperature: 0.7}}}
-early_exit: {policy: stochastic, tau: 0.7}
+early_exit: {policy: paper, tau: 0.7}
 prefill: {chunk_tokens: adaptive, slot_order: declared}
 """
 GRAPH = """agents:
