@@ -1,8 +1,7 @@
 """Thresholds of early exits, calibrated on clusters that ran to their end.
 
-A calibrated exit is watched in complete runs: at each level of the gate's score it is noted which
-answer an exit would have passed on. It would have changed a reader's answer if the reader, which
-had all outputs, stated another one.
+In a complete run the gate only watches, and notes the leading answer at each level of its score. An
+exit there would have changed a reader's answer if the reader, which had all outputs, stated another.
 """
 
 import logging

@@ -134,7 +134,7 @@ class ClusterExit:
         return math.inf
 
     def learn(self, answers: Sequence[str]) -> None:
-        """Compare what an exit would have passed on with the `answers` of the cluster's readers."""
+        """Compare the leading answers of exits with the `answers` of the cluster's readers."""
         journal = self._context.journal
         if not answers or (journal is not None and journal.repeats):
             return

@@ -33,6 +33,7 @@ SHORT = {
     "chimera": ("--tasks", "10", "--per-s", "8", "--seeds", "2"),
     "coserve": ("--images", "200", "--seeds", "1"),
     "drafts": ("--questions", "2", "--clients", "2"),
+    "early_exit_answers": ("--learn", "20", "--ask", "5"),
     "early_exit_cost": ("--rounds", "1"),
     "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4"),
     "faster_moa": ("--requests", "1", "--programs", "2", "--seeds", "1", "--outputs", "16"),
