@@ -1,7 +1,7 @@
 """Thresholds of early exits, calibrated on clusters that ran to their end.
 
-In a complete run the gate only watches, and notes the leading answer at each level of its score. An
-exit there would have changed a reader's answer if the reader, which had all outputs, stated another.
+In a complete run the gate only watches, and notes the leading answer at each level of its score.
+An exit there would have changed the answer of a reader, which had all outputs, if that is another.
 """
 
 import logging
