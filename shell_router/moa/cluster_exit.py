@@ -37,6 +37,9 @@ class Verdict:
 
 GO_ON = Verdict()
 
+NO_SCORE = 2.0
+"""A threshold that no score reaches."""
+
 
 class ClusterExit:
     """The early exit of a cluster: feeds outputs to its gate in their order, reports its decisions.
@@ -79,7 +82,7 @@ class ClusterExit:
         threshold = self._find_threshold()
         self.watches = threshold == math.inf
         self._watched: list[str | None] = []  # the leading answer when a level was reached first
-        settings = replace(self._settings, threshold=min(threshold, 1.0))
+        settings = replace(self._settings, threshold=min(threshold, NO_SCORE))
         self._gate = settings.new_gate(cluster.agents)
         self._completed: list[str] = []
         self._lock = asyncio.Lock()
@@ -240,7 +243,6 @@ class ClusterExit:
             return GO_ON
         if self.watches:
             self._watch(judged)
-            judged = replace(judged, exits=False, sources=())
         cut = running if judged.exits else ()
         if judged.score is not None and (judged.exits or report):
             self._report(judged.score, judged.compared_with, started_s, cut)
