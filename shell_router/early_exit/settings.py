@@ -137,7 +137,7 @@ class EarlyExit:
         float,
         Interval(ge=0),
         "Also exit once min_completed have ended and all others have decoded this many times "
-        "longer than the median that is predicted for the cluster; 0: never.",
+        "longer than an output of the cluster's predicted median length takes; 0: never.",
     ] = 0.0
 
     @property

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -78,7 +78,7 @@ class ClusterExit:
         self._context = context
         self._plan = plan
         self._decoding_s = decoding_s
-        self._straggler_s = self._expect_straggler_s()
+        self._limits_s = self._limit_decoding()
         threshold = self._find_threshold()
         self.watches = threshold == math.inf
         self._watched: list[str | None] = []  # the leading answer when a level was reached first
@@ -119,22 +119,29 @@ class ClusterExit:
         models = tuple([topology.agents[name].model for name in self.cluster.agents])
         return Judged(topology.name, models, self._settings)
 
-    def _expect_straggler_s(self) -> float:
-        """Return the seconds of decoding after which agents are stragglers; inf for never."""
+    def _limit_decoding(self) -> Mapping[str, float]:
+        """Return the seconds of decoding after which each agent is a straggler; empty for never.
+
+        The length is the cluster's, as an agent's own mean may hold outputs that ran to their
+        limit; the seconds per token are those of its model.
+        """
         if not self._settings.straggler_factor:
-            return math.inf
+            return {}
         outline = self._plan.outline
-        expected_s = []
+        expected = [outline.hints[name].output_tokens for name in self.cluster.agents]
+        tokens = [count for count in expected if count]
+        token_s: dict[str, float | None] = {}
         for name in self.cluster.agents:
-            tokens = outline.hints[name].output_tokens
-            token_s = outline.estimates.get_token_s(outline.topology.agents[name].model)
-            if tokens is not None and token_s is not None:
-                expected_s.append(tokens * token_s)
-        if expected_s:
-            return self._settings.straggler_factor * median(expected_s)
-        unknown = "No model of the cluster has been measured yet."
+            agent = outline.topology.agents[name]
+            if not agent.votes:
+                token_s[name] = outline.estimates.get_token_s(agent.model)
+        paces = {name: seconds for name, seconds in token_s.items() if seconds is not None}
+        if tokens and len(paces) == len(token_s):
+            longest_tokens = self._settings.straggler_factor * median(tokens)
+            return {name: longest_tokens * seconds for name, seconds in paces.items()}
+        unknown = "A model of the cluster has not been measured yet."
         self._emit(Degraded(self._clock(), self._id, "stragglers", unknown))
-        return math.inf
+        return {}
 
     def learn(self, answers: Sequence[str]) -> None:
         """Compare the leading answers of exits with the `answers` of the cluster's readers."""
@@ -185,18 +192,19 @@ class ClusterExit:
         else:
             verdict = await self._judge_text_end(agent, output)
         is_enough = len(self._completed) == self._settings.min_completed
-        if verdict == GO_ON and is_enough and self._straggler_s < math.inf:
+        if verdict == GO_ON and is_enough and self._limits_s:
             return await self._await_stragglers()
         return verdict
 
     async def _await_stragglers(self) -> Verdict:
         """Return once all agents that still run have decoded longer than the limit."""
         while running := self._unfinished():
-            wait_s = self._straggler_s - min(map(self._decoding_s, running))
+            left_s = [self._limits_s.get(name, 0.0) - self._decoding_s(name) for name in running]
+            wait_s = max(left_s)
             if wait_s <= 0:
                 log.info("cluster %s: %s decoded too long", self._id, ", ".join(running))
                 return Verdict(running)
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(wait_s + 0.001)  # by rounding, a clock may end just before it
         return GO_ON
 
     async def _judge_text_end(self, agent: str, output: AgentOutput) -> Verdict:

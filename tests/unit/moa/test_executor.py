@@ -384,6 +384,16 @@ async def test_a_straggler_is_cut_off_beside_any_policy_once_its_model_is_measur
     assert not events.of(Degraded)
 
 
+async def test_an_agent_of_a_slower_model_is_no_straggler() -> None:
+    moa = agreeing()
+    graph = panel(threshold=1.0, straggler_factor=3)
+    graph = graph.with_models({"c": "large"})
+    for model, token_s in (("small", 1e-9), ("large", 60.0)):
+        hints = Hints(topology="graph", agent="a")
+        moa.executor.estimates.observe_run(model, hints, tokens=5, run_s=1.0, token_s=token_s)
+    assert await run_often(moa.executor, graph, 1, print) == ["finished"]
+
+
 async def test_without_a_measurement_no_agent_is_a_straggler_and_the_run_says_so() -> None:
     events = Recorder()
     graph = panel(threshold=1.0, straggler_factor=3)
