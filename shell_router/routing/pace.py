@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import floor
 from statistics import linear_regression
 
+LEAST_SAMPLES = 5
 LEAST_WEIGHT = 0.02
 """Of the newest sample in a mean."""
 
@@ -61,12 +62,14 @@ class Pace:
     def count_room(self, online: int, slowdown: float) -> int:
         """Return how many more requests lengthen `online` ones' tokens by no more than this share.
 
-        It is one before two loads were measured, and at most doubles the largest measured load.
+        It is one before two loads were measured, one of them like that of `online` requests alone,
+        and at most doubles the largest measured load.
         """
-        if len(self._means) < 2:
+        means = [mean for mean in self._means.values() if mean.samples >= LEAST_SAMPLES]
+        loads = [mean.running for mean in means]
+        if len(means) < 2 or min(loads) > 2 * online:
             return int(slowdown > 0)
-        loads = [mean.running for mean in self._means.values()]
-        times_s = [mean.token_s for mean in self._means.values()]
+        times_s = [mean.token_s for mean in means]
         slope, base_s = linear_regression(loads, times_s)
         most = max(0, round(2 * max(loads)) - online)
         if slope <= 0:

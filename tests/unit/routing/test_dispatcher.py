@@ -549,7 +549,7 @@ async def test_a_batch_runs_alone_without_limit_and_next_to_online_work_as_its_p
     batch = Batch(at)
     for number in range(8):
         await batch.ask(number)
-    for running, token_s in ((1, 1.0), (10, 1.1)):
+    for running, token_s in ((1, 1.0), (10, 1.1)) * 5:
         at.tracked[0].pace.note(running, token_s)
     online = at.submit(wanted())
     assert batch.preempted == [7, 6, 5, 4]

@@ -7,7 +7,7 @@ from shell_router.routing.pace import Pace
 
 def measured(*samples: tuple[int, float]) -> Pace:
     pace = Pace()
-    for running, token_s in samples:
+    for running, token_s in samples * 5:
         pace.note(running, token_s)
     return pace
 
@@ -23,6 +23,7 @@ def measured(*samples: tuple[int, float]) -> Pace:
         (((1, 1.0), (8, 1.0)), 2, 14),  # no cost was seen up to 8
         (((1, 1.0), (8, 0.9)), 20, 0),
         (((1, 1.0), (8, 1.0001)), 2, 14),
+        (((8, 1.0), (16, 1.0)), 2, 1),  # how fast two are alone is not known
     ],
 )
 def test_batches_get_as_many_places_as_slow_online_requests_little(
@@ -34,12 +35,13 @@ def test_batches_get_as_many_places_as_slow_online_requests_little(
 def test_outputs_are_measured_by_the_mean_of_those_that_ran_meanwhile() -> None:
     pace = Pace()
     pace.count(1, 0.0)
-    alone = pace.mark(10.0)
-    pace.count(9, 20.0)  # for half of the time
-    pace.measure(alone, 10, pace.mark(30.0))  # 5.5 in the mean, and 2 s a token
-    pace.count(-9, 30.0)
-    alone = pace.mark(30.0)
-    pace.measure(alone, 10, pace.mark(40.0))
+    for begin_s in range(0, 150, 30):
+        begin = pace.mark(begin_s)
+        pace.count(9, begin_s + 10)  # for half of the time
+        pace.measure(begin, 10, pace.mark(begin_s + 20))  # 5.5 in the mean, and 2 s a token
+        pace.count(-9, begin_s + 20)
+        alone = pace.mark(begin_s + 20)
+        pace.measure(alone, 10, pace.mark(begin_s + 30))
     assert pace.count_room(1, 1.0) == 4  # 1 / ((2 - 1) / 4.5)
 
 
