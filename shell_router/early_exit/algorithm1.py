@@ -168,7 +168,7 @@ def score(confidences: Sequence[float], similarities: Matrix, tau: float | None)
             and B is P.
     """
     confidence = rms_confidence(confidences)
-    weights = np.tril(np.outer(confidences, confidences), -1 if tau is None else 0)
+    weights = np.tril(np.outer(confidences, confidences), -int(tau is None))
     total = float(weights.sum())
     agreement = 0.0
     if total > 0:

@@ -65,8 +65,7 @@ class ExitEvidence:
 
     def find_threshold(self, judged: Judged) -> float:
         """Return the score at which the cluster exits; inf while evidence does not allow any."""
-        outcomes = self._outcomes.get(judged)
-        return math.inf if outcomes is None else outcomes.threshold
+        return self._outcomes.get(judged, _Outcomes()).threshold
 
     def observe(
         self,

@@ -111,8 +111,9 @@ class ClusterExit:
             self._emit(Degraded(self._clock(), self._id, "evidence", few))
         request = self._plan.outline.request
         draws = random.Random(f"early_exit/{request.seed}/{request.question[-1000:]}")
-        is_held_out = draws.random() < evidence.share
-        return math.inf if is_held_out else threshold
+        if draws.random() < evidence.share:
+            return math.inf
+        return threshold
 
     def _name_judged(self) -> Judged:
         topology = self._plan.outline.topology
