@@ -10,9 +10,9 @@ alice does nothing, then for --seconds while she misbehaves in one of the ways, 
 round in changing order. Each of the two is a process of its own; hers has the lowest priority, as
 it stands for another machine.
 
-    alone_s       bob's median while alice does nothing
+    alone_s       bob's median while alice does nothing, alone_p95_s his 95th percentile
     median_s      while she misbehaves; p95_s likewise
-    ratio         of the two, the median over the rounds
+    ratio         of the two medians, the median over the rounds
     refused       requests of bob's that were not answered 200
     hers          requests of alice's, `hers_refused` those that were not answered 200
     stall_ms      the longest stall of the router's event loop in the last minute or two
@@ -199,14 +199,17 @@ class Step:
 
 def row_of(way: str, steps: Sequence[Step]) -> "Row":
     """The figures of all rounds."""
+    from shell_router.core.statistics import quantile
+
     alone = [one for step in steps for one in step.alone.took_s]
     beside = [one for step in steps for one in step.beside.took_s]
     ratios = [step.beside.median_s / step.alone.median_s for step in steps]
     return {
         "way": way,
         "alone_s": statistics.median(alone),
+        "alone_p95_s": quantile(alone, 0.95),
         "median_s": statistics.median(beside) if beside else math.nan,
-        "p95_s": sorted(beside)[int(0.95 * (len(beside) - 1))] if beside else math.nan,
+        "p95_s": quantile(beside, 0.95) if beside else math.nan,
         "ratio": statistics.median(ratios),
         "answers": len(beside),
         "refused": sum(step.beside.refused + step.alone.refused for step in steps),
