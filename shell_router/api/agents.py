@@ -239,11 +239,11 @@ async def write_output(request: Request) -> Response:
     check_identifier(program, "program")
     check_identifier(agent, "agent")
     agent_request = AgentRequest(request[TENANT], program, agent, "")
-    settings = request.app[SETTINGS]
     programs = request.app[SERVICES].programs
     wrote = partial(programs.count_written, agent_request.tenant, program)
     with Deadline(None, request.app[SERVICES].deadlines):
-        answer = await programs.write(agent_request, _decode(request, settings, wrote))
+        texts = _decode(request, request.app[SETTINGS], wrote)
+        answer = await programs.write(agent_request, texts)
     body = {
         "object": "agent.output",
         "program": program,

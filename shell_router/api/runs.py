@@ -433,14 +433,13 @@ class KeptRun:
             CacheUnavailable: The store is away for longer than a lease, and no other router was
                 seen to run this, which would go on meanwhile.
         """
-        asked = self._asked
         store = self._store
         clock = asyncio.get_running_loop().time
         is_run = False
-        gives_up_s = clock() + self._store.lease_s
+        gives_up_s = clock() + store.lease_s
         while True:
             try:
-                records = await store.claim(asked.tenant, self._key, self.id, self.head)
+                records = await store.claim(self._asked.tenant, self._key, self.id, self.head)
             except CacheUnavailable:
                 if not is_run and clock() >= gives_up_s:
                     raise

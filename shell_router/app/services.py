@@ -119,9 +119,7 @@ async def _always() -> bool:
 
 
 @asynccontextmanager
-async def run_embedder(
-    settings: EmbedderSettings,
-) -> AsyncIterator[tuple[Embedder | None, Check]]:
+async def run_embedder(settings: EmbedderSettings) -> AsyncIterator[tuple[Embedder | None, Check]]:
     """Start the embedder, None without one; its model loads in the background.
 
     It comes with a check whether the start has ended. Raises ConfigError.

@@ -163,8 +163,7 @@ class EarlyExit:
             return
         require(
             self.scope != "layer",
-            "skip_aggregation goes with scope cluster: no agent reads just a layer of several "
-            "clusters",
+            "skip_aggregation goes with scope cluster: a layer may have several readers",
         )
         naming = " or ".join(name for name, entry in POLICIES.items() if entry.names_sources)
         require(

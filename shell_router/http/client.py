@@ -566,10 +566,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await self.loop.create_connection(
-                    lambda: Connection(self, origin),
-                    host,
-                    port,
-                    ssl=tls,
+                    lambda: Connection(self, origin), host, port, ssl=tls
                 )
         except TimeoutError:
             exchange.fail(ConnectionError(f"no connection within {self._connect_s:g} s"))

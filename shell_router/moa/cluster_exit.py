@@ -131,11 +131,9 @@ class ClusterExit:
         outline = self._plan.outline
         expected = [outline.hints[name].output_tokens for name in self.cluster.agents]
         tokens = [count for count in expected if count]
-        token_s: dict[str, float | None] = {}
-        for name in self.cluster.agents:
-            agent = outline.topology.agents[name]
-            if not agent.votes:
-                token_s[name] = outline.estimates.get_token_s(agent.model)
+        agents = [outline.topology.agents[name] for name in self.cluster.agents]
+        writing = [agent for agent in agents if not agent.votes]
+        token_s = {agent.id: outline.estimates.get_token_s(agent.model) for agent in writing}
         paces = {name: seconds for name, seconds in token_s.items() if seconds is not None}
         if tokens and len(paces) == len(token_s):
             longest_tokens = self._settings.straggler_factor * median(tokens)

@@ -86,11 +86,10 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
         bound = f"that changes {early_exit.max_changed_percent:g} % of answers"
     if early_exit.policy == "in_flight":
         agreed = count(early_exit.min_completed, "equal answer")
+        text = f"early exit in flight at support {bound}, from {agreed} on"
         if early_exit.skip_aggregation:
-            passed = ", aggregation skipped"
-        else:
-            passed = ""
-        return f"early exit in flight at support {bound}, from {agreed} on{passed}"
+            text += ", aggregation skipped"
+        return text
     start = f"from {count(early_exit.min_completed, 'output')} on"
     if not early_exit.needs.embeds:
         return f"early exit {early_exit.policy}, {start}"

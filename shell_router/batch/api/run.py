@@ -117,10 +117,9 @@ class BatchRun:
         try:
             async with asyncio.timeout(left_s) as limit:
                 self._limit = limit
-                if self._record.status == "validating":
-                    faults = await self._check_input()
-                    if faults:
-                        return faults
+                is_new = self._record.status == "validating"
+                if is_new and (faults := await self._check_input()):
+                    return faults
                 async with contextlib.aclosing(self._lines()) as lines:
                     await self._runs.runner.run(self._record, lines, self._keep)
         except TimeoutError:

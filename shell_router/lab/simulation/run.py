@@ -150,8 +150,7 @@ class Outputs:
             written = Written.after_filler(
                 tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
             )
-            drafted = self._drafts[agent]
-            if drafted:
+            if drafted := self._drafts[agent]:
                 return replace(written, per_pass=drafted.at(draws.gauss()), width=drafted.width)
             return written
 
