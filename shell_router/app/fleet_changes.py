@@ -90,7 +90,9 @@ class FleetChanges:
         running = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while running := max((at.load.running for at in drained), default=0):  # noqa: ASYNC110
+                while running := max(  # noqa: ASYNC110
+                    (at.load.running + at.batch_load.running for at in drained), default=0
+                ):
                     await asyncio.sleep(0.05)
                 fleet.forget(at.engine for at in drained)
                 drained.clear()

@@ -313,7 +313,8 @@ class BatchesSettings:
         FilePath | None, "Keeps files, batches and their results. Without it there is no Batch API."
     ] = None
     concurrency: Annotated[
-        Count, "Lines, of all batches together, that run or wait for room next to online requests."
+        Count,
+        "Lines of a model, of all batches, that run or wait for room next to online requests.",
     ] = 32
     max_file_bytes: Annotated[Count, "Largest file that may be uploaded."] = 200 * 2**20
     file_ttl_s: Annotated[

@@ -21,11 +21,15 @@ _LONGEST = 2000  # outcomes, after which the older ones count half
 
 
 class Judged(NamedTuple):
-    """The key of a calibration: the clusters of a topology with equal models and settings."""
+    """The key of a calibration: the clusters of a topology with equal models and settings.
+
+    `agents` is a hash of the cluster's agents, which a changed topology file changes.
+    """
 
     topology: str
     models: tuple[str, ...]
     settings: EarlyExit
+    agents: int = 0
 
 
 def _zeros() -> list[float]:
@@ -49,7 +53,8 @@ class _Outcomes:
         self.seen += 1
         for level, leader in enumerate(watched):
             self.exits[level] += 1
-            self.changed[level] += 1 - answers.count(leader or "") / len(answers)
+            kept = 0 if leader is None else answers.count(leader)
+            self.changed[level] += 1 - kept / len(answers)
 
 
 class ExitEvidence:

@@ -69,7 +69,7 @@ class OpenAIFleet(Fleet[ServerAddress]):
     def __init__(
         self, transport: Transport, scheduling: SchedulingSettings, secrets: Collection[str] = ()
     ) -> None:
-        self.dispatcher = Dispatcher[ServerClient]([], scheduling, transport.clock)
+        self.dispatcher = Dispatcher[ServerClient]([], scheduling, transport.clock, preempts=False)
         super().__init__(transport, {UNDIVIDED: self.dispatcher})
         words = {word for secret in secrets for word in secret.split()}
         # providers show the first letters of a wrong key

@@ -385,10 +385,12 @@ class Monitor(Generic[E]):
 
 def _recheck(dispatcher: Dispatcher[E]) -> None:
     """Look every second whether engines are idle by now, as long as batches wait."""
-    dispatcher.grant()
-    dispatcher.is_rechecked = bool(dispatcher.batches.entries)
-    if dispatcher.is_rechecked:
-        asyncio.get_running_loop().call_later(QUIET_S, _recheck, dispatcher)
+    try:
+        dispatcher.grant()
+    finally:
+        dispatcher.is_rechecked = bool(dispatcher.batches.entries)
+        if dispatcher.is_rechecked:
+            asyncio.get_running_loop().call_later(QUIET_S, _recheck, dispatcher)
 
 
 async def take_slot(

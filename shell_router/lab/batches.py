@@ -10,7 +10,7 @@ import orjson
 from shell_router.batch.journal import replace_file
 from shell_router.batch.questions import Questions
 from shell_router.core.exact_json import Values
-from shell_router.errors import ConfigError
+from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.evaluation.client import RouterClient
 
 ENDPOINT = "/v1/chat/completions"
@@ -43,14 +43,14 @@ async def answer_online(
 ) -> Values:
     """Have `target`, a model or topology of the router, answer; write the results to `folder`.
 
-    A batch that was begun there goes on.
+    A batch that was begun there goes on, unless it has failed, expired or was cancelled.
 
     Returns:
-        The ended batch.
+        The completed batch.
 
     Raises:
         ConfigError: The folder belongs to another batch.
-        ShellRouterError: The router does not answer, or refuses the batch.
+        ShellRouterError: The router does not answer, refuses the batch, or does not complete it.
     """
     asked = [target, questions.fingerprint]
     batch_id = _find_begun(folder, asked)
@@ -70,8 +70,20 @@ async def answer_online(
         await asyncio.sleep(POLL_S)
     for kind, name in RESULTS.items():
         if batch[kind] is not None:
-            _, content, _ = await client.request("GET", f"/v1/files/{batch[kind]}/content")
+            path = f"/v1/files/{batch[kind]}/content"
+            status, content, _ = await client.request("GET", path)
+            if status != 200:
+                raise ShellRouterError(
+                    f"{path} was answered with status {status}.", remedy="Run this again."
+                )
             replace_file(folder / name, content)
+    if batch["status"] != "completed":
+        (folder / BEGUN).unlink()
+        problems = [problem["message"] for problem in (batch.get("errors") or {"data": []})["data"]]
+        raise ShellRouterError(
+            " ".join([f"Batch {batch_id} is {batch['status']}.", *problems]),
+            remedy="Run this again to begin another batch.",
+        )
     return batch
 
 

@@ -117,8 +117,9 @@ class ClusterExit:
 
     def _name_judged(self) -> Judged:
         topology = self._plan.outline.topology
-        models = tuple([topology.agents[name].model for name in self.cluster.agents])
-        return Judged(topology.name, models, self._settings)
+        agents = [topology.agents[name] for name in self.cluster.agents]
+        models = tuple([agent.model for agent in agents])
+        return Judged(topology.name, models, self._settings, hash(repr(agents)))
 
     def _limit_decoding(self) -> Mapping[str, float]:
         """Return the seconds of decoding after which each agent is a straggler; empty for never.
@@ -126,9 +127,10 @@ class ClusterExit:
         The length is the cluster's, as an agent's own mean may hold outputs that ran to their
         limit; the seconds per token are those of its model.
         """
-        if not self._settings.straggler_factor:
-            return {}
         outline = self._plan.outline
+        # batches wait for online requests between their tokens
+        if not self._settings.straggler_factor or outline.request.tier == "batch":
+            return {}
         expected = [outline.hints[name].output_tokens for name in self.cluster.agents]
         tokens = [count for count in expected if count]
         agents = [outline.topology.agents[name] for name in self.cluster.agents]
@@ -198,7 +200,14 @@ class ClusterExit:
     async def _await_stragglers(self) -> Verdict:
         """Return once all agents that still run have decoded longer than the limit."""
         while running := self._unfinished():
-            left_s = [self._limits_s.get(name, 0.0) - self._decoding_s(name) for name in running]
+            # an agent that votes has no limit, and ends once the others have
+            left_s = [
+                self._limits_s[name] - self._decoding_s(name)
+                for name in running
+                if name in self._limits_s
+            ]
+            if not left_s:
+                return GO_ON
             wait_s = max(left_s)
             if wait_s <= 0:
                 log.info("cluster %s: %s decoded too long", self._id, ", ".join(running))
@@ -258,7 +267,8 @@ class ClusterExit:
     def _watch(self, judged: Judgement) -> None:
         """Note the leading answer for the levels that are reached first."""
         if judged.score is not None:
-            level = int(judged.score.probability * LEVELS)
+            # 0.29 * 100 is less than 29
+            level = int(judged.score.probability * LEVELS + 1e-9)
             self._watched += [judged.answer] * (level + 1 - len(self._watched))
 
     def _report(

@@ -21,7 +21,12 @@ class Turn:
         self._limit: asyncio.Timeout | None = None
 
     def end(self) -> None:
-        """Preempt the request: what it waits for is cancelled now, or as soon as it waits."""
+        """Preempt the request: what it waits for is cancelled now, or as soon as it waits.
+
+        Idempotent: each of its two engines may end its turn.
+        """
+        if self._is_over:
+            return
         self._is_over = True
         if self._limit is not None:
             self._limit.reschedule(0.0)

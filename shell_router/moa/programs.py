@@ -276,11 +276,11 @@ class Programs:
         """Return the log of the agent's latest attempt, at whichever router it was made."""
         key = self._registry.find_log(request, agent)
         record = self._registry.find_agent(request, agent)
-        if record is not None and record.ended not in ("failed", "cancelled"):
-            return key
-        while await self._has_failed(key):
+        is_sought = record is None or record.ended in ("failed", "cancelled")
+        begins = record is not None and not record.has_log  # and takes the first name that is free
+        while (is_sought or begins) and await self._has_failed(key):
             again = replace(key, agent=f"{key.agent}#")
-            if not await self._has_begun(again):
+            if not begins and not await self._has_begun(again):
                 break
             key = again
         return key
@@ -376,7 +376,9 @@ class Programs:
     async def _create_log(self, request: AgentRequest, record: AgentRecord) -> LogWriter:
         key = LogKey(request.tenant, request.program, record.log)
         try:
-            return await self._cache.create(key)
+            writer = await self._cache.create(key)
+            record.has_log = True
+            return writer
         except LogExists as error:
             repeats = request.journal is not None and request.journal.repeats
             if repeats or await self._has_failed(key):

@@ -24,6 +24,7 @@ class AgentRecord:
         precursors: The agents that it reads.
         load: Holds its entry in the chooser's activity.
         log: The agent id of its log in the cache.
+        has_log: Whether the log is there.
         run: Its decoding, while it runs.
         task: The asyncio task that runs it.
         waiting: How many callers wait for its answer.
@@ -34,6 +35,7 @@ class AgentRecord:
     precursors: frozenset[str] = frozenset()
     load: ExitStack = field(default_factory=ExitStack)
     log: str = ""
+    has_log: bool = False
     run: AgentRun | None = None
     task: asyncio.Task[Answer] | None = None
     waiting: int = 0

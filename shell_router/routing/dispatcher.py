@@ -145,7 +145,7 @@ class EngineSlot(Generic[E]):
         self.features = features
         self._program = program
         self._at = at
-        self._load = load = at.batch_load if features.is_batch else at.load
+        self.load = load = at.batch_load if features.is_batch else at.load
         self._read: Mark | None = None
         self._prefill = features.new_tokens if features.prefills else 0
         self._output = features.output_tokens
@@ -155,7 +155,7 @@ class EngineSlot(Generic[E]):
         load.updates += features.requests * features.update
         load.prefill_tokens += self._prefill
         load.output_tokens += self._output
-        if features.hints.on_preempt is not None and not features.update:
+        if dispatcher.preempts and features.hints.on_preempt is not None and not features.update:
             at.batches[self] = None
 
     @property
@@ -182,7 +182,7 @@ class EngineSlot(Generic[E]):
         """Count its prompt as prefilled; idempotent."""
         if self._closed or self._held:
             return
-        load = self._load
+        load = self.load
         load.prefill_tokens -= self._prefill
         self._prefill = 0
         self._held = self.features.prompt_tokens
@@ -199,7 +199,7 @@ class EngineSlot(Generic[E]):
             return
         if not self._held:
             self.note_prefill()
-        load = self._load
+        load = self.load
         output = self._output
         expected = tokens if tokens < output else output
         self._output = output - expected
@@ -227,7 +227,7 @@ class EngineSlot(Generic[E]):
         if self._closed:
             return
         self._closed = True
-        load = self._load
+        load = self.load
         load.running -= self.features.requests
         load.updates -= self.features.requests * self.features.update
         load.prefill_tokens -= self._prefill
@@ -269,6 +269,8 @@ class Dispatcher(Generic[E]):
         clock: Gives monotonic seconds.
         prefills: Whether the engines prefill, or get KV from others.
         decodes: Whether the engines write outputs.
+        preempts: Whether requests of batches leave for online ones. Those of a remote server do
+            not, as they would be paid twice.
     """
 
     def __init__(
@@ -279,6 +281,7 @@ class Dispatcher(Generic[E]):
         *,
         prefills: bool = True,
         decodes: bool = True,
+        preempts: bool = True,
     ) -> None:
         self.settings = settings
         self.policy = settings.selection.policy
@@ -287,6 +290,7 @@ class Dispatcher(Generic[E]):
         self.waits = Durations()
         self._prefills = prefills
         self._decodes = decodes
+        self.preempts = preempts
         self.clock = clock
         self._memory = ChoiceMemory(settings.selection.affinity_s)
         self.prompts = PromptIndex()
@@ -500,7 +504,7 @@ class Dispatcher(Generic[E]):
         """Tell whether the engine takes a request of a batch now."""
         if at.breaker.blocked_until_s > self.clock():
             return False
-        if self._prefills:
+        if self._prefills and self.preempts:
             most_tokens = 1 if at.count_online(self.clock()) else LONG_PROMPT_TOKENS
             if at.load.prefill_tokens or at.batch_load.prefill_tokens >= most_tokens:
                 return False
@@ -515,9 +519,10 @@ class Dispatcher(Generic[E]):
         room = inf
         if self.settings.queue.max_running is not None:
             room = self.settings.queue.max_running - at.load.running + at.load.updates
-        if not (online and self._decodes):
+        if not (online and self._decodes and self.preempts):
             return room
-        if at.reported is not None:
+        is_fresh = self.clock() - at.reported_s < self.settings.stale_s
+        if at.reported is not None and is_fresh:
             theta_kv = self.settings.selection.gimbal.theta_kv
             if at.reported.kv_usage >= theta_kv:
                 return 0
@@ -550,7 +555,7 @@ class Dispatcher(Generic[E]):
         stale_s = self.settings.stale_s
         for at in among:
             is_fresh = now_s - at.reported_s < stale_s
-            at.load.reported = at.reported if is_fresh else None
+            at.load.reported = at.batch_load.reported = at.reported if is_fresh else None
         loads = [at.batch_load if features.is_batch else at.load for at in among]
         scene = EngineScene(features, loads, self._memory, self.settings.selection, now_s)
         return POLICIES[self.policy].choose(scene)
@@ -577,7 +582,9 @@ class Dispatcher(Generic[E]):
         if choice is None or all(at.index != choice.index for at in among):
             choice = self._choose(entry.features, _not_excluded(among, entry.excluded))
         is_batch = entry.features.is_batch
-        if entry.bound is None and not is_batch:
+        if is_batch:
+            self._memory.made += 1  # it makes no engine the home of online requests
+        elif entry.bound is None:
             self._memory.note(entry.features, choice.index, now_s)
         waited_s = 0.0
         if entry.waits:
@@ -602,8 +609,8 @@ class Dispatcher(Generic[E]):
             at.breaker.note_attempt(now_s)
         self.choices[choice.why] += 1
         slot = EngineSlot(self, at, features, choice.why, waited_s, program)
+        slot.load.chosen = self._memory.made
         if not features.is_batch:
-            at.load.chosen = self._memory.made
             self._make_way(at)
         return slot
 

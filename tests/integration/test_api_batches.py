@@ -93,6 +93,37 @@ async def test_the_command_has_a_running_router_answer_a_file_and_goes_on_in_the
             await answer_online(begun, "duo", questions, tmp_path / "out", said.append)
 
 
+async def test_the_command_says_why_a_batch_was_not_completed_and_begins_another(
+    tmp_path: Path,
+) -> None:
+    asked = tmp_path / "questions.jsonl"
+    asked.write_bytes(jsonl({"question": "b?"}))
+    questions, out = read_questions(asked, ()), tmp_path / "out"
+    gates = Gates("small")
+    async with batch_api(tmp_path / "router", ScriptedMoa(pace=gates.pace)) as router:
+        client = RouterClient(router.served.client, router.served.url)
+        asking = asyncio.create_task(answer_online(client, "small", questions, out, print))
+        await gates.until_waiting(1)
+        (batch,) = [one async for one in router.ai.batches.list()]
+        await router.ai.batches.cancel(batch.id)
+        with pytest.raises(ShellRouterError, match=f"{batch.id} is cancelled"):
+            await asking
+        gates.open("small")
+        assert (await answer_online(client, "small", questions, out, print))["id"] != batch.id
+
+
+async def test_lines_of_a_busy_model_leave_others_their_places(tmp_path: Path) -> None:
+    gates = Gates("small")
+    batches = BatchesSettings(concurrency=2)
+    async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace), batches=batches) as router:
+        busy = await router.begin(*questions(*6 * ["small"]))
+        await gates.until_waiting(2)
+        other = await router.ended(await router.begin(*questions(*6 * ["medium"])))
+        assert other.status == "completed" and len(gates.waiting) == 2
+        gates.open("small")
+        assert (await router.ended(busy)).status == "completed"
+
+
 async def test_a_line_is_answered_as_an_online_request_is(tmp_path: Path) -> None:
     async with batch_api(tmp_path) as router:
         batch = await router.ended(await router.begin(line("a", seed=5, temperature=0.3)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from shell_router.api import Services
 from shell_router.api.chat import Chats
@@ -50,9 +51,9 @@ log = logging.getLogger(__name__)
 class ChatLines:
     """Runs each line as the chat completion of an online client.
 
-    All batches together run `concurrency` lines at once, in turn, on what online requests leave of
-    their engines (`routing.dispatcher`). No online request waits or is refused for them. Lines that
-    name one of `pools` as their model run last, as a pool plans all its lines at once.
+    All batches together run `concurrency` lines of a model at once, on what online requests leave
+    of their engines (`routing.dispatcher`). No online request waits or is refused for them. Lines
+    that name one of `pools` as their model run last, as a pool plans all its lines at once.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class ChatLines:
         self._chats = chats
         self._concurrency = concurrency
         self._pools = pools
-        self._slots = asyncio.Semaphore(concurrency)
+        # by model or topology, while lines hold them
+        self._slots = WeakValueDictionary[str, asyncio.Semaphore]()
         self._pauses_s = pauses_s
         self._sleep = sleep
 
@@ -112,7 +114,9 @@ class ChatLines:
         """Return the result, and the most attempts at a line that ended like this."""
         services = self._chats.services
         request_id = services.new_id()
-        async with self._slots:
+        target = str(line.body.get("model"))
+        slots = self._slots.setdefault(target, asyncio.Semaphore(self._concurrency))
+        async with slots:
             with services.metrics.running_batch_lines.track_inprogress():
                 try:
                     # it may wait for online requests until its batch expires, and is cancelled

@@ -34,6 +34,13 @@ def test_no_score_is_enough_if_answers_change_at_the_highest() -> None:
     assert learned(evidence, level=100, leader="5", times=20) == float("inf")
 
 
+def test_an_exit_without_a_leading_answer_counts_as_a_change() -> None:
+    evidence = ExitEvidence()
+    for _ in range(100):
+        evidence.observe(KEY, [None] * 101, [""], allowed=0.02)
+    assert evidence.find_threshold(KEY) == float("inf")
+
+
 def test_newer_runs_outweigh_those_of_long_ago() -> None:
     evidence = ExitEvidence()
     learned(evidence, level=90, leader="5", times=500)

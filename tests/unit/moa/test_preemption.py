@@ -33,7 +33,8 @@ class Interrupted:
                 for request in engine.generated:
                     if request.rid == rid:
                         assert request.hints.on_preempt is not None
-                        request.hints.on_preempt()
+                        for _ in ("prefill", "decode"):  # either may preempt it
+                            request.hints.on_preempt()
             await asyncio.sleep(3600)
 
     async def generate(

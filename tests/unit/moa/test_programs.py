@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from agent_cache import MemoryAgentPromptCache
+from agent_cache import LogKey, LogWriter, MemoryAgentPromptCache
 from shell_router.core.events import AgentStarted, AgentTokens
 from shell_router.errors import (
     AgentFailed,
@@ -158,6 +158,36 @@ async def test_an_agent_that_failed_and_runs_again_is_read_at_every_router(again
         asked = send(f"third-{id(reader)}", OutputOf("first"), model="large")
         await reader.run(asked, print)
     assert moa.prompts("large") == ["now it works", "now it works"]
+
+
+async def test_a_reader_that_comes_with_the_new_attempt_of_an_agent_reads_that() -> None:
+    class SlowCache(MemoryAgentPromptCache):
+        is_asked, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def create(self, key: LogKey) -> LogWriter:
+            self.is_asked.set()
+            await self.goes_on.wait()
+            return await super().create(key)
+
+    moa, clock = ScriptedMoa(), asyncio.get_running_loop().time
+    async with SlowCache(clock=clock) as cache:
+        here, elsewhere = (Programs(moa.models, cache, clock=clock) for _ in range(2))
+        cache.goes_on.set()
+        moa.engines["small"].answer = lambda _: Script("half", error=EngineUnreachable("gone"))
+        with pytest.raises(EngineUnreachable):
+            await elsewhere.run(send("first", "Hi"), print)
+        moa.engines["small"].answer = lambda _: Script("now it works")
+        cache.goes_on.clear()
+        cache.is_asked.clear()
+        again = asyncio.create_task(here.run(send("first", "Hi"), print))
+        await cache.is_asked.wait()
+        cache.is_asked.clear()
+        reader = here.run(send("second", OutputOf("first"), model="large"), print)
+        reading = asyncio.create_task(reader)
+        await cache.is_asked.wait()
+        cache.goes_on.set()
+        await asyncio.gather(again, reading)
+    assert moa.prompts("large") == ["now it works"]
 
 
 async def test_a_precursor_that_fails_is_left_out_where_the_reader_says_so() -> None:

@@ -501,6 +501,29 @@ class Batch:
         await soon()
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "gimbal", "least_running", "scored"])
+def test_a_batch_is_spread_over_idle_engines_by_every_policy(policy: str) -> None:
+    async def ask() -> None:
+        at = dispatcher(QueueSettings(), SelectionSettings(policy), engines=4)
+        batch = Batch(at)
+        await batch.ask_all(32)
+        assert [one.batch_load.running for one in at.tracked] == 4 * [8]
+
+    run_virtual(ask())
+
+
+@virtually
+async def test_requests_of_a_batch_stay_on_a_remote_server_which_would_be_paid_twice() -> None:
+    at = dispatcher(QueueSettings(), engines=1, preempts=False)
+    batch = Batch(at)
+    await batch.ask_all(8)
+    online = await take_slot(at, wanted(5000))
+    assert not batch.preempted and len(batch.slots) == 8
+    await batch.ask_all(1)
+    assert at.tracked[0].batch_load.running == 9
+    online.close()
+
+
 @virtually
 async def test_online_requests_get_their_slot_at_once_and_the_latest_of_a_batch_leaves() -> None:
     at = dispatcher(QueueSettings(max_running=2, age_s=1.0), engines=1)
