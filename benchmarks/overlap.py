@@ -49,7 +49,8 @@ Elsewhere every agent writes --new-tokens.
 `--measure chunks` is what a prompt costs in chunks, against one pass; `lengths` how long free
 outputs get by layer; `prefixes`, on real SGLang with overlap scheduling, what it saves that
 proposers with one question wait for the first of them. `remote` asks each setting also with another
-router's `small`, by OpenAI's API, in the place of its own; on the tiny models in float64.
+router's `small`, by OpenAI's API, in the place of its own; on the tiny models in float64, or by
+`--engine sglang`.
 """
 
 import argparse

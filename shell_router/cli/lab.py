@@ -176,7 +176,7 @@ def calibrate(
     data: Data,
     bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
     policies: Annotated[
-        Several, list_option(str, "Policies to try: in_flight, threshold.")
+        Several, list_option(str, "Policies to try: in_flight, monotone, threshold.")
     ] = POLICIES,
     scopes: Annotated[
         Several, list_option(str, "Agents to judge together: cluster, layer.")

@@ -272,7 +272,7 @@ class EmbedderSettings:
         "`hash` (for tests), or `none`.",
     ] = "default"
     device: Annotated[str, "Where it runs: `cpu`, `cuda`, `cuda:1`, ..."] = "cpu"
-    threads: Annotated[Count, "Threads that it computes on, on the CPU."] = 1
+    threads: Annotated[Count, "CPU threads that it uses."] = 1
 
     @property
     def name(self) -> str:

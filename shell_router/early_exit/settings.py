@@ -24,6 +24,7 @@ class ExitPolicy:
         judges: It judges outputs, so engines report log-probabilities. If not, a cluster without
             any output fails the run.
         has_threshold: It exits at a score, which can be calibrated.
+        reads_tau: Its score depends on `tau`.
         embeds: It reads the embeddings of complete outputs.
         reads_streams: It reads outputs while they are written.
         names_sources: Its judgements name the agents that agree, as `skip_aggregation` needs.
@@ -34,6 +35,7 @@ class ExitPolicy:
     meaning: str
     judges: bool = True
     has_threshold: bool = True
+    reads_tau: bool = False
     embeds: bool = False
     reads_streams: bool = False
     names_sources: bool = False
@@ -47,6 +49,7 @@ POLICIES: Mapping[str, ExitPolicy] = {
         ),
         "exits with probability Q",
         has_threshold=False,
+        reads_tau=True,
         embeds=True,
     ),
     "threshold": ExitPolicy(
@@ -56,13 +59,14 @@ POLICIES: Mapping[str, ExitPolicy] = {
             threshold=settings.threshold,
         ),
         "exits at Q >= threshold",
+        reads_tau=True,
         embeds=True,
     ),
     "monotone": ExitPolicy(
         lambda settings, agents: ClusterGate(
             tau=None, min_completed=settings.min_completed, threshold=settings.threshold
         ),
-        "exits when confidence and similarity reach threshold",
+        "exits when sqrt(confidence * similarity) reaches threshold",
         embeds=True,
     ),
     "in_flight": ExitPolicy(
@@ -107,7 +111,9 @@ class EarlyExit:
         "a whole layer.",
     ] = "cluster"
     tau: Annotated[
-        float, Interval(gt=0, le=1), "The preferred similarity of completed outputs."
+        float,
+        Interval(gt=0, le=1),
+        "With 'paper' and 'threshold': the preferred similarity of completed outputs.",
     ] = 0.7
     threshold: Annotated[Share, "Used by the policies 'threshold', 'monotone' and 'in_flight'."] = (
         0.8

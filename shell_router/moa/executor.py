@@ -810,8 +810,13 @@ class GraphRun:
         return 0.0 if run is None else run.progress.decoding_s
 
     async def _teach_exits(self) -> None:
-        """Show the exits that only watched what the readers of their clusters answered."""
+        """Show the exits that only watched what the readers of their clusters answered.
+
+        A cluster of which an agent failed or was cut off teaches nothing.
+        """
         for cluster_exit in self._watching:
+            if any(self._members[name].output is None for name in cluster_exit.cluster.agents):
+                continue
             successors = map(self._topology.successors.__getitem__, cluster_exit.cluster.agents)
             answers = []
             for reader in set(chain.from_iterable(successors)):

@@ -110,7 +110,7 @@ class Metrics:
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
         self.degraded = count(
             "degraded",
-            "Runs that went on without an update, an exit, a predictor or a judge",
+            "What runs went on without: an update, an exit, a predictor or a judge",
             "target",
             "what",
         )

@@ -168,7 +168,7 @@ async def test_online_bursts_preempt_a_batch_and_each_line_is_answered_once_even
         metrics = router.served.services.metrics.registry
         labels = {"model": "small"}
         preempted = metrics.get_sample_value("shell_router_batch_preemptions_total", labels)
-        assert preempted is not None and preempted >= 8
+        assert preempted is not None and preempted >= 5
         assert decode.waits.count == 0, "no online request waited"
         assert len(decode.batches.entries) > 40, "and the batch takes no place in their queue"
     async with on_one_pair(tmp_path / "left") as (router, _):

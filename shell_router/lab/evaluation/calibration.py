@@ -53,14 +53,14 @@ class Tried:
                 raise ConfigError(
                     f"This early exit cannot be tried: {problem.message}", remedy=problem.remedy
                 )
-            require(tried.needs.judges, f"policy {policy} judges no output", "Leave it out.")
+            require(tried.needs.has_threshold, f"policy {policy} has no threshold", "Leave it out.")
 
     def settings(self) -> list[Settings]:
         """Without the keys that a policy does not read."""
         candidates: list[Settings] = []
         for policy, scope in product(self.policies, self.scopes):
             taus: Sequence[Settings] = (
-                [{"tau": tau} for tau in self.taus] if POLICIES[policy].embeds else [{}]
+                [{"tau": tau} for tau in self.taus] if POLICIES[policy].reads_tau else [{}]
             )
             for tau, threshold in product(taus, self.thresholds):
                 candidates.append({"policy": policy, "scope": scope, **tau, "threshold": threshold})

@@ -384,6 +384,16 @@ async def test_a_straggler_is_cut_off_beside_any_policy_once_its_model_is_measur
     assert not events.of(Degraded)
 
 
+async def test_a_cluster_with_a_straggler_teaches_its_exit_nothing() -> None:
+    events = Recorder()
+    graph = panel(max_changed_percent=10, straggler_factor=3)
+    moa = agreeing(pace=stalls_after("c", 5, Gates("c")))
+    hints = Hints(topology="graph", agent="a")
+    moa.executor.estimates.observe_run("small", hints, tokens=5, run_s=1.0, token_s=1e-4)
+    assert await run_often(moa.executor, graph, 11, events.emit) == 11 * ["early_exit"]
+    assert [event.what for event in events.of(Degraded)].count("evidence") == 11
+
+
 async def test_an_agent_of_a_slower_model_is_no_straggler() -> None:
     moa = agreeing()
     graph = panel(threshold=1.0, straggler_factor=3)

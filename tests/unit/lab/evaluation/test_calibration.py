@@ -83,9 +83,11 @@ def test_every_threshold_is_tried_with_the_keys_that_its_policy_reads() -> None:
         {"policy": "in_flight", "scope": "cluster", "threshold": 0.5},
         {"policy": "in_flight", "scope": "cluster", "threshold": 0.9},
     ]
-    assert Tried((0.5,), ("threshold", "in_flight"), ("layer",), (0.6, 0.7)).settings() == [
+    policies = "threshold", "monotone", "in_flight"
+    assert Tried((0.5,), policies, ("layer",), (0.6, 0.7)).settings() == [
         {"policy": "threshold", "scope": "layer", "tau": 0.6, "threshold": 0.5},
         {"policy": "threshold", "scope": "layer", "tau": 0.7, "threshold": 0.5},
+        {"policy": "monotone", "scope": "layer", "threshold": 0.5},
         {"policy": "in_flight", "scope": "layer", "threshold": 0.5},
     ]
 
@@ -100,7 +102,8 @@ def test_every_threshold_is_tried_with_the_keys_that_its_policy_reads() -> None:
         ({"policies": ("in_flght",)}, "policy must be "),
         ({"scopes": ("tree",)}, "scope must be"),
         ({"taus": (0.7, 0.0)}, "tau must be"),
-        ({"policies": ("quorum",)}, "judges no output"),
+        ({"policies": ("quorum",)}, "quorum has no threshold"),
+        ({"policies": ("paper",)}, "paper has no threshold"),
         ({"scopes": ()}, "--scopes must name"),
         ({"thresholds": (1.5,)}, "threshold must be "),
         ({"thresholds": (float("nan"),)}, "threshold must be "),
