@@ -50,9 +50,13 @@ def test_newer_runs_outweigh_those_of_long_ago() -> None:
 def test_the_topology_seen_longest_ago_is_forgotten_first() -> None:
     evidence = ExitEvidence()
     learned(evidence, level=80, leader="4", times=49)
-    for number in range(1000):
+    younger = KEY._replace(topology="younger")
+    for _ in range(49):
+        evidence.observe(younger, ["4"] * 81, ["4"], allowed=0.02)
+    for number in range(999):
         evidence.observe(KEY._replace(topology=str(number)), [], ["4"], allowed=0.02)
     assert evidence.find_threshold(KEY) == float("inf")
+    assert evidence.find_threshold(younger) == 0.01
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=12))

@@ -4,7 +4,7 @@ import pytest
 
 from shell_router.early_exit.algorithm1 import Score
 from shell_router.early_exit.in_flight import NO_QUORUM, InFlightGate, Overlap
-from shell_router.early_exit.settings import EarlyExit
+from shell_router.early_exit.settings import POLICIES, EarlyExit
 from shell_router.errors import InvalidField
 from shell_router.files.read import read_sent
 
@@ -129,10 +129,9 @@ def test_one_that_began_late_is_compared_from_its_first_word_on() -> None:
     assert scored.agreement == pytest.approx((1 + 3 / 5) / 2)
 
 
-def test_only_the_policy_in_flight_needs_no_embedding() -> None:
-    assert not EarlyExit("in_flight").needs.embeds
-    assert EarlyExit("paper").needs.embeds
-    assert EarlyExit("threshold").needs.embeds
+def test_the_policies_that_compare_whole_outputs_need_embeddings() -> None:
+    embeds = {name for name in POLICIES if EarlyExit(name).needs.embeds}
+    assert embeds == {"paper", "threshold", "monotone"}
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:

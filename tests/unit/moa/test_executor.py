@@ -371,7 +371,7 @@ async def test_a_share_of_runs_stays_complete_so_that_a_calibrated_exit_goes_on_
     assert set(states[9:]) == {"finished", "early_exit"}
 
 
-async def test_a_straggler_is_cut_off_beside_any_policy_once_its_model_is_measured() -> None:
+async def test_a_straggler_is_cut_off_once_its_model_is_measured() -> None:
     events = Recorder()
     graph = panel(threshold=1.0, straggler_factor=3)
     chooser = agreeing().executor.chooser
