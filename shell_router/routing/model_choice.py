@@ -120,12 +120,14 @@ def worth(scene: ModelScene) -> tuple[Candidate, str]:
     This policy is our own. Chimera's slack gives every question to a better model while there is
     room, and none when there is not; here the questions that gain most go first. Own time is
     `own_tokens` * `decode_s_per_token`, if it is known of all candidates. While a candidate's cost
-    is unknown, waits are no seconds and the least loaded one answers.
+    is unknown, waits are no seconds: the best of the least loaded ones answers.
     """
     if not scene.scored:
         return scene.fastest, "no_scores"
     if any(model.decode_s_per_token is None for model in scene.candidates):
-        return scene.fastest, "unmeasured"
+        least = min(scene.waits.values())
+        idlest = [model for model in scene.candidates if scene.waits[model.model] == least]
+        return max(idlest, key=_score), "unmeasured"
     has_lengths = all(model.own_tokens is not None for model in scene.candidates)
 
     def gain(model: Candidate) -> float:

@@ -96,11 +96,15 @@ def test_a_right_answer_is_worth_worth_s_of_waiting(worth_s: float, chosen: str)
     assert (choice.model, choice.why) == (chosen, "worth")
 
 
-def test_until_all_are_measured_the_least_loaded_answers_whatever_waiting_is_worth() -> None:
-    candidates = [replace(small(2, score=0.5), decode_s_per_token=None), large(500, score=0.9)]
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, "large"), (500, "small")])
+def test_until_all_are_measured_the_best_of_the_least_loaded_answers(
+    tokens: int, chosen: str
+) -> None:
+    unmeasured = replace(small(0, score=0.5), decode_s_per_token=None)
+    candidates = [unmeasured, large(tokens, score=0.9)]
     for worth_s in (0.1, 1e6):
         choice = choose_model(candidates, ModelChoiceSettings("worth", answer_worth_s=worth_s))
-        assert (choice.model, choice.why) == ("small", "unmeasured")
+        assert (choice.model, choice.why) == (chosen, "unmeasured")
 
 
 def test_what_an_agent_takes_itself_is_part_of_what_it_is_waited_for() -> None:
