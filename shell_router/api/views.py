@@ -326,10 +326,8 @@ async def ready(request: Request) -> Response:
     """
     services = request.app[SERVICES]
     limit_s = request.app[SETTINGS].ready_timeout_s
-    outcomes = await asyncio.gather(
-        *(_holds(name, check, limit_s) for name, check in services.checks.items())
-    )
-    holding = dict(zip(services.checks, outcomes, strict=True))
+    checks = [_holds(name, check, limit_s) for name, check in services.checks.items()]
+    holding = dict(zip(services.checks, await asyncio.gather(*checks), strict=True))
     engines = {name for name in holding if name.startswith(ENGINE_CHECK)}
     optional = set(services.optional_checks)
     if any(holding[name] for name in engines):

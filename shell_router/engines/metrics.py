@@ -101,8 +101,7 @@ class EngineMetrics(Collector):
         yield _counts("engine_restarts", "Restarts of a dead engine", "engine", restarts)
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
         waits = {alias: fleet.waited_for_prefix for alias, fleet in self.fleets.items()}
-        meaning = "Requests that waited while another computed their common prefix"
-        yield _counts("prefix_waits", meaning, "model", waits)
+        yield _counts("prefix_waits", "Requests that waited for a common prefix", "model", waits)
         servers = [
             ((alias, at.engine.server.role, at.engine.server.public_url), at)
             for alias, fleet in self.fleets.items()
