@@ -169,10 +169,11 @@ class EngineSlot(Generic[E]):
         return self._prefill > LONG_PROMPT_TOKENS
 
     def preempt(self) -> None:
-        """Tell a batch's request to leave; its slot is closed soon."""
-        self._at.batches.pop(self, None)
-        if self.features.hints.on_preempt is not None:
-            self.features.hints.on_preempt()
+        """Tell a batch's request to leave; its slot is closed now or soon. Idempotent."""
+        on_preempt = self.features.hints.on_preempt
+        if self in self._at.batches and on_preempt is not None:
+            del self._at.batches[self]
+            on_preempt()
 
     def placement(self) -> Placement:
         """Return the engine that the request went to, and why."""
@@ -404,7 +405,9 @@ class Dispatcher(Generic[E]):
         if not (self.holds or is_batch):
             choice = self._choose(features, _not_excluded(serving, excluded))
             self._memory.note(features, choice.index, now_s)
-            return self._take(choice, features, now_s)
+            slot = self._take(choice, features, now_s)
+            self._make_way(self._by_index[choice.index])
+            return slot
         most = self.settings.queue.max_waiting
         # no client waits for an update, and batches wait apart
         if self.waiting >= most and not (features.update or is_batch):
@@ -419,8 +422,8 @@ class Dispatcher(Generic[E]):
         self.queue_of(features).join(entry)
         self.grant()
         if entry.slot is not None:
-            slot: EngineSlot[E] = entry.slot
-            return slot
+            granted: EngineSlot[E] = entry.slot
+            return granted
         entry.waits = True
         return entry
 
@@ -594,6 +597,9 @@ class Dispatcher(Generic[E]):
         self._count_held_back(entry, -1)
         entry.slot = slot = self._take(choice, entry.features, now_s, waited_s, entry.program)
         self.queue_of(entry.features).take(entry, slot.features.new_tokens)
+        if not is_batch:
+            # last, because a slot that closes as it is preempted grants others
+            self._make_way(self._by_index[choice.index])
 
     def _take(
         self,
@@ -610,8 +616,6 @@ class Dispatcher(Generic[E]):
         self.choices[choice.why] += 1
         slot = EngineSlot(self, at, features, choice.why, waited_s, program)
         slot.load.chosen = self._memory.made
-        if not features.is_batch:
-            self._make_way(at)
         return slot
 
 

@@ -626,6 +626,21 @@ async def test_a_server_prefills_a_batch_only_while_no_online_prompt_is_there() 
 
 
 @virtually
+async def test_a_request_is_served_once_though_a_slot_closes_as_it_is_preempted() -> None:
+    at = dispatcher(QueueSettings(max_running=2), engines=1)
+    slots: list[EngineSlot[str]] = []
+    for _ in range(2):
+        request = wanted(tier="batch", on_preempt=lambda: slots.pop().close())
+        slots.append(await take_slot(at, request))
+    online = at.submit(wanted())
+    assert isinstance(online, EngineSlot) and at.waiting == 0
+    assert len(slots) == 1 and at.tracked[0].running == 2
+    online.close()
+    slots[0].close()
+    assert at.tracked[0].running == 0
+
+
+@virtually
 async def test_an_engine_that_drains_preempts_batches() -> None:
     at = dispatcher(QueueSettings())
     batch = Batch(at)
