@@ -461,12 +461,13 @@ class Programs:
         writer: LogWriter,
     ) -> Answer:
         """Run a topology whose answer is the agent's output."""
-        outputs = {agent: await self._await_output(request, agent) for agent in request.reads}
-        if outputs and not any(outputs.values()):
+        read = {agent: await self._await_output(request, agent) for agent in request.reads}
+        if read and all(output is None for output in read.values()):
             raise errors.AgentFailed(
-                f"Agent {request.agent!r} has no precursor left: each failed or wrote nothing.",
+                f"Agent {request.agent!r} has no precursor left: each failed.",
                 remedy="Send the precursors again.",
             )
+        outputs = {agent: output or "" for agent, output in read.items()}
         parts = [_fill_segments(segments, outputs) for _, segments in request.messages]
         self._chooser.require_possible(sum(len(text) for texts in parts for text in texts))
         chat = []
@@ -503,8 +504,11 @@ class Programs:
             raise make_no_answer_error(request.agent, tokens)
         return answer
 
-    async def _await_output(self, request: AgentRequest, agent: str) -> str:
-        """Return all that the precursor writes. Raises PrecursorTimeout and AgentFailed."""
+    async def _await_output(self, request: AgentRequest, agent: str) -> str | None:
+        """Return all that the precursor writes; None if it fails and may be left out.
+
+        Raises PrecursorTimeout and AgentFailed.
+        """
         key = await self._find_log(request, agent)
         try:
             await self._cache.read(key, wait_s=request.wait_s)
@@ -514,7 +518,7 @@ class Programs:
         read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
         if read.end is not End.FINISHED:
             if request.drops_failed:
-                return ""
+                return None
             raise errors.AgentFailed(
                 f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: "
                 f"{read.detail}",

@@ -323,6 +323,38 @@ async def test_a_topology_that_fails_as_an_agent_fails_its_readers_and_may_be_se
         assert status == 502 and "ended inside its thinking" in body["error"]["message"]
 
 
+@pytest.mark.parametrize(("model", "first_engine"), [("large", "large"), ("duo", "medium")])
+async def test_a_reader_leaves_out_what_failed_if_it_asks_for_that_and_reads_what_is_empty(
+    model: str, first_engine: str
+) -> None:
+    moa = ScriptedMoa()
+    small = moa.engines["small"]
+    by_agent = small.answer
+    small.answer = lambda _: Script("half", error=EngineStalled("gone"))
+    async with api(moa) as served:
+        put = f"{served.url}/v1/agent/outputs/p/silent"
+        async with served.client.put(put, data=b"") as response:
+            assert response.status == 201
+        assert (await served.post(PATH, ONE))[0] in (502, 504)
+        small.answer = by_agent
+
+        async def read(agent: str, *precursors: str, **fields: str) -> tuple[int, str]:
+            outputs = [{"output_of": precursor} for precursor in precursors]
+            asked = said("Heard: ", *outputs, agent=agent, model=model, **fields)
+            status, body = await served.post(PATH, asked)
+            return status, str(body)
+
+        drop = {"on_precursor_failure": "drop"}
+        assert (await read("a", "one", "silent"))[0] == 502
+        assert (await read("b", "one", "silent", on_precursor_failure="fail"))[0] == 502
+        assert not moa.prompts(first_engine)
+        assert (await read("c", "one", "silent", **drop))[0] == 200
+        assert (await read("d", "silent"))[0] == 200
+        assert moa.prompts(first_engine) == ["<user>Heard: <assistant>"] * 2
+        status, body = await read("e", "one", **drop)
+        assert status == 502 and "no precursor left" in body
+
+
 async def test_deleting_a_program_ends_the_topology_that_is_its_agent() -> None:
     hold = Hold(first=0)
     async with api(ScriptedMoa(pace=hold.pace)) as served:
