@@ -54,10 +54,10 @@ from report import Row, report
 from shell_router.batch.journal import open_journal
 from shell_router.batch.planner import HEURISTICS, BatchPlan, Workload, plan
 from shell_router.batch.pool import ALWAYS, Pool, PoolModel, load_pool
-from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
+from shell_router.batch.pool_run import profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch
-from shell_router.batch.questions import Questions
+from shell_router.batch.questions import Questions, read_questions
 from shell_router.batch.run import BatchReport, PoolRun
 from shell_router.batch.sessions import Follow, Workers, load_on_workers, profile_model
 from shell_router.batch.workers import open_workers
@@ -72,6 +72,7 @@ PLANNERS: dict[str, tuple[Callable[[Workload], BatchPlan], bool]] = {
 """And whether prompts may move."""
 KEPT = [name for name, (_, moves) in PLANNERS.items() if not moves]
 CALIBRATION = ROOT / "models/data/calibration.jsonl"
+TEST = ROOT / "models/data/test.jsonl"
 TAUS = (1.0, 2 / 3)
 QUIET = Follow()
 
@@ -102,7 +103,7 @@ async def _measured(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="batch-") as folder:
         pool = replace(load_pool(options.pool), profile=Path(folder) / "costs.yaml")
         sizes = tuple(map(int, options.sizes.split(",")))
-        questions = load_questions(pool, ROOT / "models/data/test.jsonl", options.questions)
+        questions = read_questions(TEST, pool.proposer_names, options.questions)
         if options.live is not None:
             rows = await _live(copies_of(options.live, pool), sizes, questions, options)
             title = (
@@ -141,7 +142,7 @@ async def _round(
     pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path, number: int
 ) -> dict[str, BatchReport]:
     """A profile, then the proposers' stage by every plan; no aggregator."""
-    await profile_pool(pool, load_questions(pool, CALIBRATION), sizes, QUIET)
+    await profile_pool(pool, read_questions(CALIBRATION, pool.proposer_names), sizes, QUIET)
     done = {}
     for name in _in_turns(number):
         planner, moves = PLANNERS[name]
@@ -196,7 +197,7 @@ async def _live(
         pool.profile.with_name("logs"),
         len(pool.workers),
     )
-    every = load_questions(pool, CALIBRATION)
+    every = read_questions(CALIBRATION, pool.proposer_names)
     known = Batch(pool, every, {one.id: POPULAR_FIRST for one in every.asked}).proposer_prompts()
     swaps, profiles, rounds = Loads(), list[PoolProfile](), list[dict[str, BatchReport]]()
     async with open_workers(pool, logs) as workers:

@@ -181,7 +181,7 @@ def choose_by_share(paths: Paths, share: float) -> float:
 def calibrate(cases: Sequence[Case], paths: Paths, percent: float) -> float:
     """Return the threshold that the router calibrates on complete runs of these questions."""
     evidence = ExitEvidence()
-    key = Judged("tree", MODELS, EarlyExit("in_flight", max_changed_percent=percent))
+    key = Judged("tree", MODELS, EarlyExit("in_flight", max_changed_percent=percent), 0)
     for case, path in zip(cases, paths, strict=True):
         watched: list[str | None] = []
         for exit in path:

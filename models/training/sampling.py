@@ -1,7 +1,9 @@
 """Batched decoding without an engine: what the models write, and how sure they are of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
@@ -12,13 +14,15 @@ BATCH = 384
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Ids without the end of turn, the log-probabilities of all tokens with the end, and the
-    geometric mean of their probabilities.
-    """
+    """Ids without the end of turn, and the log-probabilities of all tokens with the end."""
 
     ids: list[int]
     logprobs: list[float]
-    confidence: float
+
+    @property
+    def confidence(self) -> float:
+        """The geometric mean of the tokens' probabilities."""
+        return math.exp(fmean(self.logprobs))
 
 
 @torch.inference_mode()
@@ -65,8 +69,6 @@ def _write_batch(
     running = torch.ones(len(prompts), dtype=torch.bool)
     said: list[torch.Tensor] = []
     chances: list[torch.Tensor] = []
-    total = torch.zeros(len(prompts))
-    count = torch.zeros(len(prompts))
     for step in range(MAX_NEW_TOKENS):
         out = network(
             input_ids=ids,
@@ -79,19 +81,16 @@ def _write_batch(
         log_probabilities = out.logits[:, -1].float().log_softmax(-1)
         ids = _pick(log_probabilities, temperature, top_p, draw)
         chances.append(log_probabilities.gather(1, ids)[:, 0])
-        total += torch.where(running, chances[-1], 0.0)
-        count += running
         said.append(torch.where(running, ids[:, 0], end))
         running &= ids[:, 0] != end
         if not running.any():
             break
         positions = (lengths + step)[:, None]
     rows = torch.stack(said, 1).tolist()
-    sure = (total / count).exp().tolist()
     written = []
-    for row, logprobs, one in zip(rows, torch.stack(chances, 1).tolist(), sure, strict=True):
+    for row, logprobs in zip(rows, torch.stack(chances, 1).tolist(), strict=True):
         length = row.index(end) if end in row else len(row)
-        written.append(Written(row[:length], logprobs[: length + 1], one))
+        written.append(Written(row[:length], logprobs[: length + 1]))
     return written
 
 

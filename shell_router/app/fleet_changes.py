@@ -91,7 +91,7 @@ class FleetChanges:
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while running := max(  # noqa: ASYNC110
-                    (at.load.running + at.batch_load.running for at in drained), default=0
+                    (at.running for at in drained), default=0
                 ):
                     await asyncio.sleep(0.05)
                 fleet.forget(at.engine for at in drained)

@@ -109,11 +109,6 @@ async def open_cache(
         yield RunningCache(shared, shared.healthy, shared.accounts, shared.stats, shared.journals)
 
 
-OUTPUT_TOKENS = 500
-SLOW_JUDGEMENT_S = 5.0
-"""What a GPU takes to write OUTPUT_TOKENS, at 10 ms each."""
-
-
 async def _always() -> bool:
     return True
 
@@ -142,6 +137,11 @@ async def run_embedder(settings: EmbedderSettings) -> AsyncIterator[tuple[Embedd
         await embedder.aclose()
 
 
+OUTPUT_TOKENS = 500
+SLOW_JUDGEMENT_S = 5.0
+"""Seconds in which a GPU writes OUTPUT_TOKENS, at 10 ms each."""
+
+
 async def load_embedder(embedder: SentenceTransformerEmbedder) -> None:
     """Start the embedder, and log a failure or how slow it is.
 
@@ -154,7 +154,7 @@ async def load_embedder(embedder: SentenceTransformerEmbedder) -> None:
         await embedder.embed("pens " * (OUTPUT_TOKENS // 10))
         output_s = 10 * (clock() - begun_s)
     except EngineError as error:
-        log.error("the embedder did not start, so no early exit: %s", error)
+        log.error("the embedder does not answer, so no early exit: %s", error)
         return
     if output_s > SLOW_JUDGEMENT_S:
         log.warning(

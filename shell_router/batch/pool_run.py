@@ -24,7 +24,7 @@ from shell_router.batch.profile import (
     charge_starts,
 )
 from shell_router.batch.prompts import Batch, BatchPrompt, as_lines, read_results
-from shell_router.batch.questions import Question, Questions, read_questions
+from shell_router.batch.questions import Question, Questions
 from shell_router.batch.recruit import (
     compare_skills,
     compare_texts,
@@ -121,14 +121,6 @@ async def _compare_texts(pool: Pool, texts: Sequence[str], others: Sequence[str]
             vectors.append(tokens.mean(axis=0))
     stacked = np.array(vectors, dtype=float)
     return await asyncio.to_thread(compare_texts, stacked[: len(texts)], stacked[len(texts) :])
-
-
-def load_questions(pool: Pool, file: Path, limit: int | None = None) -> Questions:
-    """Read the first `limit` questions of the file, or all. Raises DataError."""
-    questions = read_questions(file, pool.proposer_names)
-    if limit is None:
-        return questions
-    return questions.first(limit)
 
 
 async def run_pool(

@@ -177,8 +177,12 @@ class Questions:
         return Questions(self.asked[:number], refused, f"{self.fingerprint}, the first {number}")
 
 
-def read_questions(file: Path, proposers: Collection[str]) -> Questions:
-    """Read the questions of a file (see `data_sets`), whose rows may name any of `proposers`.
+def read_questions(
+    file: Path, proposers: Collection[str] = (), limit: int | None = None
+) -> Questions:
+    """Read the first `limit` questions of a file (see `data_sets`), or all.
+
+    Its rows may name any of `proposers`.
 
     Raises DataError if the file cannot be read or holds no question.
     """
@@ -201,7 +205,8 @@ def read_questions(file: Path, proposers: Collection[str]) -> Questions:
         if refused:
             reason = f"{file}:{refused[0].line}: {refused[0].error}"
         raise DataError(reason, remedy=FORM)
-    return Questions(tuple(by_id.values()), tuple(refused), sha256(content).hexdigest())
+    questions = Questions(tuple(by_id.values()), tuple(refused), sha256(content).hexdigest())
+    return questions if limit is None else questions.first(limit)
 
 
 def _read_question(

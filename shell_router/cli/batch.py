@@ -48,11 +48,12 @@ def profile(
     from rich.console import Console
 
     from shell_router.batch.pool import load_pool
-    from shell_router.batch.pool_run import load_questions, profile_pool
+    from shell_router.batch.pool_run import profile_pool
+    from shell_router.batch.questions import read_questions
     from shell_router.batch.report import follow_on_screen
 
     loaded = load_pool(pool)
-    questions = load_questions(loaded, data, limit)
+    questions = read_questions(data, loaded.proposer_names, limit)
     with follow_on_screen(Console()) as follow:
         run(profile_pool(loaded, questions, sizes, follow))
 
@@ -116,13 +117,14 @@ def answer(
 
     from shell_router.batch.planner import HEURISTICS
     from shell_router.batch.pool import load_pool
-    from shell_router.batch.pool_run import load_questions, run_pool
+    from shell_router.batch.pool_run import run_pool
+    from shell_router.batch.questions import read_questions
     from shell_router.batch.report import follow_on_screen, summarize_run
     from shell_router.batch.run import plan_apart
     from shell_router.batch.sessions import Planner
 
     loaded = load_pool(pool).with_tau(tau)
-    questions = load_questions(loaded, data, limit)
+    questions = read_questions(data, loaded.proposer_names, limit)
     planners: dict[str, Planner] = {**HEURISTICS, "ilp": partial(plan_apart, limit_s=limit_s)}
 
     async def answer_questions() -> None:
@@ -142,9 +144,7 @@ async def _answer_online(
     from shell_router.lab.batches import answer_online
     from shell_router.lab.evaluation.client import RouterClient
 
-    questions = read_questions(data, ())
-    if limit is not None:
-        questions = questions.first(limit)
+    questions = read_questions(data, limit=limit)
     for refused in questions.refused:
         say(f"line {refused.line} is left out: {refused.error}")
     async with aiohttp.ClientSession() as session:

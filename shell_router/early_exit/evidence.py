@@ -29,7 +29,7 @@ class Judged(NamedTuple):
     topology: str
     models: tuple[str, ...]
     settings: EarlyExit
-    agents: int = 0
+    agents: int
 
 
 def _zeros() -> list[float]:

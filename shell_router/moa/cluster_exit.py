@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 
 from shell_router.core.events import Degraded, ExitScored
@@ -105,7 +106,7 @@ class ClusterExit:
 
     def _calibrate(self) -> float:
         evidence = self._context.evidence
-        threshold = evidence.find_threshold(self._name_judged())
+        threshold = evidence.find_threshold(self._judged)
         if threshold == math.inf:
             few = "Too few complete runs show that an exit would not change the answer."
             self._emit(Degraded(self._clock(), self._id, "evidence", few))
@@ -115,7 +116,8 @@ class ClusterExit:
             return math.inf
         return threshold
 
-    def _name_judged(self) -> Judged:
+    @cached_property
+    def _judged(self) -> Judged:
         topology = self._plan.outline.topology
         agents = [topology.agents[name] for name in self.cluster.agents]
         models = tuple([agent.model for agent in agents])
@@ -153,8 +155,7 @@ class ClusterExit:
         calibrated = [gate for gate in gates if gate is not None and gate.max_changed_percent]
         assert self._settings.max_changed_percent is not None
         allowed = self._settings.max_changed_percent / 100 / len(calibrated)
-        judged = self._name_judged()
-        self._context.evidence.observe(judged, self._watched, answers, allowed)
+        self._context.evidence.observe(self._judged, self._watched, answers, allowed)
 
     @property
     def reads_text(self) -> bool:

@@ -100,14 +100,17 @@ class TrackedEngine(Generic[E]):
 
     @property
     def running(self) -> int:
-        """Its requests that decode or will, without prefill-only updates."""
-        load = self.load
-        return load.running - load.updates + self.batch_load.running
+        """Its requests, with prefill-only updates and those of batches."""
+        return self.load.running + self.batch_load.running
 
     def count_online(self, now_s: float) -> int:
         """Return its online requests, at least one before it has been idle for QUIET_S."""
         load = self.load
         return max(load.running - load.updates, int(now_s - self.left_s < QUIET_S))
+
+    def get_report(self, now_s: float, stale_s: float) -> EngineReport | None:
+        """Return its last report, None if that is as old as `stale_s` seconds."""
+        return self.reported if now_s - self.reported_s < stale_s else None
 
     @property
     def index(self) -> int:
@@ -524,11 +527,9 @@ class Dispatcher(Generic[E]):
             room = self.settings.queue.max_running - at.load.running + at.load.updates
         if not (online and self._decodes and self.preempts):
             return room
-        is_fresh = self.clock() - at.reported_s < self.settings.stale_s
-        if at.reported is not None and is_fresh:
-            theta_kv = self.settings.selection.gimbal.theta_kv
-            if at.reported.kv_usage >= theta_kv:
-                return 0
+        report = at.get_report(self.clock(), self.settings.stale_s)
+        if report is not None and report.kv_usage >= self.settings.selection.gimbal.theta_kv:
+            return 0
         return min(room, at.pace.count_room(online, self.settings.batch_slowdown))
 
     def _make_way(self, at: TrackedEngine[E]) -> None:
@@ -555,10 +556,9 @@ class Dispatcher(Generic[E]):
             return Choice(home, "session")
         if len(among) == 1:
             return Choice(among[0].index, "only_one_free")
-        stale_s = self.settings.stale_s
         for at in among:
-            is_fresh = now_s - at.reported_s < stale_s
-            at.load.reported = at.batch_load.reported = at.reported if is_fresh else None
+            report = at.get_report(now_s, self.settings.stale_s)
+            at.load.reported = at.batch_load.reported = report
         loads = [at.batch_load if features.is_batch else at.load for at in among]
         scene = EngineScene(features, loads, self._memory, self.settings.selection, now_s)
         return POLICIES[self.policy].choose(scene)

@@ -91,13 +91,12 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
             text += ", aggregation skipped"
         return text
     start = f"from {count(early_exit.min_completed, 'output')} on"
-    if not early_exit.needs.embeds:
-        return f"early exit {early_exit.policy}, {start}"
-    if early_exit.policy == "paper":
-        policy = early_exit.policy
-    else:
-        policy = f"at Q {bound}"
-    return f"early exit {policy}, tau {early_exit.tau:g}, {start}"
+    text = f"early exit {early_exit.policy}"
+    if early_exit.needs.has_threshold:
+        text += f" {bound}"
+    if early_exit.needs.reads_tau:
+        text += f", tau {early_exit.tau:g}"
+    return f"{text}, {start}"
 
 
 def _prefill_line(topology: Topology) -> str:

@@ -72,7 +72,7 @@ async def test_the_command_has_a_running_router_answer_a_file_and_goes_on_in_the
 ) -> None:
     asked = tmp_path / "questions.jsonl"
     asked.write_bytes(jsonl({"question": "b?"}, {"question": "", "id": "bad"}, {"question": "a?"}))
-    questions = read_questions(asked, ())
+    questions = read_questions(asked)
     said = list[str]()
     async with batch_api(tmp_path / "router") as router:
         begun = RouterClient(router.served.client, router.served.url)
@@ -98,7 +98,7 @@ async def test_the_command_says_why_a_batch_was_not_completed_and_begins_another
 ) -> None:
     asked = tmp_path / "questions.jsonl"
     asked.write_bytes(jsonl({"question": "b?"}))
-    questions, out = read_questions(asked, ()), tmp_path / "out"
+    questions, out = read_questions(asked), tmp_path / "out"
     gates = Gates("small")
     async with batch_api(tmp_path / "router", ScriptedMoa(pace=gates.pace)) as router:
         client = RouterClient(router.served.client, router.served.url)

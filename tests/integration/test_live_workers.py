@@ -16,9 +16,10 @@ from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.pair import free_ports
 from shell_router.batch.planner import plan_longest_first
 from shell_router.batch.pool import ALWAYS, Aggregating, Pool, load_pool
-from shell_router.batch.pool_run import load_questions, profile_pool, run_pool
+from shell_router.batch.pool_run import profile_pool, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import BatchPrompt
+from shell_router.batch.questions import read_questions
 from shell_router.batch.sessions import SPANNING, Follow, answer_prompt
 from shell_router.batch.workers import open_workers
 from shell_router.core.engine import ServedModel
@@ -151,7 +152,7 @@ async def test_the_profile_of_models_of_one_shape_has_swaps_and_starts_which_the
     file.write_bytes(
         b"".join(orjson.dumps({"question": f"How many, {n}?"}) + b"\n" for n in range(8))
     )
-    questions = load_questions(pool, file)
+    questions = read_questions(file, pool.proposer_names)
     await profile_pool(pool, questions, (1, 2), Follow())
     costs, _ = read_file(tmp_path / "costs.yaml", PoolProfile)
     for model in costs.models.values():
@@ -189,7 +190,7 @@ async def test_a_batch_with_a_tensor_parallel_aggregator_is_profiled_and_run(
     file.write_bytes(
         b"".join(orjson.dumps({"question": f"What is {n} and {n}?"}) + b"\n" for n in range(6))
     )
-    questions = load_questions(pool, file)
+    questions = read_questions(file, pool.proposer_names)
     await profile_pool(pool, questions, (1, 2), Follow())
     finished = await run_pool(pool, questions, tmp_path / "run", plan_longest_first, Follow())
     assert {result.by for result in finished.results} == {"aggregator"}

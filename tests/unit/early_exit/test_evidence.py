@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shell_router.early_exit.evidence import ExitEvidence, Judged, fit_falling
 from shell_router.early_exit.settings import EarlyExit
 
-KEY = Judged("tree", ("small", "large"), EarlyExit("in_flight", max_changed_percent=2))
+KEY = Judged("tree", ("small", "large"), EarlyExit("in_flight", max_changed_percent=2), 0)
 
 
 def learned(evidence: ExitEvidence, level: int, leader: str, times: int = 1) -> float:

@@ -26,7 +26,7 @@ def test_the_terminal_drawing_shows_agents_models_clusters_and_early_exit() -> N
         "   └─ start [small]  ↑ above\n"
         "\n"
         "Clusters:\n"
-        "  cluster-1  early exit at Q >= 0.9, tau 0.7, from 2 outputs on; left, right\n"
+        "  cluster-1  early exit threshold >= 0.9, tau 0.7, from 2 outputs on; left, right\n"
         "Prefill: incremental, chunks of 16 tokens, slots by expected finish\n"
     )
 
