@@ -1,6 +1,7 @@
 """CoServe's circuit boards: hundreds of components, memory for a few dozen, in virtual time.
 
-    python benchmarks/coserve.py [--table NAME] [--images N] [--seeds N] [--json]
+    python benchmarks/coserve.py [--table NAME] [--images N] [--seeds N] [--device NAME]
+        [--json]
 
 The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserve/runs.py`,
 with reasons. Means over the seeds; each seed draws another stream of images.
@@ -10,20 +11,26 @@ with reasons. Means over the seeds; each seed draws another stream of images.
                 sensitivity, chosen after the paper's figures were known
     ablations   CoServe's techniques added one after the other (section 5.3), then ours
     splits      how much of the GPU's memory holds components: as searched for on other images, and
-    all shares deciding    what assigning, taking and evicting cost at 400 components with 10,000
-    requests waiting real        150 small torch modules on this machine's disk, memory for 20:
-    nothing is simulated predicted   the same modules profiled, and their pools in virtual time and
-    for real
+                all shares
+    executors   how many executors serve most, tried on other images: first on the GPU, then on the
+                CPU (figure 17)
+    deciding    what assigning, taking and evicting cost at 400 components with 10,000 requests
+                waiting
+    real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
+    predicted   the same modules profiled, and their pools in virtual time and for real
 
     per_s       images a second; x: times Samba-CoE's; switches: loads after the start; from_disk:
-    of these fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as
-    many executors over_any    switches over the fewest in any order; over_order: over the fewest
-    for the batches as they were served paper       what the paper measured, where it says so
+                of these
+    fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many
+                executors
+    over_any    switches over the fewest in any order; over_order: over the fewest for the batches
+                as they were served
+    paper       what the paper measured, where it says so
     best        percent of the memory, of every tenth the one with which the task is done soonest;
-    best_per_s with it components     the last window of the paper's search, which counts components
-    on the GPU; window: of ours, in percent of
-                the memory; of_experts, of_window: shares drawn from it, as in the paper, over
-                best_per_s
+                best_per_s with it
+    components  the last window of the paper's search, which counts components on the GPU; window:
+                of ours, in percent of the memory; of_experts, of_window: shares drawn from it, as
+                in the paper, over best_per_s
     ours        what is taken of all that was tried; trials: how many were
     whole_batch what the largest useful batch leaves; casual: 75 %
 """
@@ -52,7 +59,7 @@ from benchmarks.coserve.runs import (
     Task,
     run,
 )
-from benchmarks.coserve.splits import deciding, splits
+from benchmarks.coserve.splits import counts, deciding, splits
 
 COSERVE, SAMBA, FIFO = POLICIES["coserve"], POLICIES["samba-coe"], POLICIES["samba-coe-fifo"]
 ONE = {"Samba-CoE": SAMBA, "Samba-CoE FIFO": FIFO}
@@ -78,11 +85,23 @@ def main() -> None:
     )
     parser.add_argument(
         "--table",
-        choices=("systems", "boards", "ablations", "splits", "deciding", "real", "predicted"),
+        choices=(
+            "systems",
+            "boards",
+            "ablations",
+            "splits",
+            "executors",
+            "deciding",
+            "real",
+            "predicted",
+        ),
         default="systems",
     )
     parser.add_argument("--images", type=int, help="of each task, instead of 2,500 and 3,500")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--device", default="cpu", help="of --table real: a device of torch's, as cuda:0"
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     tasks = [replace(task, images=options.images or task.images) for task in TASKS]
@@ -102,12 +121,13 @@ def main() -> None:
             for task in tasks[::3]
             for row in ablations(device, task, options.seeds)
         ]
-    elif options.table == "splits":
+    elif options.table in ("splits", "executors"):
+        compared = splits if options.table == "splits" else counts
         rows = [
             row
             for device in DEVICES
             for name in ("coserve", "ours")
-            for row in splits(device, tasks[::3], name, seed=0)
+            for row in compared(device, tasks[::3], name, seed=0)
         ]
     elif options.table == "deciding":
         rows = deciding(options.images or 10_000)
@@ -119,7 +139,7 @@ def main() -> None:
     else:
         from benchmarks.coserve.real import real  # the other tables need no torch
 
-        rows = real(options.images or 2000, options.seeds)
+        rows = real(options.images or 2000, options.seeds, options.device)
     real_run = options.table in ("real", "predicted")
     report(
         f"CoServe: {options.table}",

@@ -5,28 +5,30 @@ simulated A100s.
     [--json]
 
     rates        the paper's 1.0, 1.2 and 1.4 requests a second, over its five distributions of
-    lengths scaled       the same at higher rates: the highest is where round robin's 99th
-    percentile of TTFT is 4.9 s, as the
-                 paper's is at 1.4 a second, the others 1.0 / 1.4 and 1.2 / 1.4 of it
+                 lengths
+    scaled       the same at higher rates: the highest is where round robin's 99th percentile of
+                 TTFT is 4.9 s, as the paper's is at 1.4 a second, the others 1.0 / 1.4 and
+                 1.2 / 1.4 of it
     lengths      the highest of these by distribution, with the paper's figures at 1.4 a second
     room         the highest rate, by what engines do where KV runs out: claim all that will be
-    written, or let requests
-                 in by their prompts and preempt some, with prefill and decode in parallel; then
-                 vLLM's scheduler step by step (all other tables but the next); and the same in
-                 step, as expert parallelism has it
+                 written, or let requests in by their prompts and preempt some, with prefill and
+                 decode in parallel; then vLLM's scheduler step by step (all other tables but the
+                 next); and the same in step, as expert parallelism has it
     experts      the experts on both GPUs, half of them on each (experts.py): what their placement
-    changes, by roofline
-                 and where all of experts' time grows with the fullest GPU's load; `over even` is
-                 that GPU's load over the mean, `traffic` the share of transitions to the other GPU,
-                 `experts' share` is of a decode step of both engines with 50 sequences each of 1000
-                 tokens
+                 changes, by roofline and where all of experts' time grows with the fullest GPU's
+                 load; `over even` is that GPU's load over the mean, `traffic` the share of
+                 transitions to the other GPU, `experts' share` is of a decode step of both engines
+                 with 50 sequences each of 1000 tokens
+    synchronized the same by roofline, where each layer takes a time on top of its slowest GPU's:
+                 sensitivity; with the last, round robin's 99th percentile of TTFT is the paper's at
+                 1.4 a second
     prefixes     users who talk: prompts found in prefix caches
     siblings     bursts of eight requests that share 16,000 tokens, and random traffic, on four
-    pairs of GPUs, and on four GPUs that prefill and decode; `copies` is how often a burst's shared
-    tokens are computed
+                 pairs of GPUs, and on four GPUs that prefill and decode; `copies` is how often a
+                 burst's shared tokens are computed
     decisions    what a decision costs, by this machine's clock, which is not simulated
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's
-    index
+                 index
 
 Latencies are seconds, TPOT milliseconds; changes are against round robin in front of engines that
 serve in order of arrival. How long prompts and outputs are, and what engines cost, is said in
@@ -90,8 +92,11 @@ SATURATED_S = 4.9
 WHOLE = "two A100s by roofline, each with all of Qwen3-30B-A3B"
 FOUR = "four A100s by roofline, each with all of Qwen3-30B-A3B"
 HALVES = "two A100s by roofline, each with half of the experts of Qwen3-30B-A3B"
-ENGINES_OF = {"experts": HALVES, "siblings": FOUR}
+ENGINES_OF = {"experts": HALVES, "synchronized": HALVES, "siblings": FOUR}
 SLOWEST, HALVINGS = 1.0, 8
+SYNCHRONIZATIONS_S = (0.0, 20e-6, 50e-6)
+"""Of a layer: a launch and the first byte of its two exchanges take tens of microseconds."""
+LONGEST_SYNCHRONIZATION_S = 0.1
 FASTEST_SHARED = 40.0
 """Requests a second: GPUs that hold half of the experts have KV for four times as many."""
 LATENCIES = ("TTFT", "p99 TTFT", "TPOT", "p99 TPOT")
@@ -339,6 +344,46 @@ def experts(bench: Bench) -> list[Row]:
     return rows
 
 
+SYNCHRONIZED = (*PLACED_ALONE[:-1], ("DPLB+SJFS", "gimbal"), ("ours", "swap"))
+
+
+def synchronized(bench: Bench) -> list[Row]:
+    """By the time that each layer takes on top of its slowest GPU, and rates as in `experts`."""
+    record, placed = placements()
+    engines = replace(bench, kind="in step", fastest=FASTEST_SHARED, found={})
+    paper = dict.fromkeys(PROMPTS, PAPER_RATES[-1])
+    first = ExpertParallel(record, placed["contiguous"])
+    rows: list[Row] = []
+    for each_s in (*SYNCHRONIZATIONS_S, _as_slow(engines, first)):
+        shared = {
+            name: ExpertParallel(record, placement, synchronization_s=each_s)
+            for name, placement in placed.items()
+        }
+        rates = [paper]
+        if each_s in SYNCHRONIZATIONS_S:
+            slowed = replace(engines, experts=shared["contiguous"], found={})
+            rates.append({name: slowed.saturating(name) for name in PROMPTS})
+        for per_s in rates:
+            rows += [
+                {"us a layer": round(1e6 * each_s), **row}
+                for row in _placed(engines, shared, per_s, SYNCHRONIZED)
+            ]
+    return rows
+
+
+def _as_slow(engines: Bench, first: ExpertParallel) -> float:
+    """Seconds a layer with which the paper's highest rate saturates these engines as the
+    paper's."""
+    low, high = 0.0, LONGEST_SYNCHRONIZATION_S
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        bench = replace(engines, experts=replace(first, synchronization_s=middle))
+        setting = Setting(scheduling("round_robin"))
+        waits = [bench.figures(setting, name, PAPER_RATES[-1])[1] for name in PROMPTS]
+        low, high = (low, middle) if np.mean(waits) > SATURATED_S else (middle, high)
+    return low
+
+
 def _placed(
     engines: Bench,
     shared: Mapping[str, ExpertParallel],
@@ -514,6 +559,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Bench], list[Row]]]] = {
     "lengths": ("Five distributions of lengths at the highest rate", lengths),
     "room": ("What becomes of TPOT where engines run out of KV", room),
     "experts": ("What placement of experts changes on two GPUs", experts),
+    "synchronized": ("Experts on two GPUs, and a time of each layer's own", synchronized),
     "prefixes": ("Users who talk: prompts found in prefix caches", prefixes),
     "siblings": ("Siblings that share a prefix, and random traffic", siblings),
     "decisions": ("What a decision costs", decisions),

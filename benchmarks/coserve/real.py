@@ -35,6 +35,7 @@ from benchmarks.report import Row
 
 EXPERTS, SHARED, ROOM, WIDTH = 150, 10, 20, 768
 EVERY_S = 0.0
+PLACE = "cpu"
 MMAP_THRESHOLD = -3
 """Of glibc's `mallopt`. Unless it is fixed, freed weights stay with the process, and its size tells
 nothing.
@@ -49,20 +50,22 @@ ARRANGEMENTS: Mapping[str, tuple[int, Policies]] = {
 }
 
 
-def real(images: int, seeds: int) -> list[Row]:
-    """One row per arrangement; rounds take turns, so that what else the machine does falls on all
-    alike.
+def real(images: int, seeds: int, device: str) -> list[Row]:
+    """One row per arrangement, all executors on `device`; rounds take turns, so that what else the
+    machine does falls on all alike.
     """
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1_000_000)
     with tempfile.TemporaryDirectory() as folder:
         write_components(Path(folder))
-        costs = asyncio.run(_costs(Path(folder)))
+        costs = asyncio.run(_costs(Path(folder), device))
         rows: dict[str, list[Row]] = {name: [] for name in ARRANGEMENTS}
         for seed in range(seeds):
             for name, (count, policies) in ARRANGEMENTS.items():
                 rows[name].append(
-                    asyncio.run(run_real(Path(folder), costs, count, policies, images, seed))
+                    asyncio.run(
+                        run_real(Path(folder), costs, count, policies, images, seed, device)
+                    )
                 )
     slow = fmean(row["per_s"] for row in rows["Samba-CoE"])
     means = {
@@ -100,21 +103,21 @@ def catalog_of(folder: Path) -> list[Component]:
     ]
 
 
-def components_of(folder: Path, names: list[str]) -> TorchComponents:
-    """On executors of these names."""
-    return TorchComponents(folder, {"net": _module}, dict.fromkeys(names, torch.device("cpu")))
+def components_of(folder: Path, names: list[str], device: str = PLACE) -> TorchComponents:
+    """On executors of these names, all on `device`."""
+    return TorchComponents(folder, {"net": _module}, dict.fromkeys(names, torch.device(device)))
 
 
-async def _costs(folder: Path) -> Costs:
+async def _costs(folder: Path, device: str) -> Costs:
     """Measured: the best of several of each, so that what else the machine does counts little."""
-    components, component = components_of(folder, ["cpu"]), catalog_of(folder)[0]
+    components, component = components_of(folder, [PLACE], device), catalog_of(folder)[0]
     disk_s, host_s, one_s, many_s = [], [], [], []
     for _ in range(20):
         disk_s.append(await _timed(components.load(component, "host")))
-        host_s.append(await _timed(components.load(component, "cpu")))
-        one_s.append(await _timed(components.run(component, "cpu", [torch.zeros(WIDTH)])))
-        many_s.append(await _timed(components.run(component, "cpu", [torch.zeros(WIDTH)] * 16)))
-        await components.unload(component, "cpu")
+        host_s.append(await _timed(components.load(component, PLACE)))
+        one_s.append(await _timed(components.run(component, PLACE, [torch.zeros(WIDTH)])))
+        many_s.append(await _timed(components.run(component, PLACE, [torch.zeros(WIDTH)] * 16)))
+        await components.unload(component, PLACE)
         await components.unload(component, "host")
     sample_s = max(0.0, (min(many_s) - min(one_s)) / 15)
     batch_s = max(0.0, min(one_s) - sample_s)
@@ -147,12 +150,18 @@ def chains_of(images: int, seed: int) -> list[tuple[str, ...]]:
 
 
 async def run_real(
-    folder: Path, costs: Costs, count: int, policies: Policies, images: int, seed: int
+    folder: Path,
+    costs: Costs,
+    count: int,
+    policies: Policies,
+    images: int,
+    seed: int,
+    device: str = PLACE,
 ) -> Row:
     """What an arrangement does on one stream."""
     catalog, events = catalog_of(folder), list[Event]()
     executors = executors_of(catalog, costs, count)
-    components = components_of(folder, [executor.name for executor in executors])
+    components = components_of(folder, [executor.name for executor in executors], device)
     sample = torch.zeros(WIDTH)
     peak_bytes, begun_bytes = 0, _resident_bytes()
 
@@ -189,9 +198,6 @@ def _resident_bytes() -> int:
     """Of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * 4096
-
-
-PLACE = "cpu"
 
 
 def predicted(images: int, seeds: int) -> list[Row]:

@@ -20,6 +20,7 @@ from benchmarks.coserve.pool.splitting import (
     PERCENT,
     chosen,
     decay_window,
+    executor_counts,
     refined,
     share_next_to_largest_batch,
 )
@@ -156,10 +157,45 @@ def _drawn(per_s: Throughput, lower: float, upper: float, least: float) -> float
     return fmean(per_s(min(PERCENT, max(least, share))) for share in shares)
 
 
+def counts(device: Device, tasks: Sequence[Task], policies: str, seed: int) -> list[Row]:
+    """One row per task, processor and number of executors there, tried on a sample as long as the
+    task.
+    """
+    rows = []
+    for task in tasks:
+        sample = replace(task, name=f"{task.name}/sample")
+        trials = _trials(device, sample, policies, seed)
+        by_device: dict[str, list[ExecutorSettings]] = {}
+        for one in device.several(task):
+            by_device.setdefault(trials.device_of[one.name], []).append(one)
+        largest = max(one.memory_bytes for one in trials.catalog)
+        tried = executor_counts(by_device, dict.fromkeys(by_device, largest), trials.throughput_of)
+        rows += [
+            {
+                "device": device.name,
+                "task": task.name,
+                "policies": policies,
+                "on": name,
+                "executors": count,
+                "per_s": per_s,
+                "of_best": per_s / max(found.values()),
+                "paper": "best" if count == len(by_device[name]) else "",
+            }
+            for name, found in tried.items()
+            for count, per_s in found.items()
+        ]
+    return rows
+
+
 def _throughput(device: Device, task: Task, policies: str, seed: int) -> Throughput:
+    executors, trials = device.several(task), _trials(device, task, policies, seed)
+    return lambda percent: trials.throughput([_with_share(one, percent) for one in executors])
+
+
+def _trials(device: Device, task: Task, policies: str, seed: int) -> ComponentTrials:
     executors = device.several(task)
     chains = [request.chain[: 1 if request.sample else None] for request in requests(task, seed)]
-    trials = ComponentTrials(
+    return ComponentTrials(
         components(task.types, task.skew),
         {one.name: one.name.split("-")[0] for one in executors},
         chains,
@@ -167,7 +203,6 @@ def _throughput(device: Device, task: Task, policies: str, seed: int) -> Through
         device.cache_bytes(len(executors)),
         IMAGE_EVERY_S,
     )
-    return lambda percent: trials.throughput([_with_share(one, percent) for one in executors])
 
 
 def _with_share(executor: ExecutorSettings, percent: float) -> ExecutorSettings:

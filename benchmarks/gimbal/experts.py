@@ -65,13 +65,15 @@ class ExpertParallel:
 
     Assumed in favor of placement: a copy of a token crosses the link for each of its next experts
     that is on another GPU, there and back, as the paper's cut (11) has it; no exchange takes time
-    before its first byte; a step's loads are those of the record, without the scatter of its few
-    tokens; moving experts is free.
+    before its first byte, but for the `synchronization_s` that each layer takes on top of its
+    slowest GPU; a step's loads are those of the record, without the scatter of its few tokens;
+    moving experts is free.
     """
 
     record: ExpertRecord
     placement: ExpertPlacement
     slowed: Slowed = "roofline"
+    synchronization_s: float = 0.0
 
     @property
     def costs(self) -> PairCosts:
@@ -119,11 +121,13 @@ class ExpertParallel:
                 busy_s = (
                     busy_s.mean(axis=1, keepdims=True) * load / load.mean(axis=1, keepdims=True)
                 )
-            return float(busy_s.max(axis=1).sum() + tokens * exchange_s)
+            waited_s = LAYERS * self.synchronization_s
+            return float(busy_s.max(axis=1).sum() + tokens * exchange_s + waited_s)
 
         return seconds
 
 
+@cache
 def placements(gpus: int = ENGINES) -> tuple[ExpertRecord, Mapping[str, ExpertPlacement]]:
     """A record to measure on, and placements by name, made from another record of the same model.
 

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -8,6 +8,7 @@ from benchmarks.coserve.pool import Costs, ExecutorSettings
 from benchmarks.coserve.pool.splitting import (
     chosen,
     decay_window,
+    executor_counts,
     memory_split,
     refined,
     share_next_to_largest_batch,
@@ -132,3 +133,20 @@ def test_a_share_always_holds_the_largest_expert() -> None:
 
     found, _ = memory_split(EXECUTORS, DEVICES, {"cuda": 333, "cpu": 100}, throughput)
     assert min(seen) >= 333 and found[0].shelf_bytes >= 333
+
+
+def test_numbers_of_executors_are_tried_on_gpus_first_and_cpus_beside_the_best_of_these() -> None:
+    beside_cpus: set[int] = set()
+
+    def throughput(by_device: Mapping[str, Sequence[ExecutorSettings]]) -> float:
+        gpus, cpus = len(by_device["cuda"]), len(by_device["cpu"])
+        if cpus > 1:
+            beside_cpus.add(gpus)
+        assert sum(one.memory_bytes for one in by_device["cuda"]) <= 2000
+        return 10 - abs(gpus - 4) - abs(cpus - 2)
+
+    by_device = {"cpu": EXECUTORS[2:], "cuda": EXECUTORS[:2]}
+    tried = executor_counts(by_device, {"cuda": 300, "cpu": 100}, throughput)
+    assert beside_cpus == {4}
+    assert tried["cuda"] == {1: 6, 2: 7, 3: 8, 4: 9, 5: 8}, "six would not hold the largest"
+    assert max(tried["cpu"], key=tried["cpu"].__getitem__) == 2

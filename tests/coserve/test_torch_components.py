@@ -41,19 +41,25 @@ def alone(number: int, sample: torch.Tensor) -> torch.Tensor:
     return output.detach()
 
 
-def pool_on(folder: Path, room: int = 2) -> ComponentPool:
+def pool_on(folder: Path, room: int = 2, device: str = "cpu") -> ComponentPool:
     catalog = components_in(folder, lambda _: "linear")
     budget = room * max(component.memory_bytes for component in catalog)
     executors = [ExecutorSettings(name, 2 * budget, COSTS, 0.5) for name in ("one", "two")]
     components = TorchComponents(
-        folder, {"linear": linear}, dict.fromkeys(("one", "two"), torch.device("cpu"))
+        folder, {"linear": linear}, dict.fromkeys(("one", "two"), torch.device(device))
     )
     return ComponentPool(catalog, executors, components, Policies(), host_bytes=budget)
 
 
-async def test_many_modules_in_little_memory_answer_as_each_does_alone(folder: Path) -> None:
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+async def test_many_modules_in_little_memory_answer_as_each_does_alone(
+    folder: Path, device: str
+) -> None:
     samples = [torch.randn(16) for _ in range(60)]
-    async with asyncio.timeout(30), pool_on(folder) as pool:
+    async with asyncio.timeout(30), pool_on(folder, device=device) as pool:
         answers = await asyncio.gather(
             *(
                 pool.ask(Request(str(number), (f"e{number % 6}",), sample))

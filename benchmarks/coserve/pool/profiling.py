@@ -25,7 +25,7 @@ from benchmarks.coserve.pool.pool_file import (
     read_profiled_pool,
 )
 from benchmarks.coserve.pool.simulated import SimulatedComponents
-from benchmarks.coserve.pool.splitting import CASUAL_SHARE, memory_split
+from benchmarks.coserve.pool.splitting import CASUAL_SHARE, executor_counts, memory_split
 from benchmarks.coserve.pool.torch_components import (
     TorchComponents,
     components_in,
@@ -95,6 +95,12 @@ class ComponentTrials:
         probable components.
         """
         return len(self.chains) / max(INSTANT_S, run_virtual(self._seconds(executors)))
+
+    def throughput_of(self, by_device: Mapping[str, Sequence[ExecutorSettings]]) -> float:
+        """The same of executors that are told by device, whatever their names."""
+        names = {one.name: device for device, some in by_device.items() for one in some}
+        executors = [one for some in by_device.values() for one in some]
+        return replace(self, device_of=names).throughput(executors)
 
     async def _seconds(self, executors: Sequence[ExecutorSettings]) -> float:
         loop = asyncio.get_running_loop()
@@ -330,7 +336,29 @@ def find_split(
         )
         _write(found, "measured", {f"share of {split.device}": f"{options.date}: {how}"})
         on_progress(f"{split.device}: {split.share:.1%} of the memory for components; {how}")
+    _find_counts(options, found, trials, best, largest, on_progress)
     ours = trials.throughput(best)
     theirs = trials.throughput(casual)
     shares = f"with these shares in virtual time, {theirs:.4g} with {CASUAL_SHARE} everywhere"
     on_progress(f"{ours:.4g} requests a second {shares}")
+
+
+def _find_counts(
+    options: ProfileOptions,
+    found: ComponentPoolFile,
+    trials: ComponentTrials,
+    executors: Sequence[ExecutorSettings],
+    largest: Mapping[str, int],
+    on_progress: Progress,
+) -> None:
+    """Try numbers of executors in virtual time, and write what each gives; the pool's file
+    decides."""
+    by_device = {
+        device: [one for one in executors if trials.device_of[one.name] == device]
+        for device in found.devices
+    }
+    for device, tried in executor_counts(by_device, largest, trials.throughput_of).items():
+        given = ", ".join(f"{count}: {per_s:.4g}" for count, per_s in tried.items())
+        line = f"requests a second by the number of executors: {given or 'none fits'}"
+        _write(found, "measured", {f"executors of {device}": f"{options.date}: {line}"})
+        on_progress(f"{device}: {line}; the file has {len(by_device[device])}")

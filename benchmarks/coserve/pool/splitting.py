@@ -1,4 +1,5 @@
-"""How much of an executor's memory holds components, and how much batches (CoServe, section 4.4).
+"""How much of an executor's memory holds components, and how much batches (CoServe, section 4.4);
+and how many executors a device has.
 
 More components mean fewer switches, and smaller batches. Where even the largest useful batch takes
 little, it gets its memory and components the rest. Otherwise the decay-window search tries shares
@@ -184,3 +185,43 @@ def _searched(split: Split, throughput: Callable[[float], float]) -> Split:
     known = {**window.tried, **{position: throughput(position) for position in others}}
     tried = refined(known, throughput, least)
     return replace(split, share=chosen(tried) / PERCENT, window=window, tried=tried)
+
+
+MOST_EXECUTORS = 6
+"""Of a device; the paper tries up to 5 (figure 17)."""
+
+
+def divided(device: str, alike: Sequence[ExecutorSettings], count: int) -> list[ExecutorSettings]:
+    """`count` executors with equal shares of the memory of a device's executors, and the first
+    one's costs.
+    """
+    each_bytes = sum(one.memory_bytes for one in alike) // count
+    return [
+        replace(alike[0], name=f"{device}-{number}", memory_bytes=each_bytes)
+        for number in range(count)
+    ]
+
+
+def executor_counts(
+    by_device: Mapping[str, Sequence[ExecutorSettings]],
+    largest_bytes: Mapping[str, int],
+    throughput: Callable[[Mapping[str, Sequence[ExecutorSettings]]], float],
+) -> Mapping[str, Mapping[int, float]]:
+    """By device, how much throughput each number of executors gives (CoServe, section 5.3).
+
+    Devices are searched one after the other, CPUs last, with the best number of each before them.
+    Numbers end where the device's largest component, of `largest_bytes`, does not fit any more.
+    """
+    found = dict(by_device)
+    tried: dict[str, dict[int, float]] = {}
+    for device in sorted(by_device, key=lambda name: name.startswith("cpu")):
+        tried[device] = {}
+        for count in range(1, MOST_EXECUTORS + 1):
+            some = divided(device, by_device[device], count)
+            if some[0].shelf_bytes < largest_bytes[device]:
+                break
+            tried[device][count] = throughput({**found, device: some})
+        if tried[device]:
+            best = max(tried[device], key=lambda count: (tried[device][count], -count))
+            found[device] = divided(device, by_device[device], best)
+    return tried

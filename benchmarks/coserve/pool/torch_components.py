@@ -80,8 +80,9 @@ def read_header(opened: BinaryIO) -> dict[str, dict[str, Any]]:
     return header
 
 
-def read_weights(file: Path) -> Weights:
-    """The tensors of a safetensors file, on the CPU.
+def read_weights(file: Path, *, pinned: bool = False) -> Weights:
+    """The tensors of a safetensors file, on the CPU; `pinned` pages can be copied to a GPU while it
+    computes.
 
     They are read into the memory where they stay, all of them into one block: neither mapped, since
     the system may drop what is mapped and read it again at any time, nor there a second time
@@ -92,7 +93,8 @@ def read_weights(file: Path) -> Weights:
         pass  # has the header checked: offsets, shapes and the file's length agree
     with file.open("rb") as data:
         header = read_header(data)
-        block = torch.empty(file.stat().st_size - data.tell(), dtype=torch.uint8)
+        length = file.stat().st_size - data.tell()
+        block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
         read = data.readinto(block.numpy().data)
     if read < block.numel():
         raise EOFError(f"{file} was cut off while it was read")
@@ -143,7 +145,8 @@ class TorchComponents:
     `architectures` makes a module without weights of its own for each architecture; `devices` names
     each executor's device. Reading, copying and inference happen on threads, so that the event loop
     goes on. Weights on their way to another device are in memory once more than the pool's budgets
-    say.
+    say. Each executor of a GPU has a stream for batches and one for copies of weights, so that
+    neither waits for the other, nor for other executors; a load ends when its copy has.
     """
 
     def __init__(
@@ -155,6 +158,9 @@ class TorchComponents:
         self._folder = folder
         self._architectures = architectures
         self._devices = devices
+        self._pinned = any(device.type == "cuda" for device in devices.values())
+        self._runs_on = {name: _new_stream(device) for name, device in devices.items()}
+        self._copies_on = {name: _new_stream(device) for name, device in devices.items()}
         self._in_host: dict[str, Weights] = {}
         self._modules: dict[tuple[str, str], torch.nn.Module] = {}
 
@@ -165,13 +171,12 @@ class TorchComponents:
         weights = self._in_host.get(component.name)
         stays = weights is not None
         if weights is None:
-            weights = await asyncio.to_thread(read_weights, self._file(component.name))
+            file = self._file(component.name)
+            weights = await asyncio.to_thread(read_weights, file, pinned=self._pinned)
         if place == Tier.HOST:
             self._in_host[component.name] = weights
         else:
-            module = await asyncio.to_thread(
-                self._made, component, weights, self._devices[place], copied=stays
-            )
+            module = await asyncio.to_thread(self._made, component, weights, place, copied=stays)
             self._modules[component.name, place] = module
 
     async def unload(self, component: Component, place: str) -> None:
@@ -184,8 +189,8 @@ class TorchComponents:
     async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
         """One tensor per sample, on the CPU."""
         module = self._modules[component.name, place]
-        device = self._devices[place]
-        return await asyncio.to_thread(_infer, module, samples, device)
+        device, stream = self._devices[place], self._runs_on[place]
+        return await asyncio.to_thread(_infer, module, samples, device, stream)
 
     async def working_bytes(self, component: Component, place: str, samples: Sequence[Any]) -> int:
         """Run a batch; gives the bytes that it held at most besides the weights, samples and
@@ -194,8 +199,8 @@ class TorchComponents:
         It blocks the event loop, since torch's profiler works on its thread only.
         """
         module = self._modules[component.name, place]
-        device = self._devices[place]
-        return most_held(device, lambda: _infer(module, samples, device))
+        device, stream = self._devices[place], self._runs_on[place]
+        return most_held(device, lambda: _infer(module, samples, device, stream))
 
     def forget(self, component: Component) -> None:
         """Have the system drop its copy of the component's file, so that the next load is from the
@@ -212,21 +217,37 @@ class TorchComponents:
         return self._folder / f"{name}{SUFFIX}"
 
     def _made(
-        self, component: Component, weights: Weights, device: torch.device, *, copied: bool
+        self, component: Component, weights: Weights, place: str, *, copied: bool
     ) -> torch.nn.Module:
+        device, stream = self._devices[place], self._copies_on[place]
         with torch.device("meta"):
             module = self._architectures[component.architecture]()
-        own = {key: weight.to(device, copy=copied) for key, weight in weights.items()}
+        with torch.cuda.stream(stream):
+            own = {
+                key: weight.to(device, non_blocking=True, copy=copied)
+                for key, weight in weights.items()
+            }
+        if stream is not None:
+            stream.synchronize()
         module.load_state_dict(own, assign=True)
         return module.eval()
 
 
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """None for a CPU, which `torch.cuda.stream` takes for no change."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
 @torch.inference_mode()
 def _infer(
-    module: torch.nn.Module, samples: Sequence[torch.Tensor], device: torch.device
+    module: torch.nn.Module,
+    samples: Sequence[torch.Tensor],
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
 ) -> list[torch.Tensor]:
-    outputs: torch.Tensor = module(torch.stack(list(samples)).to(device))
-    return list(outputs.cpu().unbind())
+    with torch.cuda.stream(stream):
+        outputs: torch.Tensor = module(torch.stack(list(samples)).to(device))
+        return list(outputs.cpu().unbind())
 
 
 def load_pool(
