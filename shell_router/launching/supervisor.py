@@ -194,7 +194,7 @@ class Engines:
             if not process.running:
                 raise EngineUnreachable(
                     f"{process.name} ended before it was ready: …{process.read_log_tail()}",
-                    remedy=f"Read {process.log}.",
+                    remedy=f"Read {process.log}; launch.python must be one that has SGLang.",
                 )
         if waited_s > self._patience.start_s:
             logs = " and ".join(str(process.log) for process in own) or "the log of its machine"

@@ -183,7 +183,8 @@ async def test_an_engine_that_ends_before_it_serves_is_an_error_with_its_last_wo
     ) as failed:
         async with run_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
             raise AssertionError("it serves")
-    assert failed.value.remedy == f"Read {tmp_path / 'm-decode.log'}."
+    log = tmp_path / "m-decode.log"
+    assert failed.value.remedy == f"Read {log}; launch.python must be one that has SGLang."
 
 
 async def test_an_engine_that_is_never_ready_is_an_error_that_names_its_log(
