@@ -24,7 +24,6 @@ from shell_router.api.fields import (
     Names,
     OpenAISampling,
     PrefillField,
-    PrefillFields,
 )
 from shell_router.api.frames import AgentFrames
 from shell_router.api.replies import join_warnings, json_reply, note_ignored
@@ -45,6 +44,8 @@ from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
+from shell_router.topology.assemble import build_early_exit
+from shell_router.topology.keys import EARLY_EXIT
 
 DEFAULT_WAIT_S = 60.0
 
@@ -81,6 +82,8 @@ class AgentBody(OpenAISampling, total=False):
     wait_s: Annotated[float, Ge(0)]
     timeout_s: Annotated[float, Ge(0.001)]
     on_precursor_failure: Literal["fail", "drop"]
+    early_exit: EARLY_EXIT
+    confidence: bool
     prefill: PrefillField
 
 
@@ -105,6 +108,12 @@ def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentReque
         what = "has no effect on a raw prompt"
         raise field_error("chat_template_kwargs", what, "Send messages, or leave it out.")
     models = read_models(body)
+    early_exit = build_early_exit(body.get("early_exit", False))
+    if early_exit and (
+        early_exit.skip_aggregation or early_exit.straggler_factor or early_exit.max_changed_percent
+    ):
+        what = "sets skip_aggregation, straggler_factor or max_changed_percent"
+        raise field_error("early_exit", what, "Leave these to topologies.")
     return AgentRequest(
         tenant=tenant,
         program=body["program"],
@@ -119,10 +128,12 @@ def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentReque
             ]
         ),
         sampling=_read_sampling(body),
-        prefill=read_prefill(body.get("prefill")),
+        prefill=Prefill(**body.get("prefill", {})),
         wait_s=wait_s,
         timeout_s=timeout_s,
         drops_failed=body.get("on_precursor_failure") == "drop",
+        early_exit=early_exit,
+        confidence=body.get("confidence", False),
         chat_template_kwargs=template_kwargs,
     )
 
@@ -165,13 +176,6 @@ def _read_sampling(body: AgentBody) -> Values:
     return native
 
 
-def read_prefill(fields: PrefillFields | None) -> Prefill:
-    """Return when the prompt is prefilled while it grows."""
-    if fields is None:
-        return Prefill()
-    return Prefill(fields.get("incremental", True), fields.get("chunk_tokens", "adaptive"))
-
-
 async def run_agent(request: Request) -> Reply:
     """Run one agent to its end."""
     sent = await read_object(request)
@@ -180,11 +184,11 @@ async def run_agent(request: Request) -> Reply:
     agent_request = replace(agent_request, session=read_session(request.headers))
     ignored = AGENT.find_unknown(sent)
     permit(request, agent_request.candidates or (agent_request.model,))
-    graph = request.app[SERVICES].topologies.get(agent_request.model)
+    services = request.app[SERVICES]
+    graph = services.topologies.get(agent_request.model)
     if graph is not None:
         _require_chat(body, agent_request)
         require_no_key(request, "a topology as an agent")
-    services = request.app[SERVICES]
     kept = request.app[KEPT_RUNS]
     run = Run(services, services.new_id(), agent_request, graph, AGENT_REQUEST)
     request.app[ADMISSION].count(request, run.agents - 1)
@@ -202,7 +206,7 @@ async def run_agent(request: Request) -> Reply:
 def _require_chat(body: AgentBody, agent_request: AgentRequest) -> None:
     """Raise InvalidField for a request that a topology cannot answer."""
     kind = f"{agent_request.model!r} is a topology:"
-    for name in ("prompt", "prefill"):
+    for name in ("prompt", "prefill", "early_exit"):
         if name in body:
             remedy = f"{kind} send messages, without {name}."
             raise field_error(name, "is for models", remedy)
@@ -214,7 +218,7 @@ async def show_program(request: Request) -> Response:
     """Show the program's agents, their states and outputs so far."""
     state = request.app[SERVICES].programs.state(request[TENANT], request.match["program"])
     agents = {
-        name: {"state": of_agent, "output": state.outputs.get(name, "")}
+        name: {"state": of_agent, "output": state.outputs[name]}
         for name, of_agent in state.agents.items()
     }
     return json_reply(
@@ -273,7 +277,7 @@ async def _decode(
             f"The body is not UTF-8: {error}.", remedy="Send the output as plain text."
         ) from None
     except TimeoutError:
-        limit = f"{settings.request_timeout_s:g} s"
         raise InvalidRequest(
-            f"The output did not end within {limit}.", remedy="Send it in less time."
+            f"The output did not end within {settings.request_timeout_s:g} s.",
+            remedy="Send it in less time.",
         ) from None

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from shell_router.api.admission import ADMISSION
-from shell_router.api.agents import read_prefill
 from shell_router.api.bodies import Wish, query_number
 from shell_router.api.conversation import MARKER, PLAIN, marker_of, split_text
 from shell_router.api.fields import SharedFields
@@ -68,7 +67,7 @@ async def read_program(
     if models:
         require_no_key(request, "lazy answers or their markers")
         agent = request.app[SERVICES].new_id()
-        prefill = read_prefill(body.get("prefill"))
+        prefill = Prefill(**body.get("prefill", {}))
         return _agent_of(chat, models, program, agent, turns, prefill, is_lazy=wish.is_lazy)
     texts = await _outputs(request, program, reads, chat.timeout_s)
     served = request.app[SERVICES].models.values()
@@ -192,14 +191,14 @@ async def _outputs(
     services = request.app[SERVICES]
     texts = {}
     ends_s = services.clock() + limit_s
-    with Deadline(None, request.app[SERVICES].deadlines):
+    with Deadline(None, services.deadlines):
         for agent in reads:
             left_s = max(0.0, ends_s - services.clock())
             text = await services.programs.read_output(request[TENANT], program, agent, left_s)
             if text is None:
-                remedy = "Allow more time."
                 raise PrecursorTimeout(
-                    f"{marker_of(agent)} had no output within {limit_s:g} s.", remedy=remedy
+                    f"{marker_of(agent)} had no output within {limit_s:g} s.",
+                    remedy="Allow more time.",
                 )
             texts[agent] = text
     return texts
@@ -223,7 +222,7 @@ async def show_output(request: Request) -> Response:
     limit_s = request.app[SETTINGS].request_timeout_s
     wait_s = query_number(request.query, "wait_s", min(OUTPUT_WAIT_S, limit_s), limit_s)
     held = request.app[ADMISSION].wait(request) if wait_s else nullcontext()
-    with held, Deadline(None, request.app[SERVICES].deadlines):
+    with held, Deadline(None, services.deadlines):
         text = await services.programs.read_output(tenant, program, agent, wait_s)
     state = "running" if text is None else "finished"
     body = {

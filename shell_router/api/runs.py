@@ -207,7 +207,7 @@ class Run:
                 also(AgentTokens(event.at_s, asked.agent, ids, text))
 
         self._also = rename
-        return services.programs.run_graph(asked, graph, services.executor.run, self._emit)
+        return services.programs.run_graph(asked, graph, self._emit)
 
     def _emit(self, event: Event) -> None:
         self.trace.add(event)

@@ -202,11 +202,10 @@ async def run_services(
         _register_engines(metrics, engines, engine_restarts, clock, executor.holdouts)
         fleets = {alias: at for alias, at in _fleets_of(engines).items() if alias in models}
         checks = _list_checks(fleets, {"cache": cache.healthy, "embedder": embedder_ready})
-        programs = _open_programs(config, served, cache, executor, chooser, clock)
         await stack.enter_async_context(watch_topologies(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
-            programs=programs,
+            programs=Programs(executor, ProgramLimits(ttl_s=config.cache.ttl_s)),
             topologies=topologies,
             models=served,
             fleet=FleetChanges(engines, served),
@@ -227,24 +226,6 @@ async def run_services(
             holdouts=executor.holdouts,
             clock=clock,
         )
-
-
-def _open_programs(
-    config: Config,
-    served: Mapping[str, ServedModel],
-    cache: RunningCache,
-    executor: Executor,
-    chooser: ModelChooser,
-    clock: Callable[[], float],
-) -> Programs:
-    return Programs(
-        served,
-        cache.logs,
-        clock=clock,
-        limits=ProgramLimits(ttl_s=config.cache.ttl_s),
-        chooser=chooser,
-        holdouts=executor.holdouts,
-    )
 
 
 def _list_checks(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from math import inf
+from typing import Literal
 
 from agent_cache import AgentPromptCache, Chunk, LogKey, LogRead, LogWriter
 from shell_router.core.budget import Price, Purse
@@ -43,7 +44,7 @@ from shell_router.moa.expectations import LatencyEstimates, guess_output_tokens
 from shell_router.moa.journal import RunJournal
 from shell_router.moa.preemption import generate_preemptibly
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encode_text
-from shell_router.moa.requests import AgentUsage
+from shell_router.moa.requests import AgentUsage, CutOff
 from shell_router.moa.spending import Account, Spending
 from shell_router.moa.thinking import Thinking
 from shell_router.routing.increments import Prefilling
@@ -492,6 +493,15 @@ def count_usage(task: AgentTask, output: AgentOutput) -> AgentUsage:
         ),
         estimated=finish.estimated,
     )
+
+
+def count_lost(run: AgentRun, gone: CutOff | Literal["failed"], error: str = "") -> AgentUsage:
+    """Return the tokens of an agent that gave no output."""
+    model = run.task.model
+    prompt_tokens = run.progress.prompt_tokens
+    decoded = run.progress.decoded
+    cost = model.price.cost(prompt_tokens, 0, decoded)
+    return AgentUsage(model.alias, prompt_tokens, decoded, 0, gone, error=error, cost=cost)
 
 
 def could_have_written(output: AgentOutput, sampling: Values, prompt: Prompt) -> bool:

@@ -14,9 +14,9 @@ from shell_router.core.predictors import Embedder
 from shell_router.early_exit.algorithm1 import Score, features
 from shell_router.early_exit.evidence import LEVELS, Judged
 from shell_router.early_exit.gate import Judgement
-from shell_router.errors import AgentFailed, EngineError
-from shell_router.moa.agent import AgentOutput, RunContext
-from shell_router.moa.planning import Plan
+from shell_router.errors import AgentFailed, ConfigError, EngineError
+from shell_router.moa.agent import RunContext
+from shell_router.moa.planning import Outline, Plan
 from shell_router.topology import Cluster
 
 log = logging.getLogger(__name__)
@@ -50,30 +50,40 @@ class ClusterExit:
 
     Args:
         cluster: A cluster with early exit.
-        plan: The run's plan.
         context: The run's context; its evidence calibrates thresholds.
         embedder: Needed by policies that embed.
         unfinished: Gives the agents of the cluster that still run.
-        decoding_s: Gives the seconds that an agent has decoded so far.
+        seed: Fixes the draws.
+        plan: The plan of a topology's run, which calibrated thresholds and stragglers need.
+        decoding_s: Gives the seconds that an agent has decoded so far, for stragglers.
+
+    Raises:
+        ConfigError: The policy embeds, and no embedder is configured.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        plan: Plan,
         context: RunContext,
         embedder: Embedder | None,
         unfinished: Callable[[], tuple[str, ...]],
-        decoding_s: Callable[[str], float],
+        seed: object,
+        plan: Plan | None = None,
+        decoding_s: Callable[[str], float] = lambda agent: 0.0,
     ) -> None:
         assert cluster.early_exit is not None
+        if cluster.early_exit.needs.embeds and embedder is None:
+            raise ConfigError(
+                f"{cluster.id!r} asks for early exit, but no embedder is configured.",
+                remedy="Set `embedder` in the configuration, or turn early_exit off.",
+            )
         self.cluster = cluster
         self._id = cluster.id
         self._settings = cluster.early_exit
         self._needs = cluster.early_exit.needs
         self._unfinished = unfinished
         self._embedder = embedder
-        self._draws = random.Random(f"{plan.outline.request.seed}/{cluster.id}")
+        self._draws = random.Random(f"{seed}/{cluster.id}")
         self._emit = context.emit
         self._clock = context.clock
         self._context = context
@@ -87,6 +97,11 @@ class ClusterExit:
         self._gate = settings.new_gate(cluster.agents)
         self._completed: list[str] = []
         self._lock = asyncio.Lock()
+
+    @property
+    def _outline(self) -> Outline:
+        assert self._plan is not None, "only topologies set what needs it"
+        return self._plan.outline
 
     def _find_threshold(self) -> float:
         """Return the score at which the cluster exits, inf if it only watches.
@@ -110,7 +125,7 @@ class ClusterExit:
         if threshold == math.inf:
             few = "Too few complete runs show that an exit would not change the answer."
             self._emit(Degraded(self._clock(), self._id, "evidence", few))
-        request = self._plan.outline.request
+        request = self._outline.request
         draws = random.Random(f"early_exit/{request.seed}/{request.question[-1000:]}")
         if draws.random() < evidence.share:
             return math.inf
@@ -118,7 +133,7 @@ class ClusterExit:
 
     @cached_property
     def _judged(self) -> Judged:
-        topology = self._plan.outline.topology
+        topology = self._outline.topology
         agents = [topology.agents[name] for name in self.cluster.agents]
         models = tuple([agent.model for agent in agents])
         return Judged(topology.name, models, self._settings, hash(repr(agents)))
@@ -129,10 +144,10 @@ class ClusterExit:
         The length is the cluster's, as an agent's own mean may hold outputs that ran to their
         limit; the seconds per token are those of its model.
         """
-        outline = self._plan.outline
         # batches wait for online requests between their tokens
-        if not self._settings.straggler_factor or outline.request.tier == "batch":
+        if not self._settings.straggler_factor or self._outline.request.tier == "batch":
             return {}
+        outline = self._outline
         expected = [outline.hints[name].output_tokens for name in self.cluster.agents]
         tokens = [count for count in expected if count]
         agents = [outline.topology.agents[name] for name in self.cluster.agents]
@@ -151,7 +166,7 @@ class ClusterExit:
         journal = self._context.journal
         if not answers or (journal is not None and journal.repeats):
             return
-        gates = [cluster.early_exit for cluster in self._plan.outline.topology.clusters]
+        gates = [cluster.early_exit for cluster in self._outline.topology.clusters]
         calibrated = [gate for gate in gates if gate is not None and gate.max_changed_percent]
         assert self._settings.max_changed_percent is not None
         allowed = self._settings.max_changed_percent / 100 / len(calibrated)
@@ -183,16 +198,24 @@ class ClusterExit:
             return self._judge(self._clock(), report=False)
         return GO_ON
 
-    async def judge_output(self, agent: str, output: AgentOutput) -> Verdict:
+    async def judge_output(self, agent: str, text: str, confidence: float | None) -> Verdict:
         """Judge after `agent` has ended.
 
         The agent whose completion decides a quorum waits here while the others have their grace,
-        or until they are stragglers.
+        or until they are stragglers. An output without the confidence that is needed is left out.
         """
+        if confidence is None and self._needs.judges:
+            return self._leave_out(agent, "Its confidence is unknown: ask for it.")
+        confidence = confidence or 0.0
         if self._needs.embeds:
-            verdict = await self._judge_embedding(agent, output)
+            verdict = await self._judge_embedding(agent, text, confidence)
         else:
-            verdict = await self._judge_text_end(agent, output)
+            self._completed.append(agent)
+            self._gate.add_output(agent, text, confidence, None)
+            verdict = self._judge(self._clock(), report=True)
+        if verdict.cut and self._needs.takes_grace:
+            await asyncio.sleep(self._settings.grace_s)
+            return Verdict(self._unfinished())
         is_enough = len(self._completed) == self._settings.min_completed
         if verdict == GO_ON and is_enough and self._limits_s:
             return await self._await_stragglers()
@@ -216,37 +239,27 @@ class ClusterExit:
             await asyncio.sleep(wait_s + 0.001)  # by rounding, a clock may end just before it
         return GO_ON
 
-    async def _judge_text_end(self, agent: str, output: AgentOutput) -> Verdict:
-        self._completed.append(agent)
-        self._gate.add_output(agent, output.text, output.confidence or 0.0, None)
-        verdict = self._judge(self._clock(), report=True)
-        if verdict.cut and self._needs.takes_grace:
-            await asyncio.sleep(self._settings.grace_s)
-            return replace(verdict, cut=self._unfinished())
-        return verdict
+    def _leave_out(self, agent: str, why: object) -> Verdict:
+        """Judge without this completion, with a warning and an event."""
+        log.warning("cluster %s is not judged on %s: %s", self._id, agent, why)
+        self._emit(Degraded(self._clock(), self._id, "early_exit", str(why)))
+        return GO_ON
 
-    async def _judge_embedding(self, agent: str, output: AgentOutput) -> Verdict:
-        """Embed and judge, if any agent still runs.
-
-        If the embedder fails, this completion is left out of the judgement, with a warning and an
-        event.
-        """
+    async def _judge_embedding(self, agent: str, text: str, confidence: float) -> Verdict:
+        """Embed and judge, if any agent still runs; leave out what the embedder fails on."""
         async with self._lock:
             if not self._unfinished():
                 return GO_ON
             started_s = self._clock()
             assert self._embedder is not None, "a policy that embeds has an embedder"
-            confidence = output.confidence or 0.0
             try:
-                states = await self._embedder.embed(output.text)
+                states = await self._embedder.embed(text)
                 await asyncio.to_thread(
-                    lambda: self._gate.add_output(agent, output.text, confidence, features(states))
+                    lambda: self._gate.add_output(agent, text, confidence, features(states))
                 )
             # ValueError: the embedder's answer is no embedding
             except (EngineError, ValueError) as error:
-                log.warning("cluster %s is not judged on %s: %s", self._id, agent, error)
-                self._emit(Degraded(self._clock(), self._id, "early_exit", str(error)))
-                return GO_ON
+                return self._leave_out(agent, error)
             self._completed.append(agent)
             return self._judge(started_s, report=True)
 

@@ -31,7 +31,6 @@ from shell_router.early_exit.evidence import ExitEvidence
 from shell_router.errors import (
     AgentFailed,
     BudgetExceeded,
-    ConfigError,
     DeadlineExceeded,
     EngineError,
     PromptRefused,
@@ -45,6 +44,7 @@ from shell_router.moa.agent import (
     OnText,
     RunContext,
     could_have_written,
+    count_lost,
     count_usage,
 )
 from shell_router.moa.agent_calls import issue_calls
@@ -104,8 +104,8 @@ class Executor:
         self._evidence = ExitEvidence(self.holdouts.settings.share)
         self.chooser = chooser or ModelChooser(models, clock=clock)
         self.estimates = self.chooser.estimates
-        self._models = models
-        self._embedder = embedder
+        self.models = models
+        self.embedder = embedder
         self._classes = Classes(embedder)
         self._resources = Resources(models, self.chooser, self.holdouts)
         # batches wait and are preempted: nothing is learned from their times for online requests
@@ -188,7 +188,7 @@ class Executor:
         with resources.chooser.activity.enter_program(plan.expected) as leave:
             run = None
             if not is_single:
-                run = GraphRun(plan, context, self._embedder, leave)
+                run = GraphRun(plan, context, self.embedder, leave)
             for event in (*request.turn.list_stops(self.clock()), *plan.choices):
                 emit(event)
             try:
@@ -206,7 +206,7 @@ class Executor:
 
     def _take_resources(self, journal: RunJournal) -> Resources:
         """Return the resources of a journaled run; nothing is learned from repeated outputs."""
-        models = journal.wrap_engines(self._models)
+        models = journal.wrap_engines(self.models)
         if journal.repeats:
             return Resources(models, self.chooser.copy_unmeasured(), self._for_batches.holdouts)
         return Resources(models, self.chooser, self.holdouts)
@@ -221,7 +221,7 @@ class Executor:
             output = await agent.decode(await encode_text(task.model.tokenizer, str(text)))
         except ShellRouterError as error:
             context.emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
-            error.spent = {task.agent: _count_lost(agent, "failed", str(error))}
+            error.spent = {task.agent: count_lost(agent, "failed", str(error))}
             raise
         return _make_answer(output, {task.agent: count_usage(task, output)})
 
@@ -344,19 +344,14 @@ class GraphRun:
         for cluster in self._topology.clusters:
             if cluster.early_exit is None:
                 continue
-            if cluster.early_exit.needs.embeds and embedder is None:
-                raise ConfigError(
-                    f"Topology {self._topology.name!r} asks for early exit, but no embedder is "
-                    "configured.",
-                    remedy="Set `embedder` in the configuration, or turn early_exit off.",
-                )
             unfinished = partial(self._list_unfinished, cluster)
             cluster_exit = ClusterExit(
                 cluster,
-                self._plan,
                 self._context,
                 embedder,
                 unfinished,
+                self._plan.outline.request.seed,
+                self._plan,
                 self._measure_decoding_s,
             )
             if cluster_exit.watches:
@@ -842,7 +837,8 @@ class GraphRun:
         """Judge the agent's cluster by its complete output."""
         if cluster_exit := self._exits.get(agent):
             cluster = cluster_exit.cluster
-            self._apply(await cluster_exit.judge_output(agent, output), cluster)
+            judged = cluster_exit.judge_output(agent, output.text, output.confidence)
+            self._apply(await judged, cluster)
             if not self._list_unfinished(cluster):
                 for name in cluster.agents:
                     self._exits.pop(name, None)  # it would keep all their outputs
@@ -937,22 +933,13 @@ def _count_usage(member: _Member) -> AgentUsage:
         cost = count_usage(member.run.task, member.blank)
         return replace(cost, state="failed", error=member.error)
     if member.output is None:
-        return _count_lost(member.run, member.gone or "unneeded", member.error)
+        return count_lost(member.run, member.gone or "unneeded", member.error)
     if member.forwards is not None:
         return AgentUsage(model, 0, 0, 0, "skipped")
     used = count_usage(member.run.task, member.output)
     if member.error:
         used = replace(used, error=member.error)
     return used
-
-
-def _count_lost(run: AgentRun, gone: CutOff | Literal["failed"], error: str) -> AgentUsage:
-    """Return the tokens of an agent that gave no output."""
-    model = run.task.model
-    prompt_tokens = run.progress.prompt_tokens
-    decoded = run.progress.decoded
-    cost = model.price.cost(prompt_tokens, 0, decoded)
-    return AgentUsage(model.alias, prompt_tokens, decoded, 0, gone, error=error, cost=cost)
 
 
 async def _read_ballot(voter: str, output: AgentOutput) -> Ballot:

@@ -18,15 +18,24 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
+from agent_cache import Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
 from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
-from shell_router.core.events import AgentErred, Emit, Event, answer_in
+from shell_router.core.events import AgentErred, AgentStopped, Emit, Event, answer_in
 from shell_router.core.sampling import check_sampling
-from shell_router.moa.agent import AgentRun, AgentTask, RunContext, Source, check_task, count_usage
-from shell_router.moa.choosing import ModelChooser
+from shell_router.moa.agent import (
+    AgentRun,
+    AgentTask,
+    RunContext,
+    Source,
+    check_task,
+    count_lost,
+    count_usage,
+)
+from shell_router.moa.cluster_exit import ClusterExit
 from shell_router.moa.comparison import observe_drafts
 from shell_router.moa.deadline import Deadline
+from shell_router.moa.executor import Executor
 from shell_router.moa.expectations import (
     AGENT_REQUEST,
     guess_output_tokens,
@@ -55,38 +64,29 @@ from shell_router.moa.requests import (
     Segment,
 )
 from shell_router.moa.thinking import make_no_answer_error
-from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
+from shell_router.routing.holdout import Compared
 from shell_router.routing.increments import Remainder
-from shell_router.topology import AUTO, Graph
+from shell_router.topology import AUTO, Cluster, Graph
+
+
+class _Exited(Exception):
+    """An early exit has cut the agent off."""
+
 
 Work = Callable[[LogWriter], Awaitable[Answer]]
 """Runs an agent, whose output goes to the writer."""
 
-RunGraph = Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]]
-
 
 class Programs:
-    """Runs agent requests; a registry remembers the programs they belong to.
+    """Runs agent requests with what an `executor` has; a registry remembers their programs."""
 
-    Without `holdouts` no program is held out to show what drafts save.
-    """
-
-    def __init__(
-        self,
-        models: Mapping[str, ServedModel],
-        cache: AgentPromptCache,
-        *,
-        clock: Callable[[], float],
-        limits: ProgramLimits | None = None,
-        chooser: ModelChooser | None = None,
-        holdouts: Holdouts | None = None,
-    ) -> None:
-        self._models = models
-        self._cache = cache
-        self._clock = clock
-        self._chooser = chooser or ModelChooser(models, clock=clock)
-        self._holdouts = holdouts or Holdouts(HoldoutSettings(share=0.0))
-        self._registry = ProgramRegistry(cache, limits or ProgramLimits(), clock)
+    def __init__(self, executor: Executor, limits: ProgramLimits | None = None) -> None:
+        self._executor = executor
+        self._cache = executor.cache
+        self._clock = executor.clock
+        self._chooser = executor.chooser
+        self._holdouts = executor.holdouts
+        self._registry = ProgramRegistry(self._cache, limits or ProgramLimits(), self._clock)
         self.find_chat_program = self._registry.find_chat_program
         self.count_written = self._registry.count_written
 
@@ -122,15 +122,13 @@ class Programs:
             work = partial(self._answer, planned, task, record, choices, emit)
             return await self._run_once(planned, record, work, emit)
 
-    async def run_graph(
-        self, request: AgentRequest, graph: Graph, run: RunGraph, emit: Emit
-    ) -> Answer:
+    async def run_graph(self, request: AgentRequest, graph: Graph, emit: Emit) -> Answer:
         """Run a topology as one agent, once the outputs in its messages have ended.
 
         Its readers follow its answer as it is written. Raises the same errors as `run`.
         """
         record = AgentRecord(request, precursors=frozenset(request.reads))
-        work = partial(self._answer_by_graph, request, record, graph, run, emit)
+        work = partial(self._answer_by_graph, request, record, graph, emit)
         return await self._run_once(request, record, work, emit)
 
     async def write(self, request: AgentRequest, texts: AsyncIterator[str]) -> Answer:
@@ -184,7 +182,7 @@ class Programs:
         """End every running agent of the program and forget it. Raises UnknownProgram."""
         tasks = []
         for record in self._registry.require_program(tenant, program).agents.values():
-            if record.task is not None and not record.task.done():
+            if record.task is not None:
                 record.task.cancel()
                 tasks.append(record.task)
         if tasks:
@@ -233,7 +231,7 @@ class Programs:
     def _build_task(
         self, request: AgentRequest, hints: Hints, logs: Mapping[str, LogKey]
     ) -> AgentTask:
-        model = self._models[request.model]
+        model = self._executor.models[request.model]
         journal = request.journal
         try:
             parts = _render_prompt(request, model)
@@ -258,11 +256,12 @@ class Programs:
             model,
             parts,
             request.sampling,
+            logprobs=request.confidence,
             timeout_s=request.timeout_s,
             hints=hints,
             sources=sources,
             prefill=request.prefill,
-            all_needed=not request.drops_failed,
+            all_needed=not (request.drops_failed or request.early_exit),
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
             drafts=drafts,
@@ -359,9 +358,17 @@ class Programs:
             remedy="Allow more time.",
         )
         try:
-            with Deadline(limit_s, late=late):
+            with Deadline(limit_s, late=late) as record.limit:
                 answer = await work(writer)
-            writer.end(End.FINISHED)
+            writer.end(End.FINISHED, str(answer.confidence or ""))
+        except _Exited:
+            writer.end(End.ABORTED, "early_exit")
+            agents = {}
+            if record.run is not None:
+                emit(AgentStopped(self._clock(), request.agent, "early_exit"))
+                agents[request.agent] = count_lost(record.run, "early_exit")
+            warning = "A reader's early exit cut the output off."
+            return Answer(record.text, "abort", agents, warning=warning)
         except asyncio.CancelledError:
             writer.end(End.ABORTED, "cancelled")
             raise
@@ -418,7 +425,15 @@ class Programs:
         record.run = run
         run.start()
         expect_remainder = partial(self._expect_remainder, request)
-        prompt = await complete_prompt(task, context, expect_remainder)
+        judging = None
+        if request.early_exit is not None:
+            judging = self._begin_judging(request, task, context)
+        try:
+            prompt = await complete_prompt(task, context, expect_remainder)
+        finally:
+            if judging is not None:
+                judging.cancel()
+                await asyncio.wait([judging])
         if request.chat and request.reads:
             prompt = await self._render_texts(request, task, prompt)
         output = await run.decode(prompt.ids, prompt.sent)
@@ -428,8 +443,51 @@ class Programs:
             held_out = not task.drafts
             observe_drafts(self._holdouts, key, [usage], held_out=held_out, now_s=self._clock())
         return Answer(
-            output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning
+            output.text,
+            output.finish.reason,
+            {request.agent: usage},
+            output.confidence,
+            output.reasoning,
         )
+
+    def _begin_judging(
+        self, request: AgentRequest, task: AgentTask, context: RunContext
+    ) -> asyncio.Task[None]:
+        """Let the request's early exit judge its precursors, and cut off what runs here.
+
+        Raises ConfigError.
+        """
+        unfinished = list(request.reads)
+        judge = ClusterExit(
+            Cluster(request.agent, request.reads, request.early_exit),
+            context,
+            self._executor.embedder,
+            lambda: tuple(unfinished),
+            request.program,
+        )
+
+        async def judge_output(agent: str) -> None:
+            key = task.sources[agent].key
+            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
+            unfinished.remove(agent)
+            if read.end is not End.FINISHED or not read.text.strip():
+                return
+            confidence = float(read.detail) if read.detail else None
+            if judge.reads_text:
+                judge.judge_text(agent, read.text, confidence or 0.0)
+            verdict = await judge.judge_output(agent, read.text, confidence)
+            for straggler in verdict.cut:
+                record = self._registry.find_agent(request, straggler)
+                # what is written elsewhere has no request, and costs no engine anything
+                if record is not None and record.request and record.limit:
+                    record.limit.end(_Exited())
+
+        async def judge_outputs() -> None:
+            async with asyncio.TaskGroup() as group:
+                for agent in request.reads:
+                    group.create_task(judge_output(agent))
+
+        return asyncio.create_task(judge_outputs())
 
     async def _render_texts(
         self, request: AgentRequest, task: AgentTask, prompt: CompletePrompt
@@ -456,7 +514,6 @@ class Programs:
         request: AgentRequest,
         record: AgentRecord,
         graph: Graph,
-        run: RunGraph,
         emit: Emit,
         writer: LogWriter,
     ) -> Answer:
@@ -486,6 +543,7 @@ class Programs:
             tier=request.tier,
             session=request.session,
             accounts=request.accounts,
+            confidence=request.confidence,
         )
         written = list[str]()
 
@@ -496,7 +554,7 @@ class Programs:
                 written.append(text)
 
         try:
-            answer = await run(graph, graph_request, copy_answer)
+            answer = await self._executor.run(graph, graph_request, copy_answer)
         finally:
             record.output = "".join(written)
         if answer.reasoning and not answer.text:

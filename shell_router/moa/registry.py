@@ -11,6 +11,7 @@ from agent_cache import AgentPromptCache, LogKey
 from shell_router.core.engine import ServedModel
 from shell_router.errors import DuplicateAgent, InvalidRequest, Overloaded, UnknownProgram
 from shell_router.moa.agent import AgentRun
+from shell_router.moa.deadline import Deadline
 from shell_router.moa.requests import AgentRequest, Answer, ProgramAgentState
 
 
@@ -26,6 +27,7 @@ class AgentRecord:
         log: The agent id of its log in the cache.
         has_log: Whether the log is there.
         run: Its decoding, while it runs.
+        limit: The limit of its work, which early exits end.
         task: The asyncio task that runs it.
         waiting: How many callers wait for its answer.
     """
@@ -37,6 +39,7 @@ class AgentRecord:
     log: str = ""
     has_log: bool = False
     run: AgentRun | None = None
+    limit: Deadline | None = None
     task: asyncio.Task[Answer] | None = None
     waiting: int = 0
     ended: ProgramAgentState | None = None
@@ -71,9 +74,12 @@ class AgentRecord:
         else:
             self.ended = "finished"
             self.answer = task.result()
+            if self.answer.reason == "abort":  # an early exit cut it off
+                self.ended = "cancelled"
         self.load.close()
         self.output = self.text
         self.run = None
+        self.limit = None
         self.task = None
         if self.request is not None and self.request.chat:
             self.request = None  # the router drew its id, so it is not sent again

@@ -8,6 +8,7 @@ from shell_router.core.budget import UNLIMITED, Budget, Purse
 from shell_router.core.engine import FinishReason, RequestClass, Session, value
 from shell_router.core.events import AgentStopped
 from shell_router.core.exact_json import Values
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.journal import RunJournal
 from shell_router.moa.spending import Account
@@ -207,6 +208,8 @@ class AgentRequest:
         wait_s: The longest wait for a precursor's first tokens; it need not have been sent yet.
         drops_failed: A precursor that fails is left out, unless none remains; otherwise the agent
             fails, too.
+        early_exit: Judges the outputs that it reads, and leaves out those that are unfinished.
+        confidence: Measure the output's confidence, which early exits of readers need.
         chat: A chat completion. Its agent id cannot be guessed, and finds its output. Its prompt is
             that of a client that waits for the outputs and sends their texts.
         is_read: Others read it, so that it fails if it ends inside its thinking.
@@ -227,6 +230,8 @@ class AgentRequest:
     wait_s: float = 60.0
     timeout_s: float = 600.0
     drops_failed: bool = False
+    early_exit: EarlyExit | None = None
+    confidence: bool = False
     candidates: tuple[str, ...] = ()
     chat: bool = False
     chat_template_kwargs: Values = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Early exit on real engines: the stragglers' work ends there too."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from shell_router.engines.embedding import HashEmbedder
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.moa.executor import Executor
-from shell_router.moa.requests import MoaRequest
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import AgentRequest, Answer, MoaRequest, OutputOf
 from shell_router.topology import Topology, load_topology
 from tests.fakes.moa import Recorder
 from tests.fakes.pairs_under_test import PairUnderTest, embedded, held, idle
@@ -96,6 +98,35 @@ async def test_a_run_that_exits_early_ends_before_its_stragglers_and_leaves_noth
     measured(
         "after a 9-3-1 run with three cut stragglers, its engines are idle after", gone_s - ended_s
     )
+
+
+async def test_an_agent_request_that_exits_early_ends_its_last_precursor_on_the_engines(
+    served: Served, measured: Measured
+) -> None:
+    programs = Programs(executor_of(served))
+
+    def send(
+        agent: str, tokens: int, *prompt: str | OutputOf, early_exit: EarlyExit | None = None
+    ) -> asyncio.Task[Answer]:
+        request = AgentRequest("test", "p", agent, "small", prompt)
+        request = replace(
+            request, sampling=long_output(tokens), confidence=True, early_exit=early_exit
+        )
+        return asyncio.create_task(programs.run(request, lambda event: None))
+
+    late = send("late", LONG, "Write on.")
+    others = [send(agent, 24, f"Be {agent}.") for agent in ("a", "b")]
+    read = [OutputOf(agent) for agent in ("a", "late", "b")]
+    exits = EarlyExit(policy="threshold", threshold=0)
+    await send("reader", 8, *read, early_exit=exits)
+    cut = await late
+    ended_s = monotonic()
+    gone_s = await idle(served.session, *served.urls, limit_s=10)
+    await asyncio.gather(*others)
+
+    assert (cut.reason, cut.agents["late"].state) == ("abort", "early_exit")
+    assert cut.agents["late"].completion_tokens < LONG
+    measured("after an agent request's exit, its engines are idle after", gone_s - ended_s)
 
 
 def executor_of(served: Served) -> Executor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, ClassVar, TypeVar
 
+from agent_cache import AgentPromptCache
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.core.control_text import BREAK, ControlText
 from shell_router.core.engine import NO_OPTIONS, CallParser, Generation, ServedModel
@@ -21,7 +22,9 @@ from shell_router.engines.embedding import HashEmbedder
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
+from shell_router.moa.registry import ProgramLimits
 from shell_router.moa.requests import MoaRequest
+from shell_router.routing.holdout import Holdouts
 from tests.fakes.scripted_engine import Script, ScriptedEngine, at_once
 
 
@@ -217,7 +220,7 @@ class ScriptedMoa:
         self.executor = Executor(
             self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser
         )
-        self.programs = Programs(self.models, self.cache, clock=monotonic)
+        self.programs = Programs(self.executor)
 
     @property
     def running(self) -> set[str]:
@@ -245,6 +248,21 @@ class ScriptedMoa:
                 if agent_of(request) == agent:
                     return self.tokenizers[alias].decode(request.input_ids)
         raise LookupError(agent)
+
+
+def open_programs(
+    models: Mapping[str, ServedModel],
+    cache: AgentPromptCache,
+    *,
+    clock: Callable[[], float],
+    limits: ProgramLimits | None = None,
+    chooser: ModelChooser | None = None,
+    holdouts: Holdouts | None = None,
+) -> Programs:
+    """The programs of a router of its own."""
+    executor = Executor(models, cache, HashEmbedder(), clock=clock, chooser=chooser)
+    executor.holdouts = holdouts or executor.holdouts
+    return Programs(executor, limits)
 
 
 def ask(question: str = "What is it?", *, run_id: str = "run", **fields: object) -> MoaRequest:

@@ -355,6 +355,138 @@ async def test_a_reader_leaves_out_what_failed_if_it_asks_for_that_and_reads_wha
         assert status == 502 and "no precursor left" in body
 
 
+def propose(agent: str, **fields: object) -> dict[str, object]:
+    return said("Why?", agent=agent, model="small", confidence=True, **fields)
+
+
+def sum_up(*precursors: str, **fields: object) -> dict[str, object]:
+    outputs = [{"output_of": precursor} for precursor in precursors]
+    return said("Heard: ", *outputs, agent="reader", model="large", **fields)
+
+
+async def test_an_early_exit_leaves_the_last_precursor_out_and_aborts_it() -> None:
+    async def pace(rid: str, piece: int) -> None:
+        if rid.startswith("late.") and piece == 1:
+            await hold.pace(rid, piece)
+
+    hold = Hold()
+    moa = ScriptedMoa(pace=pace)
+    moa.engines["small"].answer = lambda _: Script("It is so. Answer: 7", piece_words=3)
+    async with api(moa) as served:
+        late = asyncio.ensure_future(served.post(PATH, propose("late")))
+        await hold.until_waiting()
+        exits = {"policy": "threshold", "threshold": 0.5, "tau": 1.0}
+        read = sum_up("a", "late", "b", early_exit=exits)
+        reading = asyncio.ensure_future(served.post(PATH, read))
+        for agent in ("a", "b"):
+            assert (await served.post(PATH, propose(agent)))[0] == 200
+        assert (await reading)[0] == 200
+        text = "It is so. Answer: 7"
+        assert moa.prompts("large") == [f"<user>Heard: {text}{text}<assistant>"]
+        status, cut = await late
+        assert (status, cut["text"], cut["finish_reason"]) == (200, "It is so.", "abort")
+        assert "early exit" in cut["warnings"][0]
+        assert cut["usage"]["completion_tokens"] == 4
+        _, program = await served.get(PATH + "/p")
+        assert program["agents"]["late"] == {"state": "cancelled", "output": "It is so."}
+        await until(lambda: not moa.running)
+        assert [rid.partition(".")[0] for rid in moa.engines["small"].aborted] == ["late"]
+        _, traces = await served.get("/v1/traces")
+        by_agent = {trace["agent"]: trace["id"] for trace in traces["data"]}
+        _, trace = await served.get(f"/v1/traces/{by_agent['reader']}")
+        assert trace["exits"][0]["aborted"] == ["late"]
+        _, trace = await served.get(f"/v1/traces/{by_agent['late']}")
+        assert (trace["state"], trace["agents"]["late"]["state"]) == ("finished", "early_exit")
+        async with served.client.get(served.url + "/metrics") as response:
+            metrics = await response.text()
+        assert 'agents_stopped_total{model="small",why="early_exit"} 1.0' in metrics
+        hold.release()
+        assert (await served.post(PATH, propose("late")))[1]["text"] == text
+
+
+@pytest.mark.parametrize("policy", ["quorum", "in_flight"])
+async def test_an_early_exit_aborts_a_topology_and_waits_for_what_is_written_elsewhere(
+    policy: str,
+) -> None:
+    hold = Hold(first=0)
+    arriving = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"Else"
+        await arriving.wait()
+        yield b"where."
+
+    moa = ScriptedMoa()
+    moa.engines["medium"].pace = hold.pace
+    moa.engines["small"].answer = lambda _: Script("Answer: 7")
+    async with api(moa) as served:
+        graph = asyncio.ensure_future(served.post(PATH, said("Why?", agent="late", model="duo")))
+        await hold.until_waiting()
+        put = f"{served.url}/v1/agent/outputs/p/elsewhere"
+        sent = asyncio.ensure_future(served.client.put(put, data=pieces()))
+        exits = {"policy": policy, "min_completed": 1, "threshold": 0.2}
+        read = sum_up("a", "late", "elsewhere", early_exit=exits)
+        reading = asyncio.ensure_future(served.post(PATH, read))
+        assert (await served.post(PATH, propose("a")))[0] == 200
+        status, cut = await graph
+        assert (status, cut["finish_reason"]) == (200, "abort")
+        await until(lambda: not moa.running)
+        arriving.set()
+        async with await sent as response:
+            assert response.status == 201
+        assert (await reading)[0] == 200
+        assert moa.prompts("large") == ["<user>Heard: Answer: 7Elsewhere.<assistant>"]
+
+
+async def test_an_output_without_confidence_is_not_judged_and_the_stream_says_so() -> None:
+    async with api() as served:
+        for agent in ("a", "b"):
+            assert (await served.post(PATH, {**propose(agent), "confidence": False}))[0] == 200
+        put = f"{served.url}/v1/agent/outputs/p/late"
+        arriving = asyncio.Event()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"Late."
+            await arriving.wait()
+
+        sent = asyncio.ensure_future(served.client.put(put, data=pieces()))
+        exits = {"policy": "monotone", "threshold": 0.0}
+        read = sum_up("a", "b", "late", early_exit=exits, stream=True)
+        async with served.stream(read, PATH) as response:
+            degraded = b""
+            while degraded.count(b'"degraded"') < 2:
+                degraded += await response.content.readany()
+            arriving.set()
+            rest = await response.read()
+        (await sent).close()
+        assert b"Its confidence is unknown" in degraded and b'"exit"' not in degraded + rest
+        assert b'"finished"' in rest
+
+
+@pytest.mark.parametrize(
+    "early_exit",
+    [
+        {"policy": "never"},
+        {"policy": "in_flight", "skip_aggregation": True},
+        {"max_changed_percent": 2, "policy": "threshold"},
+        {"straggler_factor": 3},
+        {"tau": 2},
+    ],
+)
+async def test_an_early_exit_that_agents_cannot_have_is_refused(early_exit: object) -> None:
+    async with api() as served:
+        status, body = await served.post(PATH, sum_up("a", early_exit=early_exit))
+        assert status == 400 and body["error"]["param"].startswith("early_exit")
+
+
+async def test_an_early_exit_that_embeds_needs_an_embedder() -> None:
+    moa = ScriptedMoa()
+    moa.executor.embedder = None
+    async with api(moa) as served:
+        status, body = await served.post(PATH, sum_up("a", early_exit={"policy": "paper"}))
+        assert status == 409 and "Set `embedder`" in body["error"]["message"]
+
+
 async def test_deleting_a_program_ends_the_topology_that_is_its_agent() -> None:
     hold = Hold(first=0)
     async with api(ScriptedMoa(pace=hold.pace)) as served:

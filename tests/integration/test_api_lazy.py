@@ -14,10 +14,9 @@ from shell_router.api import ApiSettings
 from shell_router.core.engine import Generation
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineUnreachable
-from shell_router.moa.programs import Programs
 from shell_router.moa.registry import ProgramLimits
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, client, until
-from tests.fakes.moa import ScriptedMoa
+from tests.fakes.moa import ScriptedMoa, open_programs
 from tests.fakes.scripted_engine import Hold, Script, at_once
 
 CHAT = "/v1/chat/completions"
@@ -389,7 +388,7 @@ async def test_two_lazy_chains_of_one_program_race() -> None:
 
 async def test_markers_of_an_abandoned_program_expire_and_its_outputs_go() -> None:
     now_s, moa = 0.0, moa_that_echoes()
-    moa.programs = Programs(
+    moa.programs = open_programs(
         moa.models, moa.cache, clock=lambda: now_s, limits=ProgramLimits(ttl_s=10.0)
     )
     async with api(moa) as served:

@@ -10,11 +10,10 @@ import pytest
 from shell_router.errors import ConfigError
 from shell_router.moa.choosing import Auto, ModelChooser
 from shell_router.moa.executor import Executor
-from shell_router.moa.programs import Programs
 from shell_router.telemetry.recorder import Recorder
 from shell_router.topology import Agent, Topology
 from tests.fakes.api_server import api, chat
-from tests.fakes.moa import FixedPredictor, ScriptedMoa
+from tests.fakes.moa import FixedPredictor, ScriptedMoa, open_programs
 
 SCORES = {"small": 0.2, "medium": 0.5, "large": 0.9}
 
@@ -25,7 +24,7 @@ def choosing() -> ScriptedMoa:
     auto = Auto(("small", "medium", "large"))
     chooser = ModelChooser(moa.models, auto, FixedPredictor(scores=SCORES), clock=monotonic)
     moa.executor = Executor(moa.models, moa.cache, moa.embedder, clock=monotonic, chooser=chooser)
-    moa.programs = Programs(moa.models, moa.cache, clock=monotonic, chooser=chooser)
+    moa.programs = open_programs(moa.models, moa.cache, clock=monotonic, chooser=chooser)
     return moa
 
 

@@ -7,10 +7,9 @@ from shell_router.core.events import AgentStarted, Degraded, ModelChosen
 from shell_router.errors import PromptTooLong, UnknownModel
 from shell_router.moa.choosing import Auto, ModelChooser
 from shell_router.moa.executor import Executor
-from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest
 from shell_router.topology import AUTO, Agent, Prompt, Topology
-from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
+from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask, open_programs
 from tests.fakes.scripted_engine import Gates, Hold
 
 PLAIN = Topology(AUTO, {AUTO: Agent(AUTO, AUTO, candidates=("small", "large"))})
@@ -38,7 +37,9 @@ class ChoosingMoa(ScriptedMoa):
         self.executor = Executor(
             self.models, self.cache, self.embedder, clock=monotonic, chooser=self.chooser
         )
-        self.programs = Programs(self.models, self.cache, clock=monotonic, chooser=self.chooser)
+        self.programs = open_programs(
+            self.models, self.cache, clock=monotonic, chooser=self.chooser
+        )
 
 
 async def test_the_better_model_answers_and_the_choice_is_reported_before_anything_starts() -> None:

@@ -11,11 +11,10 @@ from shell_router.api.live import make_single_agent
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import EngineUnreachable, InvalidField
 from shell_router.moa.executor import Executor
-from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest, OutputOf
 from shell_router.routing.holdout import Comparison, HoldoutSettings
 from shell_router.topology import parse_topology
-from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
+from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask, open_programs
 from tests.fakes.scripted_engine import Script
 
 LONG = [{"role": "user", "content": "a " * 1000}]
@@ -151,7 +150,7 @@ class World:
             clock=lambda: self.now_s,
             holdouts=HoldoutSettings(share=0.2, retry_s=1e6),
         )
-        self.programs = Programs(
+        self.programs = open_programs(
             models, moa.cache, clock=lambda: self.now_s, holdouts=self.executor.holdouts
         )
 

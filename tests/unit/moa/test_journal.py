@@ -22,12 +22,11 @@ from shell_router.errors import AgentFailed, EngineUnreachable, ResponseCancelle
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.journal import RecordedGeneration, RunJournal
-from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest, Answer, OutputOf
 from shell_router.routing.holdout import Compared, Comparison, Holdouts
 from shell_router.topology import AUTO, Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.journals import MemoryJournals
-from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
+from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask, open_programs
 from tests.fakes.scripted_engine import Gates, Script
 
 LEAF = Prompt(prefix="Q: {question}")
@@ -158,7 +157,9 @@ async def test_nothing_is_learned_from_an_agent_requests_repeated_output() -> No
         moa, holdouts = ScriptedMoa(), CountingHoldouts()
         models = {name: replace(one, drafts="auto") for name, one in moa.models.items()}
         chooser = ModelChooser(models, clock=monotonic)
-        programs = Programs(models, moa.cache, clock=monotonic, chooser=chooser, holdouts=holdouts)
+        programs = open_programs(
+            models, moa.cache, clock=monotonic, chooser=chooser, holdouts=holdouts
+        )
         records = await store.claim("tenant", "key", run_id, "head")
         assert records is not None
         journal = RunJournal(store, "tenant", "key", run_id, records)

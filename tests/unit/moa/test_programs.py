@@ -18,10 +18,9 @@ from shell_router.errors import (
     UnknownModel,
     UnknownProgram,
 )
-from shell_router.moa.programs import Programs
 from shell_router.moa.registry import ProgramLimits
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
-from tests.fakes.moa import Recorder, ScriptedMoa
+from tests.fakes.moa import Recorder, ScriptedMoa, open_programs
 from tests.fakes.scripted_engine import Hold, Script
 
 
@@ -114,7 +113,7 @@ async def test_an_agent_that_failed_or_whose_callers_have_all_left_runs_again() 
 
 async def test_a_program_has_a_limit_of_agents() -> None:
     moa = ScriptedMoa()
-    programs = Programs(
+    programs = open_programs(
         moa.models,
         moa.cache,
         clock=asyncio.get_running_loop().time,
@@ -127,7 +126,7 @@ async def test_a_program_has_a_limit_of_agents() -> None:
 
 async def test_an_agent_that_another_router_began_is_refused() -> None:
     moa = ScriptedMoa()
-    elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
+    elsewhere = open_programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
     await elsewhere.run(send("first", "Hi"), print)
     with pytest.raises(DuplicateAgent, match="first"):
         await moa.programs.run(send("first", "Hi"), print)
@@ -135,7 +134,7 @@ async def test_an_agent_that_another_router_began_is_refused() -> None:
 
 async def test_an_agent_of_another_router_is_read_from_the_cache() -> None:
     moa = ScriptedMoa()
-    elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
+    elsewhere = open_programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
     first = await elsewhere.run(send("first", "Hi"), print)
     await moa.programs.run(send("second", OutputOf("first"), model="large"), print)
     assert moa.prompts("large") == [first.text]
@@ -144,7 +143,7 @@ async def test_an_agent_of_another_router_is_read_from_the_cache() -> None:
 @pytest.mark.parametrize("again_at", ["the same router", "another"])
 async def test_an_agent_that_failed_and_runs_again_is_read_at_every_router(again_at: str) -> None:
     moa = ScriptedMoa()
-    elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
+    elsewhere = open_programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
     for _ in range(2):
         moa.engines["small"].answer = lambda _: Script("half", error=EngineUnreachable("gone"))
         with pytest.raises(EngineUnreachable):
@@ -171,7 +170,7 @@ async def test_a_reader_that_comes_with_the_new_attempt_of_an_agent_reads_that()
 
     moa, clock = ScriptedMoa(), asyncio.get_running_loop().time
     async with SlowCache(clock=clock) as cache:
-        here, elsewhere = (Programs(moa.models, cache, clock=clock) for _ in range(2))
+        here, elsewhere = (open_programs(moa.models, cache, clock=clock) for _ in range(2))
         cache.goes_on.set()
         moa.engines["small"].answer = lambda _: Script("half", error=EngineUnreachable("gone"))
         with pytest.raises(EngineUnreachable):
@@ -221,7 +220,7 @@ async def test_agents_that_would_wait_for_each_other_are_refused() -> None:
 
 async def test_the_refused_agents_model_is_not_taken_for_that_of_another_routers_agent() -> None:
     moa = ScriptedMoa()
-    elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
+    elsewhere = open_programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
     first = await elsewhere.run(send("first", "Hi", model="other"), print)
     with pytest.raises(DuplicateAgent):
         await moa.programs.run(send("first", "Hi", model="large"), print)
@@ -257,7 +256,7 @@ async def test_a_max_new_tokens_that_is_no_number_of_tokens_is_refused(wanted: o
 async def test_an_ended_program_is_forgotten_after_its_time_and_its_name_is_free() -> None:
     now_s = 0.0
     moa = ScriptedMoa()
-    programs = Programs(
+    programs = open_programs(
         moa.models, moa.cache, clock=lambda: now_s, limits=ProgramLimits(ttl_s=10.0)
     )
     await programs.run(send("first", "Hi"), print)
@@ -344,7 +343,7 @@ async def test_tenants_do_not_see_each_others_programs() -> None:
 
 async def test_the_oldest_ended_program_makes_room_and_running_ones_do_not() -> None:
     hold, moa = Hold(), ScriptedMoa()
-    programs = Programs(
+    programs = open_programs(
         moa.models,
         moa.cache,
         clock=asyncio.get_running_loop().time,
@@ -384,7 +383,7 @@ async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(
         yield "x"
 
     now_s, hold, moa, cache = 0.0, Hold(), ScriptedMoa(), SlowCache()
-    programs = Programs(moa.models, cache, clock=lambda: now_s, limits=limits)
+    programs = open_programs(moa.models, cache, clock=lambda: now_s, limits=limits)
     for number in range(200):
         await programs.write(AgentRequest("tenant", f"{number}", "a", ""), texts())
     now_s, moa.engines["small"].pace = 10.0, hold.pace
@@ -402,7 +401,7 @@ async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(
 
 async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
     moa = ScriptedMoa()
-    programs = Programs(
+    programs = open_programs(
         moa.models,
         moa.cache,
         clock=asyncio.get_running_loop().time,
@@ -419,7 +418,7 @@ async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
 
 async def test_what_a_tenant_writes_elsewhere_is_bounded_in_all_its_programs() -> None:
     moa = ScriptedMoa()
-    programs = Programs(
+    programs = open_programs(
         moa.models, moa.cache, clock=monotonic, limits=ProgramLimits(max_written_bytes=10)
     )
 

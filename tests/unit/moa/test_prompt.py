@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shell_router.core.sampling import MOST_CHARACTERS_PER_TOKEN
 from shell_router.errors import PromptTooLong
 from shell_router.moa.executor import Executor
-from shell_router.moa.programs import Programs
 from shell_router.moa.prompt import (
     LONG_TEXT,
     GrowingPrompt,
@@ -23,7 +22,7 @@ from shell_router.moa.prompt import (
 )
 from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf
 from shell_router.topology import Agent, Topology
-from tests.fakes.moa import ControlWordTokenizer, ScriptedMoa, WordTokenizer
+from tests.fakes.moa import ControlWordTokenizer, ScriptedMoa, WordTokenizer, open_programs
 
 
 @st.composite
@@ -166,7 +165,7 @@ async def test_no_long_text_is_tokenized_on_the_event_loop() -> None:
     tokenizer = Watching()
     models = {name: replace(model, tokenizer=tokenizer) for name, model in moa.models.items()}
     executor = Executor(models, moa.cache, None, clock=time.monotonic)
-    programs = Programs(models, moa.cache, clock=time.monotonic)
+    programs = open_programs(models, moa.cache, clock=time.monotonic)
     text = "word " * 2000  # more bytes than the context has tokens, and yet it fits
     tree = Topology("tree", {"a": Agent("a", "small"), "b": Agent("b", "small", ("a",))})
     asked = MoaRequest("r", "t", ({"role": "user", "content": text},), {"max_new_tokens": 1})
@@ -188,7 +187,7 @@ async def test_a_hopeless_prompt_is_refused_before_it_is_tokenized() -> None:
             single, MoaRequest("r", "t", ({"role": "user", "content": text},)), lambda _: None
         )
     with pytest.raises(PromptTooLong):
-        await Programs(models, moa.cache, clock=time.monotonic).run(
+        await open_programs(models, moa.cache, clock=time.monotonic).run(
             AgentRequest("t", "p", "a", "small", (text,)), lambda _: None
         )
 
