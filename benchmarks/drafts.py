@@ -1,9 +1,10 @@
 """What drafts from an agent's own prompt save: the same tree with and without them, in turns.
 
     python benchmarks/drafts.py [--questions N] [--clients N,N] [--temperature T,T] [--width K,K]
-    [--json] python benchmarks/drafts.py --equal [--questions N] [--temperature T,T]
-    python benchmarks/drafts.py --engine sglang [--model smollm2] [--flags FLAGS] [--shape 3-1]
-    [--equal]
+        [--json]
+    python benchmarks/drafts.py --equal [--questions N] [--temperature T,T]
+    python benchmarks/drafts.py --engine sglang [--config FILE | --model smollm2] [--flags FLAGS]
+        [--shape 3-1] [--equal]
 
 Questions that no model was trained on are answered by the tree of topologies/evaluation, each once
 with drafts and once without, another first each time; --clients are under way at once, all in one
@@ -13,11 +14,13 @@ read others, and one k: the most tokens of a pass per request. SmolLM2 answers t
 benchmarks/overlap/questions.txt.
 
     vs_plain       end-to-end latency by that without drafts on the same question: the median, and
-    its 95 % interval vs_bound       the same by the critical path of the run without drafts: its
-    longest chain of decoding, every
-                   token a pass. Below 1, drafts were faster than any schedule of plain passes
+                   its 95 % interval
+    vs_bound       the same by the critical path of the run without drafts: its longest chain of
+                   decoding, every token a pass. Below 1, drafts were faster than any schedule of
+                   plain passes
     ..._decode     seconds per token from an agent's first token to its last, by those without
-    drafts: medians ..._per_pass   tokens that a pass gave, the one that was not drafted included
+                   drafts: medians
+    ..._per_pass   tokens that a pass gave, the one that was not drafted included
 
 With `--equal` every request is seeded and the models run in float64: it counts the agents that
 write the same tokens with and without drafts. SGLang runs in float32 and draws without seeds, so
@@ -85,8 +88,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     found.add_argument(
-        "--model", choices=("tiny", "smollm2"), default="tiny", help="with --engine sglang"
+        "--config", type=Path, metavar="FILE", help="a deployment, with --engine sglang"
     )
+    found.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="without it")
     found.add_argument("--flags", default="", help="further flags of the SGLang engines")
     found.add_argument("--shape", default="9-3-1", help="the tree's agents by layer")
     found.add_argument("--questions", type=int, default=48, help="of each row (default 48)")
@@ -142,12 +146,15 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
 
 
 def deployment(options: argparse.Namespace, width: int) -> "Config":
-    """The tiny models that were trained, on embedded pairs; or one CPU pair of SGLang."""
+    """The tiny models that were trained, on embedded pairs; or SGLang's of a file, or one CPU
+    pair.
+    """
     from benchmarks.overlap.engines import CpuPair, sglang_deployment, tiny_models
     from shell_router.standins.embedded.settings import EmbeddedSection
 
     if options.engine == "sglang":
-        found = sglang_deployment(None, CpuPair(options.model, "new-tokens", options.flags))
+        pair = CpuPair(options.model, "new-tokens", options.flags)
+        found = sglang_deployment(options.config, pair)
         return replace(found, launch=replace(found.launch, drafts=True))
     dtype = "float64" if options.equal else "float32"
     return tiny_models(EmbeddedSection(dtype=dtype, draft_width=width))

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +84,27 @@ async def test_a_fault_that_does_not_exist_is_refused_with_those_that_do() -> No
     assert "decode killed mid-stream" in complaint.decode()
 
 
-async def test_overlap_on_sglang_says_how_to_build_what_it_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("overlap", (), "Build it with: launch/sglang_cpu/environment.sh\n"),
+        ("drafts", ("--config", "nowhere.yaml"), "drafts.py: nowhere.yaml"),
+    ],
+)
+async def test_on_sglang_it_says_what_is_missing_the_environment_or_the_named_deployment(
+    tmp_path: Path, name: str, options: Sequence[str], said: str
+) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "benchmarks/overlap.py",
-        *("--engine", "sglang"),
+        f"benchmarks/{name}.py",
+        *("--engine", "sglang", *options),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
         stderr=asyncio.subprocess.PIPE,
     )
     _, complaint = await process.communicate()
     assert process.returncode == 2
-    assert complaint.decode().endswith("Build it with: launch/sglang_cpu/environment.sh\n")
+    assert said in complaint.decode()
 
 
 def test_tokens_are_late_unless_an_update_with_them_had_ended_with_the_inputs() -> None:
