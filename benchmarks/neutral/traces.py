@@ -1,0 +1,295 @@
+"""Traces of agent programs for public replayers, and the same graphs as topologies of this router.
+
+    python -m benchmarks.neutral.traces FOLDER
+
+writes our own traces. They are written, not recorded: a replayer sends the question and waits for
+live outputs, of which each trace says the length and who reads them. Each call reads its
+precursors' outputs as assistant messages, by which inference-perf finds its edges.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+QUESTION = (
+    "A town of forty thousand people wants to halve the cars in its center within ten years. It "
+    "has two bus lines, a railway station at its edge, narrow streets from the middle ages, and "
+    "little money. Shops fear for their customers, and many of the people who work there live in "
+    "villages around. What should it do first, what later, and how would it know that it works?"
+)
+ANOTHER = "Here is what another assistant would answer."
+MERGE = "Now write the one answer that keeps what is right in all of these."
+RESULT = (
+    "Result of the tool, call {turn}: the line carried {carried} people on a working day, "
+    "{percent} percent of them before nine in the morning. What do you do next?"
+)
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+CHARACTERS_PER_TOKEN = 4
+"""By which inference-perf estimates the length of an output that has no count."""
+
+Message = Mapping[str, str]
+Values = dict[str, Any]
+
+
+class NotOneGraphError(ValueError):
+    """A trace is no graph with one root, so that no topology has its calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a trace; `reads` and `texts` alternate in its prompt, which begins with a text."""
+
+    name: str
+    tokens: int
+    reads: Sequence[str]
+    texts: Sequence[str]
+
+
+def build_tree(shape: Sequence[int], tokens: Sequence[int]) -> list[Call]:
+    """Layers of agents, each of which reads its cluster of the layer before."""
+    calls: list[Call] = []
+    above: list[str] = []
+    for layer, (size, length) in enumerate(zip(shape, tokens, strict=True)):
+        names = [f"layer-{layer}-{index}" for index in range(size)]
+        width = len(above) // size
+        for index, name in enumerate(names):
+            reads = above[index * width : (index + 1) * width]
+            calls.append(_build_call(name, length, reads))
+        above = names
+    return calls
+
+
+def build_debate(agents: int, rounds: int, tokens: int) -> list[Call]:
+    """Every agent answers, then reads all answers and answers again; one sums up."""
+    calls: list[Call] = []
+    above: list[str] = []
+    for turn in range(rounds):
+        names = [f"round-{turn}-{index}" for index in range(agents)]
+        calls += [_build_call(name, tokens, above) for name in names]
+        above = names
+    return [*calls, _build_call("summary", tokens, above)]
+
+
+def build_tool_loop(turns: int, tokens: int) -> list[Call]:
+    """One agent, which gets a tool's result after each of its turns but the last."""
+    calls = []
+    for turn in range(turns):
+        results = [
+            RESULT.format(turn=index + 1, carried=900 + 130 * index, percent=31 + 4 * index)
+            for index in range(turn)
+        ]
+        reads = [f"turn-{index}" for index in range(turn)]
+        calls.append(Call(f"turn-{turn}", tokens, reads, [QUESTION, *results]))
+    return calls
+
+
+def _build_call(name: str, tokens: int, reads: Sequence[str]) -> Call:
+    between = [ANOTHER] * (len(reads) - 1)
+    texts = [QUESTION, *between, MERGE] if reads else [QUESTION]
+    return Call(name, tokens, reads, texts)
+
+
+def build_panel(agents: int, tokens: int, straggler_tokens: int) -> list[Call]:
+    """A panel whose first member writes far more than the others, and its judge."""
+    panel = build_tree((agents, 1), (tokens, tokens))
+    return [Call(panel[0].name, straggler_tokens, (), panel[0].texts), *panel[1:]]
+
+
+OWN: Mapping[str, Sequence[Call]] = {
+    "tree-3-1": build_tree((3, 1), (48, 64)),
+    "tool-loop": build_tool_loop(5, 32),
+    "tree-9-3-1": build_tree((9, 3, 1), (48, 48, 64)),
+    "panel-straggler": build_panel(4, 32, 128),
+    "debate-3x2": build_debate(3, 2, 48),
+}
+
+
+def write_own(folder: Path) -> None:
+    """Write our traces, a file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, calls in OWN.items():
+        _write_trace(folder / f"{name}.json", name, calls)
+
+
+def _write_trace(file: Path, name: str, calls: Sequence[Call]) -> None:
+    outputs = {call.name: f"What {call.name} of {name} wrote." for call in calls}
+    ends: dict[str, datetime] = {}
+    spans = []
+    for number, call in enumerate(calls):
+        start = max((ends[reads] for reads in call.reads), default=BEGAN)
+        # all lengths differ: a replayer lets a call wait for any other that ended before it began
+        ends[call.name] = start + timedelta(seconds=1, milliseconds=10 * number)
+        messages: list[Message] = [{"role": "user", "content": call.texts[0]}]
+        for reads, text in zip(call.reads, call.texts[1:], strict=True):
+            messages.append({"role": "assistant", "content": outputs[reads]})
+            messages.append({"role": "user", "content": text})
+        times = (start, ends[call.name])
+        spans.append(_build_span(name, call.name, messages, outputs[call.name], call.tokens, times))
+    _write_spans(file, name, spans)
+
+
+def _build_span(
+    trace: str,
+    name: str,
+    messages: Sequence[Message],
+    output: str,
+    tokens: int,
+    times: tuple[datetime, datetime],
+) -> Values:
+    prompt = sum(len(message["content"]) for message in messages) // CHARACTERS_PER_TOKEN
+    start, end = times
+    return {
+        "trace_id": trace,
+        "span_id": name,
+        "parent_span_id": None,
+        "name": "chat model",
+        "kind": "SPAN_KIND_CLIENT",
+        "start_time": start.isoformat(),
+        "end_time": end.isoformat(),
+        "attributes": {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "model",
+            "gen_ai.input.messages": json.dumps(messages),
+            "gen_ai.output.text": output,
+            "gen_ai.usage.input_tokens": prompt,
+            "gen_ai.usage.output_tokens": tokens,
+        },
+        "status": {"code": 1, "message": ""},
+    }
+
+
+def _write_spans(file: Path, name: str, spans: Sequence[Values]) -> None:
+    document = {"trace_id": name, "span_count": len(spans), "spans": spans}
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace to replay.
+
+    Attributes:
+        file: The trace as its author wrote it.
+        agents: The same graph as the agents of a topology; None if it is not one graph.
+        whole: A trace of one call, which asks that topology; None without one.
+        note: Why there is no topology.
+        root: The last call's span id.
+    """
+
+    name: str
+    file: Path
+    root: str
+    agents: Values | None = None
+    whole: Path | None = None
+    note: str = ""
+
+
+def load_trace(file: Path, folder: Path, model: str) -> Trace:
+    """Read a trace, and write the one of a single call to `folder` where it has a topology.
+
+    `model` is the alias of the agents' model.
+    """
+    spans = _read_calls(file)
+    name = file.stem.replace("_", "-").lower()
+    root = spans[-1]
+    try:
+        question, agents = _build_agents(spans, model)
+    except NotOneGraphError as error:
+        return Trace(name, file, root["span_id"], note=str(error))
+    whole = folder / f"{name}.json"
+    begin, end = (datetime.fromisoformat(root[time]) for time in ("start_time", "end_time"))
+    messages = [{"role": "user", "content": question}]
+    tokens = _count_output(root["attributes"])
+    span = _build_span(name, root["span_id"], messages, "An answer.", tokens, (begin, end))
+    _write_spans(whole, name, [span])
+    return Trace(name, file, root["span_id"], agents, whole)
+
+
+def _read_calls(file: Path) -> list[Values]:
+    spans = json.loads(file.read_text(encoding="utf-8"))["spans"]
+    calls = [span for span in spans if span["attributes"].get("gen_ai.input.messages")]
+    return sorted(calls, key=lambda span: str(span["start_time"]))
+
+
+def _build_agents(spans: Sequence[Values], model: str) -> tuple[str, Values]:
+    """Return the question of the topology and its agents; raises NotOneGraphError."""
+    prompts = [json.loads(span["attributes"]["gen_ai.input.messages"]) for span in spans]
+    question = _find_question(prompts)
+    writers: dict[str, str] = {}
+    agents: Values = {}
+    unread: list[str] = []
+    for number, (span, messages) in enumerate(zip(spans, prompts, strict=True)):
+        agent = f"call-{number:02}"
+        reads, prompt = _build_prompt(messages, writers, question)
+        sampling = {"max_new_tokens": _count_output(span["attributes"]), "ignore_eos": True}
+        agents[agent] = {"model": model, "prompt": prompt, "sampling": sampling}
+        if reads:
+            agents[agent]["precursors"] = reads
+        output = span["attributes"].get("gen_ai.output.text")
+        if not output or output in writers:
+            raise NotOneGraphError(f"call {number} has no output text of its own")
+        writers[output] = agent
+        unread = [name for name in unread if name not in reads] + [agent]
+    if len(unread) > 1:
+        raise NotOneGraphError(f"no call reads the outputs of {len(unread) - 1} calls")
+    return question, agents
+
+
+def _find_question(prompts: Sequence[Sequence[Message]]) -> str:
+    """Return the text that every call's prompt begins with, else a neutral one."""
+    first = {
+        next(each["content"] for each in messages if each["role"] == "user") for messages in prompts
+    }
+    return first.pop() if len(first) == 1 else "Answer well."
+
+
+def _build_prompt(
+    messages: Sequence[Message], writers: Mapping[str, str], question: str
+) -> tuple[list[str], Values]:
+    """Return the agents that a prompt reads, in order, and the prompt as topologies have it."""
+    system: list[str] = []
+    reads: list[str] = []
+    texts = [""]
+    for message in messages:
+        content = message["content"]
+        writer = writers.get(content) if message["role"] == "assistant" else None
+        if writer is not None:
+            if writer in reads:
+                raise NotOneGraphError(f"a prompt holds the output of {writer} twice")
+            reads.append(writer)
+            texts.append("")
+        elif message["role"] == "system":
+            system.append(content)
+        else:
+            texts[-1] += ("\n\n" if texts[-1] else "") + content
+    first, *rest = [text.replace("{", "{{").replace("}", "}}") for text in texts]
+    asked = question.replace("{", "{{").replace("}", "}}")
+    others = first.removeprefix(asked)
+    prompt: Values = {"prefix": "{question}" + (f"\n\n{others.lstrip()}" if others else "")}
+    if system:
+        prompt["system"] = "\n\n".join(system).replace("{", "{{").replace("}", "}}")
+    if reads:
+        before = ["", *rest[:-1]]
+        prompt["slots"] = {
+            agent: f"\n\n{text}\n\n{{output}}" if text else "\n\n{output}"
+            for agent, text in zip(reads, before, strict=True)
+        }
+        prompt["suffix"] = f"\n\n{rest[-1]}"
+    return reads, prompt
+
+
+def _count_output(attributes: Values) -> int:
+    for name in ("completion_tokens", "output_tokens"):
+        count = attributes.get(f"gen_ai.usage.{name}")
+        if count is not None:
+            return int(count)
+    return max(1, len(attributes.get("gen_ai.output.text", "")) // CHARACTERS_PER_TOKEN)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    write_own(Path(sys.argv[1]))
