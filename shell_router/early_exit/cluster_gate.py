@@ -6,10 +6,10 @@ import numpy as np
 
 from shell_router.early_exit.algorithm1 import Features, Score, score, similarity
 from shell_router.early_exit.answers import Ballot, cast_ballot, elect
-from shell_router.early_exit.gate import Judgement
+from shell_router.early_exit.gate import Gate, Judgement
 
 
-class ClusterGate:
+class ClusterGate(Gate):
     """Exit when Q reaches `threshold`; without a threshold, exit with probability Q.
 
     Each completion computes only its own row of Sim.
@@ -28,9 +28,6 @@ class ClusterGate:
         self._ballots: list[Ballot] = []
         self._features: list[Features] = []
         self._rows: list[list[float]] = []
-
-    def add_text(self, agent: str, text: str, confidence: float) -> None:
-        """Ignore unfinished outputs."""
 
     def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None

@@ -37,7 +37,7 @@ class Gate(Protocol):
             text: The added text.
             confidence: The confidence of the agent's whole output so far.
         """
-        ...
+        return
 
     def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None

@@ -3,18 +3,15 @@
 from collections.abc import Callable, Collection
 
 from shell_router.early_exit.algorithm1 import Features
-from shell_router.early_exit.gate import Judgement
+from shell_router.early_exit.gate import Gate, Judgement
 
 
-class QuorumGate:
+class QuorumGate(Gate):
     """Exit when exactly `min_completed` agents have ended."""
 
     def __init__(self, min_completed: int) -> None:
         self._min_completed = min_completed
         self._completed = 0
-
-    def add_text(self, agent: str, text: str, confidence: float) -> None:
-        """Ignore unfinished outputs."""
 
     def add_output(
         self, agent: str, text: str, confidence: float, features: Features | None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from shell_router.early_exit.cluster_gate import ClusterGate
+from shell_router.early_exit.first_answer import FirstAnswerGate
 from shell_router.early_exit.gate import Gate
 from shell_router.early_exit.in_flight import InFlightGate
 from shell_router.early_exit.quorum import QuorumGate
@@ -78,6 +79,11 @@ POLICIES: Mapping[str, ExitPolicy] = {
         reads_streams=True,
         names_sources=True,
     ),
+    "first_answer": ExitPolicy(
+        lambda settings, agents: FirstAnswerGate(agents[0], settings.threshold),
+        "exits when the confidence of the cluster's first agent reaches threshold",
+        names_sources=True,
+    ),
     "quorum": ExitPolicy(
         lambda settings, agents: QuorumGate(settings.min_completed),
         "exits grace_s after min_completed agents have ended",
@@ -115,9 +121,7 @@ class EarlyExit:
         Interval(gt=0, le=1),
         "With 'paper' and 'threshold': the preferred similarity of completed outputs.",
     ] = 0.7
-    threshold: Annotated[Share, "Used by the policies 'threshold', 'monotone' and 'in_flight'."] = (
-        0.8
-    )
+    threshold: Annotated[Share, "Used by all policies but 'paper' and 'quorum'."] = 0.8
     max_changed_percent: Annotated[
         float | None,
         Interval(gt=0, lt=100),
@@ -131,8 +135,12 @@ class EarlyExit:
     ] = 2
     skip_aggregation: Annotated[
         Switch,
-        "With 'in_flight': if the cluster agrees, agents that read only it are skipped and forward "
-        "its answer.",
+        "With 'in_flight' and 'first_answer': on an exit, agents that read only the cluster are "
+        "skipped and forward its answer.",
+    ] = False
+    ask_first: Annotated[
+        Switch,
+        "All other agents of the run start once the cluster's first one has ended.",
     ] = False
     grace_s: Annotated[
         float,

@@ -333,6 +333,7 @@ class GraphRun:
         self._leave = leave
         self._watching: list[ClusterExit] = []
         self._exits = self._open_exits(embedder)
+        self._firsts = self._topology.asked_first
         self._members: dict[str, _Member] = {}
         self._news = asyncio.Event()
         self._is_late = False
@@ -554,12 +555,19 @@ class GraphRun:
         run = member.run
         assert run is not None
         run.start()
+        if member.agent.id not in self._firsts:
+            await self._await_ends(self._firsts)
         if member.forwards is None:
             prompt = await self._complete_prompt(member, run.task)
             if prompt is not None:
                 return await run.decode(prompt.ids, prompt.sent)
         assert member.forwards is not None
         return await self._forward(member, member.forwards)
+
+    async def _await_ends(self, agents: Collection[str]) -> None:
+        while any(self._members[name].is_running for name in agents):
+            self._news.clear()
+            await self._news.wait()
 
     async def _forward(self, member: _Member, source: str) -> AgentOutput:
         """Take the output of the agent `source` as this agent's own, without asking an engine."""
@@ -754,9 +762,7 @@ class GraphRun:
 
     async def _follow_judge(self, judge: _Member) -> str:
         """Return the agent whose output the judge names, "" if it names none that there is."""
-        while judge.is_running:
-            self._news.clear()
-            await self._news.wait()
+        await self._await_ends({judge.agent.id})
         if judge.output is None or judge.run is None:
             return ""
         if judge.forwards is not None:

@@ -157,6 +157,15 @@ class Topology:
         return agent.id in self.callers
 
     @cached_property
+    def asked_first(self) -> frozenset[str]:
+        """The agents that must have ended before any other starts."""
+        return frozenset(
+            cluster.agents[0]
+            for cluster in self.clusters
+            if cluster.early_exit is not None and cluster.early_exit.ask_first
+        )
+
+    @cached_property
     def answering(self) -> frozenset[str]:
         """The agents whose streams are the answer: the root."""
         return frozenset({self.root.id})

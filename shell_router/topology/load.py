@@ -124,6 +124,10 @@ def _exit_problems(topology: Topology) -> Iterable[Problem]:
     if sizes and all(least > agents for least, agents in sizes):
         wrong = "early_exit.min_completed is above the number of agents in each cluster."
         yield Problem(("early_exit",), wrong, "Lower it.")
+    for name in topology.asked_first:
+        if topology.agents[name].precursors:
+            wrong = f"early_exit.ask_first: {name!r}, the first of its cluster, reads other agents."
+            yield Problem((), wrong, "List an agent without precursors first, or remove ask_first.")
 
 
 def _tool_problems(graph: Graph) -> Iterable[Problem]:

@@ -34,7 +34,7 @@ def shipped() -> dict[str, Graph]:
 
 def test_the_shipped_topologies_are_there(shipped: dict[str, Graph]) -> None:
     agents = {"tree-9-3-1", "all-to-all-9-9-1", "plan-solve-verify", "tiny"}
-    agents |= {"self-consistency", "confidence-vote", "best-of-n"}
+    agents |= {"grow-from-first", "self-consistency", "confidence-vote", "best-of-n"}
     steps = {"small-first", "by-request", "self-refine"}
     assert set(shipped) == agents | steps
     assert {name for name, one in shipped.items() if isinstance(one, Conditional)} == steps

@@ -11,6 +11,7 @@ import pytest
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentStarted,
     AgentStopped,
     AggregationSkipped,
     Event,
@@ -57,6 +58,25 @@ def three_branches() -> Topology:
         *readers,
         agent("root", "a", "b", "c", model="other"),
         clusters=(("a1", "a2"), ("b1", "b2"), ("c1", "c2"), ("a", "b", "c")),
+    )
+
+
+FIRST = EarlyExit("first_answer", threshold=0.8, ask_first=True, skip_aggregation=True)
+SURE = Script(SAYS_4, logprob=-0.01)
+UNSURE = Script(SAYS_4, logprob=-0.1)
+AWAY = EngineUnreachable("It is away.")
+
+
+def growing(gate: EarlyExit = FIRST) -> Topology:
+    """A first answer, and a tree of the leaves `a1` and `a2`, their reader `a`, and the root."""
+    return graph(
+        agent("first", model="large", on_failure="drop"),
+        agent("a1"),
+        agent("a2"),
+        agent("a", "a1", "a2", model="medium"),
+        agent("root", "first", "a", model="other"),
+        clusters=(("first", "a"),),
+        gate=gate,
     )
 
 
@@ -347,3 +367,58 @@ async def test_a_reader_that_has_not_begun_can_be_passed_by() -> None:
 def test_only_a_gate_that_reads_answers_can_pass_them_on() -> None:
     with pytest.raises(ValueError, match="skip_aggregation goes with policy in_flight"):
         EarlyExit("threshold", skip_aggregation=True)
+
+
+async def test_a_sure_first_answer_is_forwarded_and_its_tree_never_starts() -> None:
+    moa = ScriptedMoa({"first": SURE})
+    answer = await moa.executor.run(growing(), ask(), print)
+    assert answer.text == SAYS_4
+    assert asked(moa) == {"first"}
+    assert not any(engine.prefilled for engine in moa.engines.values())
+    states = Counter(usage.state for usage in answer.agents.values())
+    assert states == {"finished": 1, "skipped": 1, "early_exit": 1, "unneeded": 2}
+
+
+@pytest.mark.parametrize("first", [UNSURE, Script(SAYS_4, error=AWAY, error_after=1)])
+async def test_a_tree_grows_from_a_first_answer_that_is_unsure_or_failed(first: Script) -> None:
+    gates = Gates("first")
+    moa, events = ScriptedMoa({"first": first, "root": SAYS_5}, pace=gates.pace), Recorder()
+    run = asyncio.create_task(moa.executor.run(growing(), ask(), events.emit))
+    await events.until(lambda seen: len(seen.of(AgentStarted)) == 5 and asked(moa) != set())
+    assert asked(moa) == {"first"}
+    gates.open("first")
+    assert (await run).text == SAYS_5
+    assert asked(moa) == {"first", "a1", "a2", "a", "root"}
+    assert (f"[{SAYS_4}]" in moa.prompt_of("root")) == (first is UNSURE)
+
+
+async def test_a_tree_that_started_together_is_cut_by_a_sure_first_answer() -> None:
+    gates = Gates("first", "a1", "a2")
+    moa = ScriptedMoa({"first": SURE}, pace=gates.pace)
+    gate = replace(FIRST, ask_first=False)
+    run = asyncio.create_task(moa.executor.run(growing(gate), ask(), print))
+    await gates.until_waiting(3)
+    gates.open("first")
+    answer = await run
+    assert answer.text == SAYS_4
+    assert moa.aborted >= {"a1", "a2"}
+    assert answer.agents["root"].state == "skipped"
+
+
+async def test_a_tree_grows_until_its_answers_show_which_first_answers_need_none() -> None:
+    gate = EarlyExit("first_answer", ask_first=True, skip_aggregation=True, max_changed_percent=10)
+    said: dict[str, Script | str] = {"root": SAYS_4}
+    moa = ScriptedMoa(said)
+
+    async def run_often(first: Script, times: int) -> list[str]:
+        said["first"] = first
+        answers = [
+            await moa.executor.run(growing(gate), ask(run_id=f"{id(first)}-{number}"), print)
+            for number in range(times)
+        ]
+        return [answer.agents["root"].state for answer in answers]
+
+    unsure = Script(SAYS_5, logprob=-0.1)
+    assert await run_often(unsure, 3) == ["finished"] * 3
+    assert await run_often(SURE, 8) == ["finished"] * 6 + ["skipped"] * 2
+    assert await run_often(unsure, 2) == ["finished"] * 2

@@ -97,6 +97,11 @@ WRONG = {
         2,
         "min_completed is above the number of agents",
     ),
+    "a first agent that waits for others": (
+        "tree: {shape: [4, 2, 1], models: [m]}\nearly_exit: {ask_first: on}\n",
+        1,
+        "'aggregator-1', the first of its cluster, reads other agents. List an agent without precursors",
+    ),
     "more outputs than a cluster's agents": (
         AGENTS + "clusters: {x: {agents: [a, b], early_exit: {min_completed: 3}}}\n",
         1,
