@@ -103,8 +103,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=6, help="after one that warms up; 0: only that"
     )
-    parser.add_argument("--sessions", type=int, default=8, help="of each run")
-    parser.add_argument("--at-once", default="1,4", help="sessions at a time, by comma")
+    parser.add_argument("--sessions", type=int, default=4, help="of each run")
+    parser.add_argument("--at-once", default="4", help="sessions at a time, by comma")
     parser.add_argument(
         "--own", default="tree-3-1,tool-loop", help=f"of {', '.join(OWN)}, by comma"
     )

@@ -87,7 +87,8 @@ class Client(ABC):
                 )
                 return self.read(ask, folder / "results")
             except (subprocess.SubprocessError, OSError, ValueError, LookupError) as error:
-                return Measured([], [], 0, 0.0, ask.sessions, str(error)[:REASON_CHARACTERS])
+                reason = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
+                return Measured([], [], 0, 0.0, ask.sessions, reason)
 
     def environment(self) -> Mapping[str, str]:
         """The client's environment variables: ours, without what is for our own Python."""
@@ -163,7 +164,7 @@ class InferencePerf(Client):
             request
             for request in requests
             if request["error"] is None
-            and request["info"]["extra_info"]["graph_event_id"].endswith(f"_{ask.root}")
+            and request["info"]["graph_event_id"].endswith(f"_{ask.root}")
         ]
         roots.sort(key=itemgetter("end_time"))
         if len(roots) != len(done):

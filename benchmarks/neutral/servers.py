@@ -148,9 +148,7 @@ def serve(
             _await_answer(engines.undivided[0], engines.model, None)
             servers.append(Server("the engine itself", engines.undivided[0], engines))
         else:
-            notes[f"{engines.name}, the engine itself"] = (
-                "needs a router: there are several engines"
-            )
+            notes[f"{engines.name}, the engine itself"] = "several servers need a router"
         for name, (program, arguments) in PEERS.items():
             try:
                 installed = install(program)

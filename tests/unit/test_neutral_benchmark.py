@@ -28,7 +28,7 @@ def test_inference_perfs_sessions_end_with_their_root_and_count_from_their_begin
 
     def request(event: str, first_s: float, end_s: float, error: Any = None) -> dict[str, Any]:
         info = {
-            "extra_info": {"graph_event_id": event},
+            "graph_event_id": event,
             "response_metrics": {"output_token_times": [first_s, end_s]},
         }
         return {"end_time": end_s, "info": info, "error": error}
