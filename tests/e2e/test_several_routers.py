@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import astuple, dataclass, field
 from itertools import count, cycle
@@ -375,7 +375,7 @@ async def test_redis_killed_and_back_fails_no_request(
 
 
 SOAK_S = float(os.environ.get("SHELL_ROUTER_SOAK_S", "24"))
-"""Of real time; an hour at night."""
+"""Of real time with faults; an hour at night."""
 HOSTILE = [one for family in FAMILIES.values() for one in family]
 CLIENTS = 8
 
@@ -513,6 +513,7 @@ QUESTIONS = tuple(
 )
 FAULT_S = min(10.0, SOAK_S / 12)
 """From the beginning of a fault to the next one."""
+Fault = Callable[[], Awaitable[None]]
 
 
 @dataclass
@@ -529,22 +530,29 @@ class Faults:
     broken: Counter[str] = field(default_factory=Counter)
 
     async def go_on_for(self, seconds: float) -> None:
-        """All kinds of faults, one after the other, each at least once; the last one is over."""
-        end_s = asyncio.get_running_loop().time() + seconds
-        kinds = (
-            self.kill_router,
-            self.freeze_router,
-            self.kill_engine,
-            self.stop_router,
-            self.stall_engine,
-            self.lose_redis,
+        """All kinds of faults, one every `FAULT_S`; the last ones are over.
+
+        Routers, engines and Redis break in turn, so that a slow start delays no other's fault.
+        """
+        parts = (
+            (self.kill_router, self.freeze_router, self.stop_router),
+            (self.kill_engine, self.stall_engine),
+            (self.lose_redis,),
         )
-        for fault in cycle(kinds):
-            if len(self.broken) == len(kinds) and asyncio.get_running_loop().time() >= end_s:
-                return
-            async with asyncio.TaskGroup() as group:
-                group.create_task(asyncio.sleep(FAULT_S))
-                group.create_task(fault())
+        async with asyncio.TaskGroup() as group:
+            for place, faults in enumerate(parts):
+                at_s = [
+                    start * FAULT_S for start in range(place, int(seconds / FAULT_S), len(parts))
+                ]
+                group.create_task(self._break(faults, at_s))
+
+    async def _break(self, faults: Sequence[Fault], at_s: Sequence[float]) -> None:
+        """Each fault in turn, at these seconds from now on, or as soon as the last one is over."""
+        clock = asyncio.get_running_loop().time
+        begin_s = clock()
+        for start_s, fault in zip(at_s, cycle(faults), strict=False):
+            await asyncio.sleep(begin_s + start_s - clock())
+            await fault()
             self.broken[fault.__name__] += 1
 
     async def kill_router(self) -> None:
@@ -559,13 +567,13 @@ class Faults:
 
     async def freeze_router(self) -> None:
         """For longer than its lease of a second."""
-        frozen = self.routers[self.broken.total() // 6 % 2]
+        frozen = self.routers[self.broken["freeze_router"] % 2]
         frozen.command.signal(signal.SIGSTOP)
         await asyncio.sleep(3)
         frozen.command.signal(signal.SIGCONT)
 
     async def kill_engine(self) -> None:
-        role = ("prefill", "decode")[self.broken.total() // 6 % 2]
+        role = ("prefill", "decode")[self.broken["kill_engine"] % 2]
         self.pair.kill(role)
         await self.pair.start(role)
 
@@ -655,10 +663,10 @@ async def test_faults_for_long_change_no_text_and_leave_nothing(
             for question in QUESTIONS
         }
         readers = Readers(served, routers, expected, random.Random(40))
-        await readers.go_on_during(asyncio.sleep(SOAK_S / 3))
+        await readers.go_on_during(asyncio.sleep(SOAK_S / 6))
         before = await at_rest(served, routers[0])
         faults = Faults(served, redis, pair, routers)
-        await readers.go_on_during(faults.go_on_for(SOAK_S * 2 / 3))
+        await readers.go_on_during(faults.go_on_for(SOAK_S))
         assert len(readers.answers) == 6 and readers.broken_off
         most = Held(before.files + 8, before.threads + 2, before.megabytes + 32, before.tasks + 8)
         after = await at_rest(served, routers[0], most)
