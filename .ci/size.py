@@ -63,7 +63,7 @@ WITHOUT_REFERENT = frozenset(
 # together may take 300,000. Lower a limit with every change that can.
 LIMITS: dict[str, float] = {
     "product tokens": 339_000,
-    "tokens that serve imports": 196_500,
+    "tokens that serve imports": 197_000,
     "tuple assignments per 1,000 lines": 0.5,
     "conditional expressions per 1,000 lines": 10,
     "docstrings without a referent": 0,
