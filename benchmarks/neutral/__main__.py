@@ -10,21 +10,24 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
+import aiohttp
+
 from benchmarks.neutral.clients import CLIENTS, OUTPUT_TOKENS, PROMPT_TOKENS, Ask, Client, Measured
-from benchmarks.neutral.environments import CACHE, Installed, UnavailableError, install
+from benchmarks.neutral.environments import Installed, UnavailableError, install
 from benchmarks.neutral.servers import (
+    CPU_KINDS,
     FORMS,
+    SERVED_NAME,
     Engines,
     Server,
     cpu_engines,
@@ -32,7 +35,7 @@ from benchmarks.neutral.servers import (
     running_engines,
     serve,
 )
-from benchmarks.neutral.table import Cell, build_rows
+from benchmarks.neutral.table import Cell, Round, build_rows
 from benchmarks.neutral.traces import OWN, Trace, load_trace, write_own
 from benchmarks.report import report
 from benchmarks.servers import flush
@@ -54,47 +57,47 @@ class Run:
 
 
 def main() -> int:
-    """Measure and print; 1 if no client could be had."""
+    """Measure and print; 1 if no client could be had, or not all rounds could be measured."""
     options = parse_options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all it started ends, too
-    results = options.out or CACHE / "neutral-results" / f"{datetime.now():%Y%m%d-%H%M%S}"
+    results = options.out or Path("runs", f"neutral-{datetime.now():%Y%m%d-%H%M%S}")
+    results = results.absolute()  # the clients have other current folders
     results.mkdir(parents=True)
     notes: dict[str, str] = {}
     clients = install_clients(options.clients, notes)
     if not clients:
         print_notes(notes)
         return 1
+    found = asyncio.run(running_engines(options.engine)) if options.engine else []
+    model = found[0].model if found else SERVED_NAME
+    traces = load_traces(options, results, model, notes)
     with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if options.engine:
-            found = asyncio.run(running_engines(options.engine))
-        else:
-            names = options.engines.split(",")
+        if not found:
+            names, logs = options.engines.split(","), results / "engines"
             found = stack.enter_context(cpu_engines(names, logs, drafts=options.drafts))
-        traces = load_traces(options, results, found[0].model, notes)
         forms = [form for form in FORMS if options.drafts or not FORMS[form]["drafts"]]
         servers: list[Server] = []
         for engines in found:
             place = results / "servers" / engines.name
             servers += stack.enter_context(serve(engines, traces, forms, place, notes))
         runs = list(plan_runs(options, clients, servers, traces))
-        rounds = [
-            measure_round(runs, number, options, results) for number in range(options.rounds + 1)
-        ]
-        for file in logs.rglob("*.log"):
-            shutil.copy(file, results / "servers" / f"{file.parent.name}-{file.name}")
-    rows = build_rows([run.cell for run in runs], rounds[1:] or rounds)
-    engine = f"{found[0].model}, {options.rounds} rounds of {options.sessions} sessions"
-    report(TITLE, rows, engine=engine, simulated=False, as_json=False, markdown=options.markdown)
+        measure = partial(measure_round, runs, options=options, results=results)
+        rounds = measure_rounds(measure, options.rounds + 1, notes)
+    rows = build_rows([run.cell for run in runs], rounds[1:] or rounds) if rounds else []
+    engine = f"{model}, {max(len(rounds) - 1, 0)} rounds of {options.sessions} sessions"
+    if rows:
+        report(
+            TITLE, rows, engine=engine, simulated=False, as_json=False, markdown=options.markdown
+        )
     print_notes(notes)
     print(f"Raw results: {results}")
     if options.json:
         print(json.dumps({"title": TITLE, "engine": engine, "simulated": False, "rows": rows}))
-    return 0
+    return int(len(rounds) <= options.rounds)
 
 
-def parse_options() -> argparse.Namespace:
-    """All options."""
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """All options, those of the command without `arguments`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.neutral",
         description=__doc__,
@@ -122,7 +125,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a new folder for the raw results")
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    for option, named, known in (
+        ("--own", filter(None, options.own.split(",")), OWN),
+        ("--engines", options.engines.split(","), CPU_KINDS),
+    ):
+        wrong = ", ".join(name for name in named if name not in known)
+        if wrong or named == [""]:
+            parser.error(f"{option} {wrong}: choose from {', '.join(known)}")
+    return options
 
 
 def install_clients(names: str, notes: dict[str, str]) -> list[tuple[Client, Installed]]:
@@ -135,23 +146,32 @@ def install_clients(names: str, notes: dict[str, str]) -> list[tuple[Client, Ins
             found.append((client, install(client.program)))
         except UnavailableError as error:
             notes[f"client {client.program.requirement}"] = str(error)
+    known = [client.program.name for client in CLIENTS]
+    for name in names.split(","):
+        if name not in known:
+            notes[f"client {name}"] = f"is none of {', '.join(known)}"
     return found
 
 
 def load_traces(
     options: argparse.Namespace, results: Path, model: str, notes: dict[str, str]
 ) -> list[Trace]:
-    """Our traces that were named, and all of the others'."""
+    """Our traces that were named, and all of the others'; SystemExit for a file that is none."""
     own, whole = results / "traces", results / "traces-whole"
     write_own(own)
     whole.mkdir()
     files = [own / f"{name}.json" for name in options.own.split(",") if name]
-    for place in options.traces:
+    for place in map(Path.absolute, options.traces):
         files += sorted(place.glob("*.json")) if place.is_dir() else [place]
-    traces = [load_trace(file, whole, model) for file in files]
-    for trace in traces:
+    traces = []
+    for file in files:
+        try:
+            trace = load_trace(file, whole, model)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SystemExit(f"{file} is no trace: {type(error).__name__}: {error}") from error
         if trace.note:
             notes[f"{trace.name} as a topology"] = trace.note
+        traces.append(trace)
     return traces
 
 
@@ -177,6 +197,19 @@ def plan_runs(
                         one = bool(server.form)
                         cell = Cell(kind, name, workload, at_once, server.name, one)
                         yield Run(cell, client, installed, server, trace)
+
+
+def measure_rounds(
+    measure: Callable[[int], Round], count: int, notes: dict[str, str]
+) -> list[Round]:
+    """Return the rounds up to the first that fails or is interrupted; `notes` gets the reason."""
+    rounds: list[Round] = []
+    try:
+        for number in range(count):
+            rounds.append(measure(number))  # noqa: PERF401 - those before an error are kept
+    except (KeyboardInterrupt, RuntimeError, OSError, aiohttp.ClientError) as error:
+        notes["the other rounds"] = str(error) or type(error).__name__
+    return rounds
 
 
 def measure_round(

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +35,8 @@ class Ask:
         tokenizer: The folder of the model's tokenizer.
         sessions: How many there are, or chats where a session is one.
         at_once: How many of them run at a time.
-        seed: Of the client's random numbers; servers of one round get the same.
+        seed: Of the client's random numbers; servers of one round get the same. aiperf's prompts
+            follow from it; inference-perf draws the marks of its sessions anew.
         trace: The file to replay; None for chats.
         root: The span id of the trace's last call.
     """
@@ -73,22 +77,16 @@ class Client(ABC):
         """Run it, with all that it writes in `folder`; a run that fails has only failures."""
         folder.mkdir(parents=True)
         command = [str(installed.executable), *self.options(ask, folder)]
-        with (folder / "output.log").open("wb") as log:
-            try:
-                subprocess.run(
-                    command,
-                    check=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=RUN_LIMIT_S,
-                    cwd=folder,
-                    env=self.environment(),
-                )
+        log = folder / "output.log"
+        try:
+            if _run(command, log, self.environment()):
+                printed = re.sub(r"[\s\u2500-\u257f]+", " ", log.read_text("utf-8", "replace"))
+                reason = printed.strip()[-REASON_CHARACTERS:] or "it failed without a word"
+            else:
                 return self.read(ask, folder / "results")
-            except (subprocess.SubprocessError, OSError, ValueError, LookupError) as error:
-                reason = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
-                return Measured([], [], 0, 0.0, ask.sessions, reason)
+        except (subprocess.SubprocessError, OSError, ValueError, LookupError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
+        return Measured([], [], 0, 0.0, ask.sessions, reason)
 
     def environment(self) -> Mapping[str, str]:
         """The client's environment variables: ours, without what is for our own Python."""
@@ -224,7 +222,7 @@ class Aiperf(Client):
         return Measured(
             [metrics["request_latency"]["value"] / 1e3 for metrics in done],
             [metrics["time_to_first_token"]["value"] / 1e3 for metrics in done],
-            sum(int(metrics["output_sequence_length"]["value"]) for metrics in done),
+            sum(int(metrics["usage_completion_tokens"]["value"]) for metrics in done),
             (ended - began) / 1e9,
             ask.sessions - len(done),
             str(next((record["error"] for record in records if record.get("error")), "")),
@@ -232,6 +230,27 @@ class Aiperf(Client):
 
 
 CLIENTS: Sequence[Client] = (InferencePerf(), Aiperf())
+
+
+def _run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
+    """Return the exit status; nothing that the command started runs on."""
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=log.parent,
+            env=environment,
+            start_new_session=True,
+        ) as child,
+    ):
+        try:
+            return child.wait(RUN_LIMIT_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _read_json(file: Path) -> Any:

@@ -18,6 +18,7 @@ from benchmarks.router_overhead.setups import Process, free_ports, ours_command,
 
 SERVED_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Which public configurations use; the CPU's engines have this name."""
+CPU_KINDS = ("undivided", "pair")
 ENGINE_START_S, ROUTER_START_S = 1800.0, 300.0
 ANSWER_LIMIT_S = 120.0
 POLL_S = 0.5
@@ -121,6 +122,8 @@ async def running_engines(urls: Sequence[str]) -> list[Engines]:
         found.append(Engines("undivided", model, folder, undivided))
     if prefill and decode:
         found.append(Engines("pair", model, folder, (), prefill, decode))
+    if not found:
+        raise SystemExit("A pair needs an --engine for its prefill and one for its decode server.")
     return found
 
 
@@ -155,11 +158,13 @@ def serve(
                 port, metrics_port = free_ports(2)
                 command = [str(installed.executable), *arguments]
                 command += _peer_options(engines, port, metrics_port)
-                process = stack.enter_context(
-                    running(f"{name}-{engines.name}", command, None, folder)
-                )
                 url = f"http://127.0.0.1:{port}"
-                _await_answer(url, engines.model, process)
+                with ExitStack() as peer:  # one that answers nothing ends here
+                    process = peer.enter_context(
+                        running(f"{name}-{engines.name}", command, None, folder)
+                    )
+                    _await_answer(url, engines.model, process)
+                    stack.enter_context(peer.pop_all())
             except (UnavailableError, RuntimeError, TimeoutError) as error:
                 notes[f"{engines.name}, {name}"] = str(error)
                 continue

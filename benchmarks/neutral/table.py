@@ -9,6 +9,9 @@ from benchmarks.neutral.clients import Measured
 from benchmarks.overlap.measure import interval
 from benchmarks.report import Row
 
+INTERVAL_ROUNDS = 6
+"""The fewest whose least and largest value hold the median in 95 % of all cases."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -61,8 +64,9 @@ def _build_row(cell: Cell, base: Cell, rounds: Sequence[Round]) -> Row:
         # of a topology a client sees only the root's
         "tokens/s": tokens / wall_s if wall_s and not cell.one_request else None,
         "failed": sum(run.failures for run in runs),
+        "rounds": len(ratios),
         "relative p50": statistics.median(ratios) if ratios else None,
-        "95 %": interval(ratios) if ratios else None,
+        "95 %": interval(ratios) if len(ratios) >= INTERVAL_ROUNDS else None,
     }
 
 

@@ -30,13 +30,15 @@ RESULT = (
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 CHARACTERS_PER_TOKEN = 4
 """By which inference-perf estimates the length of an output that has no count."""
+MARK = "[SESS:0123456789abcdef] "
+"""As long as what inference-perf puts before messages that are no outputs, another each session."""
 
 Message = Mapping[str, str]
 Values = dict[str, Any]
 
 
 class NotOneGraphError(ValueError):
-    """A trace is no graph with one root, so that no topology has its calls."""
+    """A trace is no graph with one root and plain texts, so that no topology has its calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class Trace:
 def load_trace(file: Path, folder: Path, model: str) -> Trace:
     """Read a trace, and write the one of a single call to `folder` where it has a topology.
 
-    `model` is the alias of the agents' model.
+    `model` is the alias of the agents' model. Raises ValueError for a file without calls.
     """
     spans = _read_calls(file)
     name = file.stem.replace("_", "-").lower()
@@ -211,12 +213,17 @@ def load_trace(file: Path, folder: Path, model: str) -> Trace:
 def _read_calls(file: Path) -> list[Values]:
     spans = json.loads(file.read_text(encoding="utf-8"))["spans"]
     calls = [span for span in spans if span["attributes"].get("gen_ai.input.messages")]
+    if not calls:
+        raise ValueError("no span has gen_ai.input.messages")
     return sorted(calls, key=lambda span: str(span["start_time"]))
 
 
 def _build_agents(spans: Sequence[Values], model: str) -> tuple[str, Values]:
     """Return the question of the topology and its agents; raises NotOneGraphError."""
     prompts = [json.loads(span["attributes"]["gen_ai.input.messages"]) for span in spans]
+    for message in (message for messages in prompts for message in messages):
+        if not isinstance(message.get("content"), str):
+            raise NotOneGraphError("a message is not one text")
     question = _find_question(prompts)
     writers: dict[str, str] = {}
     agents: Values = {}
@@ -240,9 +247,12 @@ def _build_agents(spans: Sequence[Values], model: str) -> tuple[str, Values]:
 
 def _find_question(prompts: Sequence[Sequence[Message]]) -> str:
     """Return the text that every call's prompt begins with, else a neutral one."""
-    first = {
-        next(each["content"] for each in messages if each["role"] == "user") for messages in prompts
-    }
+    asked = [
+        [each["content"] for each in messages if each["role"] == "user"] for messages in prompts
+    ]
+    if not all(asked):
+        raise NotOneGraphError("a call has no user message")
+    first = {texts[0] for texts in asked}
     return first.pop() if len(first) == 1 else "Answer well."
 
 
@@ -265,6 +275,7 @@ def _build_prompt(
             system.append(content)
         else:
             texts[-1] += ("\n\n" if texts[-1] else "") + content
+    texts[1:] = [text and MARK + text for text in texts[1:]]  # the first has the question's
     first, *rest = [text.replace("{", "{{").replace("}", "}}") for text in texts]
     asked = question.replace("{", "{{").replace("}", "}}")
     others = first.removeprefix(asked)
