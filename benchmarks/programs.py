@@ -2,6 +2,7 @@
 
     python benchmarks/programs.py [--engine simulated|embedded] [--table NAME ...] [--seeds N]
     [--json]
+    python benchmarks/programs.py --config FILE --model ALIAS [--seeds N] [--json]
 
     loop         many calls of one session, all at once or some at a time, beside chats
     trees        runs of nine proposers, three aggregators and a root, all by one model, beside
@@ -18,6 +19,8 @@ answers, which is measured first. In every round all rows get the same stream in
 first each time. Latencies are seconds from the question to the last token, of all seeds together;
 `ratio` is to the first row of the same load, of the means of a round: the median, with its 95 %
 interval. `by request` names neither sessions nor runs, so that only arrivals count.
+
+`--config` takes the first pair of a deployment's model, which must run, for the table `batches`.
 """
 
 import argparse
@@ -40,6 +43,8 @@ from benchmarks.gimbal.requests import log_normal
 from benchmarks.gimbal.serving import PATIENT_S, costs
 from benchmarks.overlap.measure import interval
 from benchmarks.under_load.engines import MODELS
+from shell_router.app import load_config
+from shell_router.app.pairs import address_of
 from shell_router.core.engine import (
     TIERS,
     Finish,
@@ -165,6 +170,19 @@ EMBEDDED = Size(
 )
 
 
+DEPLOYED = replace(
+    EMBEDDED,
+    engine="one pair of a deployment",
+    longest=1 << 12,
+    batch_pairs=1,
+    batch_s=10.0,
+    batch_per_s=(4.0,),
+    lines=16,
+    chat=(400, 128),
+    line=(600, 200),
+)
+
+
 @dataclass
 class World:
     """Engines behind one queue, and figures of what was asked of them, by its name.
@@ -202,7 +220,7 @@ class World:
         Returns:
             The ids of prompt and output, when the first came, and the tokens that were prefilled.
         """
-        rid = f"{self.name}{len(self.outputs)}"
+        rid = f"{self.name}{len(self.outputs):06}"
         # chats have the same lengths whatever a batch draws
         draws = self.line_draws if hints.user == BATCH else self.draws
         prompt, output = (
@@ -669,17 +687,38 @@ async def measure_embedded(options: argparse.Namespace) -> None:
         for table in options.table or tables:
             title, list_cases = tables[table]
             cases = list_cases(EMBEDDED)
-            rounds = list[list[Took]]()
-            for turn in range(options.seeds):
-                took: list[Took] = [{}] * len(cases)
-                for at in [*range(turn % len(cases), len(cases)), *range(turn % len(cases))]:
-                    name = f"{table}-{turn}-{at}-"
-                    pairs = models[cases[at].model]
-                    took[at] = await pairs.live(cases[at], EMBEDDED, turn, name)
-                rounds.append(took)
+            pairs = models[cases[0].model]
             engine = f"{cases[0].model}: {EMBEDDED.engine}, {pairs.chats_per_s:.3g} chats/s of each"
-            rows = build_rows(cases, rounds, ratios=True)
+            rows = await measure_pairs(pairs, cases, EMBEDDED, options.seeds, table)
             report(title, rows, engine=engine, simulated=False, as_json=options.json)
+
+
+async def measure_pairs(
+    pairs: Pairs, cases: Sequence[Case], size: Size, seeds: int, name: str
+) -> list[Row]:
+    """One row per case; another case begins each round."""
+    rounds = []
+    for turn in range(seeds):
+        took: list[Took] = [{}] * len(cases)
+        for at in [*range(turn % len(cases), len(cases)), *range(turn % len(cases))]:
+            took[at] = await pairs.live(cases[at], size, turn, f"{name}-{turn}-{at}-")
+        rounds.append(took)
+    return build_rows(cases, rounds, ratios=True)
+
+
+async def measure_deployed(options: argparse.Namespace) -> None:
+    """Print the table of batches, of a pair that runs."""
+    config = load_config(options.config, os.environ, with_keys=False)
+    model = config.models[options.model]
+    address = address_of(model.pairs[0])
+    assert isinstance(address, PairAddress)
+    pairs = Pairs([address], HfTokenizer.from_folder(model.path))
+    cases = [case for case in batches(DEPLOYED) if case.engines == 1]
+    await measure_pairs(pairs, cases[:2], replace(DEPLOYED, batch_s=3.0), 1, "warm")
+    rows = await measure_pairs(pairs, cases, DEPLOYED, options.seeds, "batches")
+    title, _ = TABLES["batches"]
+    engine = f"{options.model}: {DEPLOYED.engine}"
+    report(title, rows, engine=engine, simulated=False, as_json=options.json)
 
 
 def main() -> None:
@@ -692,8 +731,13 @@ def main() -> None:
         "--table", choices=[*TABLES, *PREFIXES], nargs="+", metavar="NAME", help="default all"
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+    parser.add_argument("--config", type=Path, help="the deployment's YAML")
+    parser.add_argument("--model", default="large", help="its model (default large)")
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
+    if options.config is not None:
+        asyncio.run(measure_deployed(options))
+        return
     if options.engine == "embedded":
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
         asyncio.run(measure_embedded(options))

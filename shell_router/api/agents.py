@@ -2,7 +2,7 @@
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal, NotRequired, Required
@@ -38,7 +38,8 @@ from shell_router.core.validation import (
     JsonObject,
     field_error,
 )
-from shell_router.errors import InvalidRequest
+from shell_router.early_exit.settings import EarlyExit
+from shell_router.errors import InvalidRequest, SettingError
 from shell_router.http.app import BodyTooLarge, Reply, Request, Response
 from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import AGENT_REQUEST
@@ -88,6 +89,14 @@ class AgentBody(OpenAISampling, total=False):
 
 
 AGENT = JsonObject(AgentBody)
+FOR_TOPOLOGIES = {
+    "ask_first",
+    "max_changed_percent",
+    "scope",
+    "skip_aggregation",
+    "straggler_factor",
+}
+"""Settings of early exit that agent requests refuse."""
 
 
 def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentRequest:
@@ -108,12 +117,7 @@ def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentReque
         what = "has no effect on a raw prompt"
         raise field_error("chat_template_kwargs", what, "Send messages, or leave it out.")
     models = read_models(body)
-    early_exit = build_early_exit(body.get("early_exit", False))
-    if early_exit and (
-        early_exit.skip_aggregation or early_exit.straggler_factor or early_exit.max_changed_percent
-    ):
-        what = "sets skip_aggregation, straggler_factor or max_changed_percent"
-        raise field_error("early_exit", what, "Leave these to topologies.")
+    early_exit = _read_early_exit(body)
     return AgentRequest(
         tenant=tenant,
         program=body["program"],
@@ -136,6 +140,17 @@ def read_agent(body: AgentBody, tenant: str, max_timeout_s: float) -> AgentReque
         confidence=body.get("confidence", False),
         chat_template_kwargs=template_kwargs,
     )
+
+
+def _read_early_exit(body: AgentBody) -> EarlyExit | None:
+    value = body.get("early_exit", False)
+    if isinstance(value, Mapping):
+        for name in sorted(FOR_TOPOLOGIES & value.keys()):
+            raise field_error(f"early_exit.{name}", "is for topologies", "Leave it out.")
+    try:
+        return build_early_exit(value)
+    except SettingError as error:
+        raise field_error("early_exit", f"is wrong: {error}", error.remedy) from error
 
 
 def read_segments(segments: Segments | tuple[()], path: str) -> tuple[Segment, ...]:

@@ -14,7 +14,7 @@ READ_CHARACTERS = 8192
 class FirstAnswerGate(Gate):
     """Exit when 1 - sqrt(1 - C), of the confidence C of the agent `first`, reaches `threshold`.
 
-    The root spreads the confidences close to 1, which are those of most outputs.
+    The square root spreads the confidences close to 1, which are those of most outputs.
     """
 
     def __init__(self, first: str, threshold: float) -> None:

@@ -29,6 +29,7 @@ class ExitPolicy:
         embeds: It reads the embeddings of complete outputs.
         reads_streams: It reads outputs while they are written.
         names_sources: Its judgements name the agents that agree, as `skip_aggregation` needs.
+        forwards: With `skip_aggregation`, an output that no reader may forward is not judged.
         takes_grace: `grace_s` passes between its decision and the exit.
     """
 
@@ -40,6 +41,7 @@ class ExitPolicy:
     embeds: bool = False
     reads_streams: bool = False
     names_sources: bool = False
+    forwards: bool = False
     takes_grace: bool = False
 
 
@@ -81,8 +83,9 @@ POLICIES: Mapping[str, ExitPolicy] = {
     ),
     "first_answer": ExitPolicy(
         lambda settings, agents: FirstAnswerGate(agents[0], settings.threshold),
-        "exits when the confidence of the cluster's first agent reaches threshold",
+        "exits when 1 - sqrt(1 - confidence) of the cluster's first agent reaches threshold",
         names_sources=True,
+        forwards=True,
     ),
     "quorum": ExitPolicy(
         lambda settings, agents: QuorumGate(settings.min_completed),
@@ -101,7 +104,7 @@ its own, and an entry here.
 class EarlyExit:
     """When a cluster's unfinished agents are cut off.
 
-    `threshold` is compared with Q, or with the leading answer's support. The paper's
+    `threshold` is compared with the policy's score. The paper's
     `min_completed` is 1, and its scope a layer. An agent that is skipped forwards the most
     confident complete output that it could have written.
     """
@@ -130,8 +133,8 @@ class EarlyExit:
     ] = None
     min_completed: Annotated[
         Count,
-        "Outputs that must be complete before the first score; with 'in_flight', that state the "
-        "leading answer.",
+        "Outputs that must be complete before the first score (not with 'first_answer'); with "
+        "'in_flight', that state the leading answer.",
     ] = 2
     skip_aggregation: Annotated[
         Switch,

@@ -173,14 +173,23 @@ class ClusterExit:
         self._context.evidence.observe(self._judged, self._watched, answers, allowed)
 
     @property
+    def only_forwards(self) -> bool:
+        """Whether it judges only what a reader may forward."""
+        return self._needs.forwards and self._settings.skip_aggregation
+
+    @property
     def reads_text(self) -> bool:
         """Whether it reads outputs while they are written."""
         return self._needs.reads_streams
 
     def judge_text(self, agent: str, text: str, confidence: float) -> Verdict:
         """Judge after `agent` has written `text`. Scores without an exit are not reported."""
-        self._gate.add_text(agent, text, confidence)
+        self.add_text(agent, text, confidence)
         return self.judge_failure()
+
+    def add_text(self, agent: str, text: str, confidence: float) -> None:
+        """Read what `agent` has written, without judging it."""
+        self._gate.add_text(agent, text, confidence)
 
     def judge_failure(self) -> Verdict:
         """Judge after an agent has failed: the others may agree.
@@ -202,9 +211,10 @@ class ClusterExit:
         """Judge after `agent` has ended.
 
         The agent whose completion decides a quorum waits here while the others have their grace,
-        or until they are stragglers. An output without the confidence that is needed is left out.
+        or until they are stragglers. An agent request's output without the confidence that is
+        needed is left out.
         """
-        if confidence is None and self._needs.judges:
+        if confidence is None and self._needs.judges and self._plan is None:
             return self._leave_out(agent, "Its confidence is unknown: ask for it.")
         confidence = confidence or 0.0
         if self._needs.embeds:

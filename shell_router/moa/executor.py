@@ -843,8 +843,12 @@ class GraphRun:
         """Judge the agent's cluster by its complete output."""
         if cluster_exit := self._exits.get(agent):
             cluster = cluster_exit.cluster
-            judged = cluster_exit.judge_output(agent, output.text, output.confidence)
-            self._apply(await judged, cluster)
+            readers = map(self._members.__getitem__, self._topology.readers_of(cluster))
+            if not cluster_exit.only_forwards or any(
+                self._find_forwarded(reader, (agent,)) for reader in readers
+            ):
+                judged = cluster_exit.judge_output(agent, output.text, output.confidence)
+                self._apply(await judged, cluster)
             if not self._list_unfinished(cluster):
                 for name in cluster.agents:
                     self._exits.pop(name, None)  # it would keep all their outputs
@@ -864,23 +868,27 @@ class GraphRun:
             self._cut_unneeded()
 
     def _skip_aggregation(self, reader: _Member, sources: Collection[str]) -> None:
-        """Let `reader` forward the first output of `sources` that it could have written."""
+        """Let `reader` forward the first output of `sources` that it may forward."""
+        reader.forwards = reader.forwards or self._find_forwarded(reader, sources)
+        if reader.forwards is not None and reader.filling is not None:
+            reader.filling.end(_AggregationSkipped())
+
+    def _find_forwarded(self, reader: _Member, sources: Collection[str]) -> str | None:
+        """Return the first of `sources` whose output `reader` could have written."""
         if reader.run is None or reader.run.task.offer is not None:
-            return
+            return None
         is_root = reader.agent.id == self._root
         if is_root and self._plan.outline.request.turn.continues:
-            return  # it alone reads the results of calls
+            return None  # it alone reads the results of calls
         if not reader.is_running or reader.forwards is not None:
-            return
+            return None
         sampling = reader.run.task.sampling
         for source in sources:
             output = self._members[source].output
             assert output is not None
             if could_have_written(output, sampling, reader.agent.prompt):
-                reader.forwards = source
-                if reader.filling is not None:
-                    reader.filling.end(_AggregationSkipped())
-                return
+                return source
+        return None
 
     def _cut_starved(self) -> None:
         """Cut the agents whose precursors are all gone, at least one of them by an early exit.

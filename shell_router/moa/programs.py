@@ -292,11 +292,13 @@ class Programs:
         return True
 
     async def _has_failed(self, key: LogKey) -> bool:
+        return await self._find_end(key) not in (None, End.FINISHED)
+
+    async def _find_end(self, key: LogKey) -> End | None:
         try:
-            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=0)
+            return (await self._cache.read(key, at_least=sys.maxsize, wait_s=0)).end
         except LogTimeout:
-            return False
-        return read.end is not End.FINISHED
+            return None
 
     def _find_source(
         self, request: AgentRequest, precursor: str, log: LogKey, reader: ServedModel
@@ -359,10 +361,14 @@ class Programs:
         )
         try:
             with Deadline(limit_s, late=late) as record.limit:
+                if record.is_left_out:
+                    raise _Exited
                 answer = await work(writer)
             writer.end(End.FINISHED, str(answer.confidence or ""))
         except _Exited:
             writer.end(End.ABORTED, "early_exit")
+            if request.journal is not None:
+                request.journal.add("void", "")  # sent again, it runs again
             agents = {}
             if record.run is not None:
                 emit(AgentStopped(self._clock(), request.agent, "early_exit"))
@@ -426,7 +432,7 @@ class Programs:
         run.start()
         expect_remainder = partial(self._expect_remainder, request)
         judging = None
-        if request.early_exit is not None:
+        if request.early_exit is not None and request.reads:
             judging = self._begin_judging(request, task, context)
         try:
             prompt = await complete_prompt(task, context, expect_remainder)
@@ -434,6 +440,8 @@ class Programs:
             if judging is not None:
                 judging.cancel()
                 await asyncio.wait([judging])
+        if judging is not None and not judging.cancelled():
+            judging.result()
         if request.chat and request.reads:
             prompt = await self._render_texts(request, task, prompt)
         output = await run.decode(prompt.ids, prompt.sent)
@@ -457,32 +465,41 @@ class Programs:
 
         Raises ConfigError.
         """
-        unfinished = list(request.reads)
+        unfinished = set(request.reads)
         judge = ClusterExit(
             Cluster(request.agent, request.reads, request.early_exit),
             context,
             self._executor.embedder,
-            lambda: tuple(unfinished),
+            lambda: tuple(agent for agent in request.reads if agent in unfinished),
             request.program,
         )
 
         async def judge_output(agent: str) -> None:
             key = task.sources[agent].key
-            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
-            unfinished.remove(agent)
+            try:
+                read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
+            except LogTimeout:
+                return  # the reader's own wait ends, too
+            unfinished.discard(agent)
             if read.end is not End.FINISHED or not read.text.strip():
                 return
             confidence = float(read.detail) if read.detail else None
-            if judge.reads_text:
-                judge.judge_text(agent, read.text, confidence or 0.0)
+            if judge.reads_text and confidence is not None:
+                judge.add_text(agent, read.text, confidence)
             verdict = await judge.judge_output(agent, read.text, confidence)
             for straggler in verdict.cut:
+                unfinished.discard(straggler)
                 record = self._registry.find_agent(request, straggler)
                 # what is written elsewhere has no request, and costs no engine anything
-                if record is not None and record.request and record.limit:
-                    record.limit.end(_Exited())
+                if record is not None and record.request:
+                    record.is_left_out = True
+                    if record.limit is not None:
+                        record.limit.end(_Exited())
 
         async def judge_outputs() -> None:
+            for agent in request.reads:
+                if await self._find_end(task.sources[agent].key):
+                    unfinished.discard(agent)
             async with asyncio.TaskGroup() as group:
                 for agent in request.reads:
                     group.create_task(judge_output(agent))

@@ -28,6 +28,7 @@ class AgentRecord:
         has_log: Whether the log is there.
         run: Its decoding, while it runs.
         limit: The limit of its work, which early exits end.
+        is_left_out: Whether a reader's early exit has ended it.
         task: The asyncio task that runs it.
         waiting: How many callers wait for its answer.
     """
@@ -40,6 +41,7 @@ class AgentRecord:
     has_log: bool = False
     run: AgentRun | None = None
     limit: Deadline | None = None
+    is_left_out: bool = False
     task: asyncio.Task[Answer] | None = None
     waiting: int = 0
     ended: ProgramAgentState | None = None

@@ -91,6 +91,8 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
             text += ", aggregation skipped"
         return text
     start = f"from {count(early_exit.min_completed, 'output')} on"
+    if early_exit.policy == "first_answer":
+        start = "asked first" if early_exit.ask_first else "started together"
     text = f"early exit {early_exit.policy}"
     if early_exit.needs.has_threshold:
         text += f" {bound}"

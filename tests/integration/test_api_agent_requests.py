@@ -470,6 +470,8 @@ async def test_an_output_without_confidence_is_not_judged_and_the_stream_says_so
         {"policy": "in_flight", "skip_aggregation": True},
         {"max_changed_percent": 2, "policy": "threshold"},
         {"straggler_factor": 3},
+        {"ask_first": True, "policy": "first_answer"},
+        {"grace_s": 3},
         {"tau": 2},
     ],
 )
@@ -477,6 +479,58 @@ async def test_an_early_exit_that_agents_cannot_have_is_refused(early_exit: obje
     async with api() as served:
         status, body = await served.post(PATH, sum_up("a", early_exit=early_exit))
         assert status == 400 and body["error"]["param"].startswith("early_exit")
+
+
+async def test_an_early_exit_without_precursors_has_no_effect() -> None:
+    async with api() as served:
+        read = sum_up(early_exit={"policy": "first_answer"})
+        assert (await served.post(PATH, read))[0] == 200
+
+
+async def test_an_exit_names_only_what_it_aborts_and_is_reported_once() -> None:
+    async def pace(rid: str, piece: int) -> None:
+        if rid.startswith("c."):
+            await hold.pace(rid, piece)
+
+    hold = Hold()
+    moa = ScriptedMoa(pace=pace)
+    moa.engines["small"].answer = lambda _: Script("Answer: 7", logprob=-0.001)
+    async with api(moa) as served:
+        cut = asyncio.ensure_future(served.post(PATH, propose("c")))
+        await hold.until_waiting()
+        for agent in "ab":
+            assert (await served.post(PATH, propose(agent)))[0] == 200
+        exits = {"policy": "first_answer", "threshold": 0.5}
+        assert (await served.post(PATH, sum_up("a", "b", "c", early_exit=exits)))[0] == 200
+        assert (await cut)[1]["finish_reason"] == "abort"
+        _, traces = await served.get("/v1/traces")
+        by_agent = {trace["agent"]: trace["id"] for trace in traces["data"]}
+        _, trace = await served.get(f"/v1/traces/{by_agent['reader']}")
+        assert [one["aborted"] for one in trace["exits"]] == [["c"]]
+
+
+async def test_failed_and_blank_outputs_do_not_count_for_an_early_exit() -> None:
+    hold = Hold(first=0)
+    moa = ScriptedMoa()
+    small = moa.engines["small"]
+    by_agent = small.answer
+    small.answer = lambda _: Script("half", error=EngineStalled("gone"))
+    async with api(moa) as served:
+        assert (await served.post(PATH, propose("failed")))[0] in (502, 504)
+        put = f"{served.url}/v1/agent/outputs/p/blank"
+        async with served.client.put(put, data=b" ") as response:
+            assert response.status == 201
+        small.answer = by_agent
+        small.pace = hold.pace
+        late = asyncio.ensure_future(served.post(PATH, propose("late")))
+        await hold.until_waiting()
+        exits = {"policy": "quorum", "min_completed": 1}
+        read = sum_up("failed", "blank", "late", early_exit=exits, stream=True)
+        async with served.stream(read, PATH) as response:
+            begun = await response.content.readuntil(b"\n\n")
+            hold.release()
+            assert b'"finished"' in begun + await response.read()
+        assert (await late)[1]["finish_reason"] == "stop"
 
 
 async def test_an_early_exit_that_embeds_needs_an_embedder() -> None:

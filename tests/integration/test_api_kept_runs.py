@@ -27,7 +27,7 @@ from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
 from tests.fakes.journals import MemoryJournals
 from tests.fakes.moa import ScriptedMoa, agent_of, ask
 from tests.fakes.redis_server import RedisServer, own_redis
-from tests.fakes.scripted_engine import Gates
+from tests.fakes.scripted_engine import Gates, Hold, Script
 
 KEY = {"Idempotency-Key": "one-run"}
 CHATS = "/v1/chat/completions"
@@ -473,3 +473,30 @@ async def test_a_run_that_ended_is_not_held_by_itself() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+async def test_an_agent_that_an_early_exit_cut_runs_again_for_the_same_key(
+    redis: RedisServer,
+) -> None:
+    async def pace(rid: str, piece: int) -> None:
+        if rid.startswith("late.") and piece == 1:
+            await hold.pace(rid, piece)
+
+    path, hold = "/v1/agent/requests", Hold()
+    moa = ScriptedMoa(pace=pace)
+    moa.engines["small"].answer = lambda _: Script("It is so.", piece_words=2)
+    agent = {"program": "p", "model": "small", "prompt": "Why?"}
+    outputs = [{"output_of": "first"}, {"output_of": "late"}]
+    exits = {"policy": "quorum", "min_completed": 1}
+    reader = {**agent, "agent": "reader", "prompt": outputs, "early_exit": exits}
+    async with router(redis, moa) as served:
+        late = asyncio.ensure_future(served.post(path, {**agent, "agent": "late"}, **KEY))
+        await hold.until_waiting()
+        reading = asyncio.ensure_future(served.post(path, reader))
+        assert (await served.post(path, {**agent, "agent": "first"}))[0] == 200
+        assert (await late)[1]["finish_reason"] == "abort"
+        assert (await reading)[0] == 200
+        hold.release()
+        status, again = await served.post(path, {**agent, "agent": "late"}, **KEY)
+        assert (status, again["finish_reason"]) == (200, "stop")
+        assert again["text"].endswith("It is so.")  # behind the tokens that it had

@@ -6,7 +6,8 @@ from time import monotonic
 import pytest
 
 from agent_cache import LogKey, LogWriter, MemoryAgentPromptCache
-from shell_router.core.events import AgentStarted, AgentTokens
+from shell_router.core.events import AgentStarted, AgentTokens, ExitScored
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import (
     AgentFailed,
     DeadlineExceeded,
@@ -56,6 +57,105 @@ async def test_a_precursor_that_never_comes_is_given_up_after_wait_s() -> None:
     with pytest.raises(PrecursorTimeout, match="first"):
         await moa.programs.run(send("second", OutputOf("first"), wait_s=0.02), print)
     assert moa.programs.state("tenant", "p").agents == {"second": "failed"}
+
+
+async def test_a_gate_in_flight_judges_complete_outputs_with_all_that_still_run() -> None:
+    hold = Hold()
+
+    async def pace(rid: str, piece: int) -> None:
+        if rid.startswith("c."):
+            await hold.pace(rid, piece)
+        await asyncio.sleep(0)
+
+    moa, events = ScriptedMoa(pace=pace), Recorder()
+    sure, unsure = Script("Answer: 7", logprob=-0.01), Script("Answer: 5", logprob=-0.3)
+    moa.engines["small"].answer = lambda asked: sure if asked.rid.startswith("a.") else unsure
+    c = asyncio.create_task(moa.programs.run(send("c", "Why?", confidence=True), print))
+    await hold.until_waiting()
+    gate = EarlyExit("in_flight", threshold=0.4, min_completed=1)
+    outputs = [OutputOf(name) for name in "abc"]
+    reader = send("reader", *outputs, model="large", early_exit=gate)
+    reading = asyncio.create_task(moa.programs.run(reader, events.emit))
+    for name in "ab":
+        await moa.programs.run(send(name, "Why?", confidence=True), print)
+    await events.until(lambda r: len(r.of(ExitScored)) == 2)
+    hold.release()
+    assert (await c).reason == "stop"
+    await reading
+    assert not any(score.exited for score in events.of(ExitScored))
+
+
+async def test_a_defect_of_the_judge_fails_the_reader() -> None:
+    class Broken:
+        async def embed(self, text: str) -> None:
+            raise RuntimeError("a defect")
+
+    hold = Hold()
+
+    async def pace(rid: str, piece: int) -> None:
+        if rid.startswith("late."):
+            await hold.pace(rid, piece)
+
+    moa = ScriptedMoa(pace=pace)
+    moa.executor.embedder = Broken()  # type: ignore[assignment]
+    late = asyncio.create_task(moa.programs.run(send("late", "Why?", confidence=True), print))
+    await hold.until_waiting()
+    await moa.programs.run(send("a", "Why?", confidence=True), print)
+    gate = EarlyExit("monotone", min_completed=1)
+    outputs = [OutputOf("a"), OutputOf("late")]
+    reader = send("reader", *outputs, model="large", early_exit=gate)
+    reading = asyncio.create_task(moa.programs.run(reader, print))
+    await asyncio.wait([reading], timeout=0)
+    hold.release()
+    await late
+    with pytest.raises(ExceptionGroup) as failed:
+        await reading
+    assert failed.group_contains(RuntimeError, match="a defect")
+
+
+async def test_a_cancelled_reader_judges_no_more() -> None:
+    hold = Hold(0)
+    moa = ScriptedMoa(pace=hold.pace)
+    late = asyncio.create_task(moa.programs.run(send("late", "Why?"), print))
+    await hold.until_waiting()
+    before = asyncio.all_tasks()
+    gate = EarlyExit("quorum", min_completed=1)
+    reader = send("reader", OutputOf("late"), model="large", early_exit=gate)
+    events = Recorder()
+    reading = asyncio.create_task(moa.programs.run(reader, events.emit))
+    await events.until(lambda r: bool(r.of(AgentStarted)))
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert asyncio.all_tasks() == before
+    hold.release()
+    await late
+
+
+async def test_an_agent_whose_log_is_being_created_can_be_cut() -> None:
+    creating, created = asyncio.Event(), asyncio.Event()
+
+    class Slow(MemoryAgentPromptCache):
+        async def create(self, key: LogKey) -> LogWriter:
+            if key.agent == "late":
+                creating.set()
+                await created.wait()
+            return await super().create(key)
+
+    moa = ScriptedMoa()
+    programs = open_programs(moa.models, Slow(clock=monotonic), clock=monotonic)
+    late = asyncio.create_task(programs.run(send("late", "Why?"), print))
+    await creating.wait()
+    gate = EarlyExit("quorum", min_completed=1)
+    await programs.run(send("a", "Why?"), print)
+    outputs = [OutputOf("a"), OutputOf("late")]
+    reader = send("reader", *outputs, model="large", early_exit=gate)
+    reading = asyncio.create_task(programs.run(reader, print))
+    for _ in range(20):  # until the exit has been decided
+        await asyncio.sleep(0)
+    created.set()
+    assert (await late).reason == "abort"
+    await reading
+    assert moa.prompts("small") == ["Why?"]
 
 
 async def test_messages_go_through_the_chat_template() -> None:

@@ -15,6 +15,7 @@ from shell_router.core.events import (
     AgentStopped,
     AggregationSkipped,
     Event,
+    ExitScored,
 )
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import EngineUnreachable
@@ -390,6 +391,25 @@ async def test_a_tree_grows_from_a_first_answer_that_is_unsure_or_failed(first: 
     assert (await run).text == SAYS_5
     assert asked(moa) == {"first", "a1", "a2", "a", "root"}
     assert (f"[{SAYS_4}]" in moa.prompt_of("root")) == (first is UNSURE)
+
+
+@pytest.mark.parametrize(
+    ("first", "sampling"),
+    [
+        (replace(SURE, reason="length"), {}),
+        (SURE, {"stop": ["###"]}),
+        (SURE, {"max_new_tokens": 4}),
+    ],
+    ids=["cut at its limit", "the request stops elsewhere", "the request allows less"],
+)
+async def test_a_tree_grows_where_its_root_may_not_forward_a_sure_first_answer(
+    first: Script, sampling: dict[str, object]
+) -> None:
+    moa, events = ScriptedMoa({"first": first, "root": SAYS_5}), Recorder()
+    answer = await moa.executor.run(growing(), ask(sampling=sampling), events.emit)
+    assert asked(moa) == {"first", "a1", "a2", "a", "root"}
+    assert answer.agents["a"].state == answer.agents["root"].state == "finished"
+    assert not events.of(ExitScored)
 
 
 async def test_a_tree_that_started_together_is_cut_by_a_sure_first_answer() -> None:
