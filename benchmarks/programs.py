@@ -20,7 +20,8 @@ first each time. Latencies are seconds from the question to the last token, of a
 `ratio` is to the first row of the same load, of the means of a round: the median, with its 95 %
 interval. `by request` names neither sessions nor runs, so that only arrivals count.
 
-`--config` takes the first pair of a deployment's model, which must run, for the table `batches`.
+`--config` takes the first pair of a deployment's model for the table `batches`. Its engines are
+started, if the file has `launch`.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from report import Row, report
 
 from benchmarks.gimbal.requests import log_normal
 from benchmarks.gimbal.serving import PATIENT_S, costs
+from benchmarks.overlap.engines import running_deployment
 from benchmarks.overlap.measure import interval
 from benchmarks.under_load.engines import MODELS
 from shell_router.app import load_config
@@ -714,8 +716,9 @@ async def measure_deployed(options: argparse.Namespace) -> None:
     assert isinstance(address, PairAddress)
     pairs = Pairs([address], HfTokenizer.from_folder(model.path))
     cases = [case for case in batches(DEPLOYED) if case.engines == 1]
-    await measure_pairs(pairs, cases[:2], replace(DEPLOYED, batch_s=3.0), 1, "warm")
-    rows = await measure_pairs(pairs, cases, DEPLOYED, options.seeds, "batches")
+    async with running_deployment(config):
+        await measure_pairs(pairs, cases[:2], replace(DEPLOYED, batch_s=3.0), 1, "warm")
+        rows = await measure_pairs(pairs, cases, DEPLOYED, options.seeds, "batches")
     title, _ = TABLES["batches"]
     engine = f"{options.model}: {DEPLOYED.engine}"
     report(title, rows, engine=engine, simulated=False, as_json=options.json)

@@ -111,6 +111,8 @@ def test_redis_gets_a_password_that_its_command_line_does_not_show(
     assert given == read
 
 
-@pytest.mark.parametrize("script", ["gpu/pairs.sh", "sglang-pair.sh", "router.sh", "redis.sh"])
+@pytest.mark.parametrize(
+    "script", ["gpu/pairs.sh", "gpu/measure.sh", "sglang-pair.sh", "router.sh", "redis.sh"]
+)
 def test_a_script_says_how_it_is_used(script: str) -> None:
     assert output(f"launch/{script}", "--help")[0].startswith(f"usage: launch/{script} ")
