@@ -190,10 +190,11 @@ async def simulated() -> "AsyncIterator[tuple[Services, str]]":
     models = {alias: served(alias) for alias in MODELS}
     words = ", ".join(f"{alias}: {loaded.simulation.models[alias].profile}" for alias in MODELS)
     async with MemoryAgentPromptCache(clock=clock) as cache:
+        executor = Executor(models, cache, None, clock=clock)
         yield (
             Services(
-                executor=Executor(models, cache, None, clock=clock),
-                programs=Programs(models, cache, clock=clock),
+                executor=executor,
+                programs=Programs(executor),
                 topologies={},  # type: ignore[arg-type] # the caller's
                 models=models,
                 relays={},

@@ -267,7 +267,7 @@ def test_a_day_of_faults_and_bursts_leaves_nothing() -> None:
             day = Day(
                 draws,
                 executor,
-                Programs(models, cache, clock=loop.time, limits=ProgramLimits(ttl_s=300.0)),
+                Programs(executor, ProgramLimits(ttl_s=300.0)),
             )
             tasks = asyncio.all_tasks()
             await day.pass_by()
