@@ -100,7 +100,7 @@ class TrackedEngine(Generic[E]):
 
     @property
     def running(self) -> int:
-        """Its requests, with prefill-only updates and those of batches."""
+        """Requests on it, prefill-only updates and those of batches included."""
         return self.load.running + self.batch_load.running
 
     def count_online(self, now_s: float) -> int:
