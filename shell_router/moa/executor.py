@@ -869,8 +869,11 @@ class GraphRun:
 
     def _skip_aggregation(self, reader: _Member, sources: Collection[str]) -> None:
         """Let `reader` forward the first output of `sources` that it may forward."""
-        reader.forwards = reader.forwards or self._find_forwarded(reader, sources)
-        if reader.forwards is not None and reader.filling is not None:
+        source = self._find_forwarded(reader, sources)
+        if source is None:
+            return
+        reader.forwards = source
+        if reader.filling is not None:
             reader.filling.end(_AggregationSkipped())
 
     def _find_forwarded(self, reader: _Member, sources: Collection[str]) -> str | None:
