@@ -25,10 +25,17 @@ def join_reads(
 ) -> LogRead:
     """Join consecutive `pieces` into one read that ends at `position`."""
     if len(pieces) == 1:
-        return LogRead(pieces[0].text, pieces[0].ids, position, end, detail)
+        one = pieces[0]
+        return LogRead(one.text, one.ids, position, end, detail, one.vocabulary)
     text = "".join([piece.text for piece in pieces])
     ids = tuple(chain.from_iterable([piece.ids for piece in pieces]))
-    return LogRead(text, ids, position, end, detail)
+    return LogRead(text, ids, position, end, detail, find_vocabulary(pieces))
+
+
+def find_vocabulary(pieces: Sequence[Chunk | LogRead]) -> str:
+    """Return the vocabulary of all pieces that hold anything; empty if they differ."""
+    found = {piece.vocabulary for piece in pieces if piece.ids or piece.text}
+    return found.pop() if len(found) == 1 else ""
 
 
 def count_chunks_before(ends: Sequence[int], position: int) -> int:

@@ -61,10 +61,15 @@ class LogKey:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of output: its text, and its token ids if the writer has them."""
+    """A piece of output: its text, and its token ids if the writer has them.
+
+    `vocabulary` is the fingerprint of the tokenizer that spells the text with these ids. Without it
+    no reader may take the ids in place of the text.
+    """
 
     text: str
     ids: tuple[int, ...] = ()
+    vocabulary: str = ""
 
     def __len__(self) -> int:
         if self.ids:
@@ -76,7 +81,8 @@ class Chunk:
 class LogRead:
     """All output after the requested position, joined. `position` is where to read on.
 
-    With `end` set nothing more will come; `detail` then says more, such as an error's text.
+    `vocabulary` is that of all chunks, empty if they differ. With `end` set nothing more will come;
+    `detail` then says more, such as an error's text.
     """
 
     text: str
@@ -84,6 +90,7 @@ class LogRead:
     position: int
     end: End | None = None
     detail: str = ""
+    vocabulary: str = ""
 
 
 class LogWriter(Protocol):

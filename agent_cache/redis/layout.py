@@ -6,7 +6,8 @@ time.
 
     0-1             begun; field `owner` names the process that writes, `leased` says that it
                     holds a lease while it has open logs
-    <position>-0    chunks; field `chunks` is JSON, [[text, [id, ...]], ...]
+    <position>-0    chunks; field `chunks` is JSON, [[text, [id, ...]], ...]; field `vocabulary` if
+                    all have the same
     <position>-2    end mark; fields `end` and `detail`
     <time>-0        end mark of another process, behind which its writer can add nothing
 
@@ -21,7 +22,7 @@ from functools import lru_cache
 from itertools import accumulate
 from urllib.parse import quote
 
-from agent_cache.memory import FORGOTTEN, count_chunks_before, join_reads
+from agent_cache.memory import FORGOTTEN, count_chunks_before, find_vocabulary, join_reads
 from agent_cache.protocol import Chunk, End, LogKey, LogRead
 
 Command = tuple[str | bytes | int, ...]
@@ -92,7 +93,10 @@ class Layout:
 
     def chunks(self, key: LogKey, chunks: Sequence[Chunk], position: int) -> Command:
         """Add `chunks`, with which the log reaches `position`, unless the log is gone."""
-        return ("XADD", self.log(key), "NOMKSTREAM", f"{position}-0", "chunks", encode(chunks))
+        fields: Command = ("chunks", encode(chunks))
+        if vocabulary := find_vocabulary(chunks):
+            fields += ("vocabulary", vocabulary)
+        return ("XADD", self.log(key), "NOMKSTREAM", f"{position}-0", *fields)
 
     def end(self, key: LogKey, position: int, end: End, detail: str) -> Command:
         """Add the end mark, unless the log is gone."""
@@ -141,12 +145,12 @@ def encode(chunks: Sequence[Chunk]) -> bytes:
     return _encode_text(json.dumps(listed, ensure_ascii=False, separators=(",", ":")))
 
 
-def decode(field: bytes) -> list[Chunk]:
+def decode(field: bytes, vocabulary: str) -> list[Chunk]:
     """Read the chunks of a `chunks` field. Raises ValueError for anything else."""
     if len(field) > MOST_ENTRY_BYTES:
         raise ValueError(f"chunks of more than {MOST_ENTRY_BYTES} bytes")
     try:
-        batch = [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
+        batch = [Chunk(text, tuple(ids), vocabulary) for text, ids in json.loads(field)]
         "".join([chunk.text for chunk in batch]).encode()  # no reply can hold half a surrogate pair
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
@@ -184,7 +188,8 @@ def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]
                 end = End(fields[b"end"].decode())
             else:
                 end = None
-            batch = [] if end else decode(fields[b"chunks"])
+            vocabulary = fields.get(b"vocabulary", b"").decode()
+            batch = [] if end else decode(fields[b"chunks"], vocabulary)
         except (KeyError, ValueError):
             detail = f"{DAMAGED} Entry {entry_id.decode()} is neither chunks nor a known end."
             return join_reads(chunks, start, End.FAILED, detail), 1

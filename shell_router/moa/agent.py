@@ -55,12 +55,12 @@ from shell_router.topology import Prefill, Prompt
 class Source:
     """The log of a precursor, which fills a slot.
 
-    `shares_ids` tells whether its token ids are the reader's, too, and spell exactly its text.
-    With `kept` that is read in place of a log.
+    Token ids of this `vocabulary` are taken as they are; all else is read as text. With `kept` that
+    is read in place of a log.
     """
 
     key: LogKey
-    shares_ids: Callable[[], bool]
+    vocabulary: str
     kept: LogRead | None = None
 
 
@@ -263,6 +263,7 @@ class AgentRun:
         self._journal = context.journal
         self._writer = writer
         self._on_text = on_text
+        self._vocabulary = ""
         self._texts: list[str] = []
         self._confidence = Confidence() if task.logprobs else None
         self._call_reader = None
@@ -313,6 +314,9 @@ class AgentRun:
                 paid_tokens = self._journal.count_recorded(task.rid, task.model.alias, ids)
             limit = await self._spending.begin(len(ids), limit, paid_tokens)
         sampling = {**sampling, "max_new_tokens": limit}
+        # a stop string is in the ids but not in the text, as are marks of thinking and of calls
+        if task.model.reasoning is None and task.offer is None and not sampling.get("stop"):
+            self._vocabulary = task.model.tokenizer.fingerprint
         ready_s = self.progress.begin(len(ids), sent)
         if CURRENT.get() is not None:
             enter_span(task.agent, ready_s)
@@ -421,7 +425,7 @@ class AgentRun:
         if self._confidence is not None:
             self._confidence.add(tokens.logprobs)
         if self._writer is not None:
-            self._writer.append(Chunk(text, tokens.ids))
+            self._writer.append(Chunk(text, tokens.ids, self._vocabulary))
         self._texts.append(text)
         self._emit(AgentTokens(now_s, self.task.agent, tokens.ids, text))
 

@@ -6,7 +6,7 @@ Each step is a graph or a model.
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -445,7 +445,7 @@ class GraphRun:
             log = source.kept or await self._context.cache.read(source.key, wait_s=0)
             read.outputs[name] = ("", ())
             if log.end is End.FINISHED:
-                read.outputs[name] = (log.text, log.ids if source.shares_ids() else ())
+                read.outputs[name] = (log.text, log.ids if log.vocabulary else ())
         return read
 
     def _issue_calls(self, answer: Answer, read: FanOut) -> Answer:
@@ -574,10 +574,11 @@ class GraphRun:
         output = self._members[source].output
         assert output is not None
         text = output.text
-        ids: Sequence[int] = ()
+        chunk = Chunk(text)
         if member.run is not None:
-            ids = await encode_text(member.run.task.model.tokenizer, text)
-        member.writer.append(Chunk(text, tuple(ids)))
+            tokenizer = member.run.task.model.tokenizer
+            chunk = Chunk(text, tuple(await encode_text(tokenizer, text)), tokenizer.fingerprint)
+        member.writer.append(chunk)
         on_text = self._watch(member.agent.id)
         if on_text is not None and on_text(text, output.confidence or 0.0):
             await asyncio.sleep(0)  # the cancellation just requested arrives here

@@ -184,7 +184,8 @@ class _SlotFiller:
                 raise make_silence_error(self._task.agent, source.key.agent, wait_s) from error
             if read.position > position:
                 self._slot = source.key.agent
-                await self._append(read, shares_ids=source.shares_ids())
+                takes_ids = source.vocabulary != "" and read.vocabulary == source.vocabulary
+                await self._append(read, takes_ids=takes_ids)
             if read.end is not None:
                 return read.end, read.detail
             position = read.position
@@ -209,14 +210,14 @@ class _SlotFiller:
                 self._begin_update(await self._encode(self._prompt.encode_stable_part))
         return await self._cache.read(key, position, at_least=max(1, tokens), wait_s=wait_s)
 
-    async def _append(self, read: LogRead, *, shares_ids: bool) -> None:
+    async def _append(self, read: LogRead, *, takes_ids: bool) -> None:
         added = len(read.ids) or max(1, len(read.text) // CHARACTERS_PER_TOKEN)
         room = max(0, self._slot_room)
-        self._slot_room -= len(read.ids) if shares_ids else added
+        self._slot_room -= len(read.ids) if takes_ids else added
         text = read.text[: room * CHARACTERS_PER_TOKEN]
         self._characters += len(text)
         require_possible(self._characters, self._task.model.context_length)
-        if shares_ids:  # a piece may have text alone, whose ids came with earlier pieces
+        if takes_ids:  # a piece may have text alone, whose ids came with earlier pieces
             await self._encode(partial(self._prompt.add_ids, read.ids[:room]))
         else:
             self._prompt.add_output(text)

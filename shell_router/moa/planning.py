@@ -519,37 +519,18 @@ def needs_confidence(outline: Outline, agent: Agent) -> bool:
 
 
 def find_source(outline: Outline, precursor: str, reader: ServedModel) -> Source:
-    """Return the log of `precursor`, and whether `reader` may take its token ids."""
+    """Return the log of `precursor`, whose ids `reader` takes if they share a tokenizer."""
     key = LogKey(outline.request.tenant, outline.request.id, precursor)
+    vocabulary = reader.tokenizer.fingerprint
     kept = outline.request.turn.kept
-    if precursor in kept.outputs:
-        text, ids = kept.outputs[precursor]
-        end = End.FINISHED if text else End.ABORTED
-        author = outline.models.get(kept.agents[precursor].model) if ids else None
-        has_ids = author is not None and have_one_tokenizer(author, reader)
-        return Source(key, lambda: has_ids, LogRead(text, ids, len(text), end))
-    writer = outline.topology.agents[precursor]
-    sampling = outline.sampling[precursor]
-    shares_ids = not writer.votes
-    if shares_ids:
-        for name in (writer.model, *writer.fallbacks):
-            shares_ids &= can_share_ids(outline.models[name], sampling, reader)
-    return Source(key, lambda: shares_ids)
-
-
-def can_share_ids(writer: ServedModel, sampling: Sampling, reader: ServedModel) -> bool:
-    """Tell whether `reader` may take a writer's ids for its text.
-
-    They must share a tokenizer. A stop string that ended the output is in the ids but not in the
-    text, as may be a part of the mark that ends thinking.
-    """
-    same = have_one_tokenizer(writer, reader)
-    return same and writer.reasoning is None and not sampling.get("stop")
-
-
-def have_one_tokenizer(writer: ServedModel, reader: ServedModel) -> bool:
-    """Tell whether the models' tokens have the same ids."""
-    return writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
+    if precursor not in kept.outputs:
+        return Source(key, vocabulary)
+    text, ids = kept.outputs[precursor]
+    end = End.FINISHED if text else End.ABORTED
+    author = outline.models.get(kept.agents[precursor].model) if ids else None
+    spelled_by = "" if author is None else author.tokenizer.fingerprint
+    read = LogRead(text, ids, len(text), end, vocabulary=spelled_by)
+    return Source(key, vocabulary, read)
 
 
 UNLIMITED_THINKING = (

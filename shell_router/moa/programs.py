@@ -47,7 +47,7 @@ from shell_router.moa.incremental import (
     count_common_prefix,
     make_silence_error,
 )
-from shell_router.moa.planning import can_share_ids, check_thinking_limit
+from shell_router.moa.planning import check_thinking_limit
 from shell_router.moa.prompt import Message, Part, Slot, encode_text, render
 from shell_router.moa.registry import (
     AgentRecord,
@@ -241,9 +241,9 @@ class Programs:
         if journal is not None:
             model = journal.wrap_engines({model.alias: model})[model.alias]
             run_id = journal.run_id
-        sources = {
-            agent: self._find_source(request, agent, log, model) for agent, log in logs.items()
-        }
+        # a chat's slots become texts once they are complete, so they are texts from the start
+        vocabulary = "" if request.chat else model.tokenizer.fingerprint
+        sources = {agent: Source(log, vocabulary) for agent, log in logs.items()}
         drafts = bool(request.reads and model.drafts)
         if drafts and model.drafts == "auto":
             # held out as the other agents of its program are
@@ -299,20 +299,6 @@ class Programs:
             return (await self._cache.read(key, at_least=sys.maxsize, wait_s=0)).end
         except LogTimeout:
             return None
-
-    def _find_source(
-        self, request: AgentRequest, precursor: str, log: LogKey, reader: ServedModel
-    ) -> Source:
-        def shares_ids() -> bool:
-            # known once its log has begun here; an agent that another router runs is read as text
-            if request.chat:
-                return False
-            writer = self._registry.find_agent(request, precursor)
-            if writer is None or writer.model is None or writer.request is None:
-                return False
-            return can_share_ids(writer.model, writer.request.sampling, reader)
-
-        return Source(log, shares_ids)
 
     # --- running
 

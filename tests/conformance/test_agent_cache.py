@@ -137,6 +137,17 @@ async def test_a_reader_goes_on_from_the_position_it_was_given(backend: Backend)
     )
 
 
+async def test_a_read_names_the_vocabulary_that_all_its_chunks_have(backend: Backend) -> None:
+    one, same, other = (Chunk(text, (1,), text[0]) for text in ("a.", "a,", "b"))
+    log = await begin(backend.writer, KEY, one, same)
+    await backend.settle()
+    assert (await backend.reader.read(KEY, wait_s=LIMIT_S)).vocabulary == "a"
+    log.append(other)
+    await backend.settle()
+    assert (await backend.reader.read(KEY, 2, wait_s=LIMIT_S)).vocabulary == "b"
+    assert (await backend.reader.read(KEY, wait_s=LIMIT_S)).vocabulary == ""
+
+
 async def test_every_boundary_between_chunks_is_a_position(backend: Backend) -> None:
     chunks = [Chunk(f"{number},", tuple(range(number))) for number in range(1, 20)]
     await begin(backend.writer, KEY, *chunks, end=End.FINISHED)

@@ -54,7 +54,8 @@ class Scene:
             parts,
             {},
             sources={
-                agent: Source(LogKey("t", "p", agent), lambda: shares_ids) for agent in agents
+                agent: Source(LogKey("t", "p", agent), "words" if shares_ids else "")
+                for agent in agents
             },
             prefill=Prefill(chunk_tokens=chunk_tokens),
             begin_s=5.0,
@@ -65,7 +66,7 @@ class Scene:
         return await self.cache.create(LogKey("t", "p", agent))
 
     def write(self, writer: LogWriter, text: str) -> None:
-        writer.append(Chunk(text, tuple(self.tokenizer.encode(text))))
+        writer.append(Chunk(text, tuple(self.tokenizer.encode(text)), "words"))
 
     def start(self) -> asyncio.Task[list[int]]:
         return asyncio.create_task(self.ids())
@@ -368,9 +369,8 @@ async def test_a_last_piece_of_text_alone_changes_nothing_in_token_mode_however_
         scene.write(writer, " yes")
         if read_apart:
             await scene.until_sent(1)
-        writer.append(
-            Chunk("\n")
-        )  # a stop token is not among the ids, and it let go of held-back text
+        # a stop token is not among the ids, and it let go of held-back text
+        writer.append(Chunk("\n", vocabulary="words"))
         writer.end(End.FINISHED)
         return scene.tokenizer.decode(await task)
 

@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from agent_cache import LogKey, LogWriter, MemoryAgentPromptCache
+from agent_cache import Chunk, End, LogKey, LogWriter, MemoryAgentPromptCache
 from shell_router.core.events import AgentStarted, AgentTokens, ExitScored
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import (
@@ -238,6 +238,32 @@ async def test_an_agent_of_another_router_is_read_from_the_cache() -> None:
     first = await elsewhere.run(send("first", "Hi"), print)
     await moa.programs.run(send("second", OutputOf("first"), model="large"), print)
     assert moa.prompts("large") == [first.text]
+
+
+@pytest.mark.parametrize(("model", "spelled"), [("large", ["a", "b"]), ("other", ["ab"])])
+async def test_another_routers_ids_are_read_where_the_tokenizers_match(
+    model: str, spelled: list[str]
+) -> None:
+    moa = ScriptedMoa()
+    small, reader = moa.tokenizers["small"], moa.tokenizers[model]
+    elsewhere = await moa.cache.create(LogKey("tenant", "p", "first"))
+    # a model may spell its text with other ids than an encoder does
+    elsewhere.append(Chunk("ab", (*small.encode("a"), *small.encode("b")), small.fingerprint))
+    elsewhere.end(End.FINISHED)
+    await moa.programs.run(send("second", OutputOf("first"), model=model), print)
+    (asked,) = moa.engines[model].generated
+    assert [reader.decode([id]) for id in asked.input_ids] == spelled
+
+
+@pytest.mark.parametrize(("sampling", "named"), [({}, "words"), ({"stop": ["."]}, "")])
+async def test_a_log_names_its_vocabulary_where_ids_spell_the_text(
+    sampling: dict[str, object], named: str
+) -> None:
+    moa = ScriptedMoa()
+    await moa.programs.run(send("first", "Hi", sampling=sampling), print)
+    read = await moa.cache.read(LogKey("tenant", "p", "first"), wait_s=0)
+    assert read.ids
+    assert read.vocabulary == named
 
 
 @pytest.mark.parametrize("again_at", ["the same router", "another"])
