@@ -84,7 +84,7 @@ def main() -> int:
         measure = partial(measure_round, runs, options=options, results=results)
         rounds = measure_rounds(measure, options.rounds + 1, notes)
     rows = build_rows([run.cell for run in runs], rounds[1:] or rounds) if rounds else []
-    engine = f"{model}, {max(len(rounds) - 1, 0)} rounds of {options.sessions} sessions"
+    engine = f"{model}, {max(len(rounds) - 1, 0)} rounds"
     if rows:
         report(
             TITLE, rows, engine=engine, simulated=False, as_json=False, markdown=options.markdown
@@ -106,7 +106,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=6, help="after one that warms up; 0: only that"
     )
-    parser.add_argument("--sessions", type=int, default=4, help="of each run")
+    parser.add_argument(
+        "--sessions", type=int, default=4, help="of each run, at least one for each at once"
+    )
     parser.add_argument("--at-once", default="4", help="sessions at a time, by comma")
     parser.add_argument(
         "--own", default="tree-3-1,tool-loop", help=f"of {', '.join(OWN)}, by comma"
@@ -246,7 +248,7 @@ def build_ask(run: Run, number: int, options: argparse.Namespace) -> Ask:
         run.server.url,
         model,
         engines.tokenizer,
-        options.sessions,
+        max(options.sessions, run.cell.at_once),
         run.cell.at_once,
         seed=number,
         trace=file,

@@ -22,7 +22,10 @@ CPU_KINDS = ("undivided", "pair")
 ENGINE_START_S, ROUTER_START_S = 1800.0, 300.0
 ANSWER_LIMIT_S = 120.0
 POLL_S = 0.5
-ENGINE_OPTIONS = ("--served-model-name", SERVED_NAME, "--max-total-tokens", "49152")
+ENGINE_OPTIONS = (
+    *("--served-model-name", SERVED_NAME, "--max-total-tokens", "49152"),
+    *("--dtype", "bfloat16"),  # the model's own
+)
 PEERS: Mapping[str, tuple[Program, Sequence[str]]] = {
     "sglang-router": (
         Program("sglang-router", "0.3.2", command="python"),
