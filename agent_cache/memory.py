@@ -35,7 +35,9 @@ def join_reads(
 def find_vocabulary(pieces: Sequence[Chunk | LogRead]) -> str:
     """Return the vocabulary of all pieces that hold anything; empty if they differ."""
     found = {piece.vocabulary for piece in pieces if piece.ids or piece.text}
-    return found.pop() if len(found) == 1 else ""
+    if len(found) == 1:
+        return found.pop()
+    return ""
 
 
 def count_chunks_before(ends: Sequence[int], position: int) -> int:

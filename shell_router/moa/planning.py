@@ -526,10 +526,10 @@ def find_source(outline: Outline, precursor: str, reader: ServedModel) -> Source
     if precursor not in kept.outputs:
         return Source(key, vocabulary)
     text, ids = kept.outputs[precursor]
-    end = End.FINISHED if text else End.ABORTED
-    author = outline.models.get(kept.agents[precursor].model) if ids else None
-    spelled_by = "" if author is None else author.tokenizer.fingerprint
-    read = LogRead(text, ids, len(text), end, vocabulary=spelled_by)
+    read = LogRead(text, (), len(text), End.FINISHED if text else End.ABORTED)
+    author = outline.models.get(kept.agents[precursor].model)
+    if ids and author is not None:
+        read = replace(read, ids=ids, vocabulary=author.tokenizer.fingerprint)
     return Source(key, vocabulary, read)
 
 
