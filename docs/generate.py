@@ -200,7 +200,9 @@ def _events(_: str, old: str) -> str:
     rows = [
         (
             f"`agent.{name}`",
-            ", ".join(f"`{fact.name}`" for fact in fields(event) if fact.name != "at_s"),
+            ", ".join(
+                f"`{fact.name}`" for fact in fields(event) if fact.compare and fact.name != "at_s"
+            ),
         )
         for event, name in EVENTS.items()
     ]

@@ -15,6 +15,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from shell_router.lab.traces import build_call
+
 QUESTION = (
     "A town of forty thousand people wants to halve the cars in its center within ten years. It "
     "has two bus lines, a railway station at its edge, narrow streets from the middle ages, and "
@@ -143,25 +145,7 @@ def _build_span(
     times: tuple[datetime, datetime],
 ) -> Values:
     prompt = sum(len(message["content"]) for message in messages) // CHARACTERS_PER_TOKEN
-    start, end = times
-    return {
-        "trace_id": trace,
-        "span_id": name,
-        "parent_span_id": None,
-        "name": "chat model",
-        "kind": "SPAN_KIND_CLIENT",
-        "start_time": start.isoformat(),
-        "end_time": end.isoformat(),
-        "attributes": {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.request.model": "model",
-            "gen_ai.input.messages": json.dumps(messages),
-            "gen_ai.output.text": output,
-            "gen_ai.usage.input_tokens": prompt,
-            "gen_ai.usage.output_tokens": tokens,
-        },
-        "status": {"code": 1, "message": ""},
-    }
+    return build_call(trace, name, messages, output, (prompt, tokens), times)
 
 
 def _write_spans(file: Path, name: str, spans: Sequence[Values]) -> None:

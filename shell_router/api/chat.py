@@ -280,8 +280,8 @@ async def count_prompt(request: Request, sent: Values) -> int:
     models = request.app[SERVICES].models
     model = models.get(name) or next(iter(models.values()))
     tools = () if chat.offer is None else chat.offer.list_tools(model)
-    parts = render_agent_prompt(root, (), model, chat.messages, chat.chat_template_kwargs, tools)
-    text = "".join(part for part in parts if isinstance(part, str))
+    prompt = render_agent_prompt(root, (), model, chat.messages, chat.chat_template_kwargs, tools)
+    text = "".join(part for part in prompt.parts if isinstance(part, str))
     require_possible(len(text), model.context_length)
     return len(await encode_text(model.tokenizer, text))
 

@@ -50,7 +50,7 @@ KINDS: dict[type, str] = {
     AgentErred: "failed",
     Degraded: "degraded",
 }
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in KINDS}
+_FIELDS = {kind: tuple(each.name for each in fields(kind) if each.compare) for kind in KINDS}
 _TIMES = ("at_s", "started_s")
 NAMED_AGENTS = 16
 

@@ -30,7 +30,7 @@ from shell_router.http.app import Key, Request
 from shell_router.moa.deadline import Deadline, Deadlines
 from shell_router.moa.journal import END, RunJournal
 from shell_router.moa.requests import AgentRequest, Answer, MoaRequest
-from shell_router.telemetry import RunMetrics, Trace
+from shell_router.telemetry import FullTrace, RunMetrics, Trace
 from shell_router.topology import Graph
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class Run:
         wall_s = services.wall()
         client = CURRENT.get()
         self.created = int(wall_s)
-        self.trace = Trace(
+        kind = FullTrace if services.traces.contents else Trace
+        self.trace = kind(
             id,
             tenant=asked.tenant,
             target=target,
@@ -230,12 +231,12 @@ class Run:
             self._services.metrics.drop_target(self.trace.target)  # deleted meanwhile
         if self._recording is not None:
             self._recording.end()
+        if self._services.traces.contents and answer is not None:
+            self.trace.answer = answer.text
+            if isinstance(self.asked, MoaRequest):
+                self.trace.question = self.asked.question
         if self._spans is not None:
-            trace = self.trace
-            if self._spans.texts and answer is not None and isinstance(self.asked, MoaRequest):
-                # the trace that is kept here has no texts, which may be large
-                trace = replace(trace, question=self.asked.question, answer=answer.text)
-            self._spans.add(trace)
+            self._spans.add(self.trace)
 
 
 class KeptRuns:

@@ -220,7 +220,7 @@ async def run_services(
             recorder=_recorder("trace files", config.record, metrics, stack),
             access_log=_recorder("access log", config.access_log, metrics, stack),
             spans=_span_export(config, metrics, stack),
-            traces=TraceStore(config.traces.kept),
+            traces=TraceStore(config.traces.kept, contents=config.traces.contents),
             journals=cache.journals,
             budgets=TenantBudgets(cache.accounts, time.time),
             holdouts=executor.holdouts,
@@ -332,7 +332,6 @@ def _span_export(config: Config, metrics: Metrics, stack: AsyncExitStack) -> "Sp
     export = SpanExport(
         config.traces.otlp,
         lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count),
-        texts=config.traces.texts,
     )
     stack.push_async_callback(asyncio.to_thread, export.close)
     return export

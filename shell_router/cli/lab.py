@@ -1,7 +1,7 @@
 """`shell-router demo`, `eval`, `calibrate`, `simulate` and `profile`."""
 
 import json as jsonlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,6 +28,7 @@ from shell_router.cli.options import (
 from shell_router.errors import ConfigError
 
 if TYPE_CHECKING:
+    from shell_router.core.exact_json import Values
     from shell_router.lab.simulation.run import Simulated
 
 app = typer.Typer()
@@ -312,6 +313,14 @@ def trace(
             "Write the request for ui.perfetto.dev or chrome://tracing, as JSON.", metavar="FILE"
         ),
     ] = None,
+    otel: Annotated[
+        Path | None,
+        option(
+            "Write the request, or those listed, for inference-perf, guidellm and `simulate`: "
+            "spans as JSON. Needs `traces.contents`.",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
     """List a router's latest requests, or draw one.
 
@@ -320,8 +329,9 @@ def trace(
     import time
 
     key = read_key(api_key_env)
+    require_writable(otel)
     if id is not None:
-        _draw_request(url, key, id, perfetto)
+        _draw_request(url, key, id, perfetto, otel)
         return
     if perfetto:
         raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
@@ -332,15 +342,19 @@ def trace(
         filters["status"] = status
     if last_s is not None:
         filters["since"] = f"{time.time() - last_s:.3f}"
-    _list_requests(url, key, filters)
+    _list_requests(url, key, filters, otel)
 
 
-def _list_requests(url: str, key: str | None, filters: Mapping[str, str]) -> None:
+def _list_requests(
+    url: str, key: str | None, filters: Mapping[str, str], otel: Path | None
+) -> None:
     import asyncio
 
     from shell_router.lab.tables import print_table
-    from shell_router.lab.traces import list_rows
+    from shell_router.lab.traces import fetch_traces, list_rows
 
+    if otel:
+        _write_spans(otel, asyncio.run(fetch_traces(url, key, filters)))
     rows = asyncio.run(list_rows(url, key, filters))
     if rows:
         print_table("Latest requests", rows)
@@ -348,7 +362,17 @@ def _list_requests(url: str, key: str | None, filters: Mapping[str, str]) -> Non
         say("The router keeps no such request.")
 
 
-def _draw_request(url: str, key: str | None, id: str, perfetto: Path | None) -> None:
+def _write_spans(file: Path, requests: "Sequence[Values]") -> None:
+    from shell_router.lab.traces import to_otel
+
+    written = to_otel(requests)
+    write(file, jsonlib.dumps(written) + "\n")
+    say(f"{file} has {written['span_count']} calls of {len(requests)} requests.")
+
+
+def _draw_request(
+    url: str, key: str | None, id: str, perfetto: Path | None, otel: Path | None
+) -> None:
     import asyncio
 
     from rich.console import Console
@@ -370,6 +394,8 @@ def _draw_request(url: str, key: str | None, id: str, perfetto: Path | None) -> 
     if perfetto:
         write(perfetto, jsonlib.dumps(to_perfetto(request)) + "\n")
         say(f"Open {perfetto} at https://ui.perfetto.dev or in chrome://tracing.")
+    if otel:
+        _write_spans(otel, [request])
 
 
 @app.command(

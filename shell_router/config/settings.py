@@ -300,8 +300,10 @@ class Traces:
         "URL of an OTLP/HTTP receiver of spans, such as "
         "`http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`.",
     ] = None
-    texts: Annotated[
-        Switch, "Send the last question and the answer of each chat with its spans."
+    contents: Annotated[
+        Switch,
+        "Keep and export all prompts and outputs, too. The texts of the last `traces.kept` "
+        "requests stay in the router's memory.",
     ] = False
 
 

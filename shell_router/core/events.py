@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import field
 from typing import Literal
 
 from shell_router.core.engine import FinishReason, Placement, value
+from shell_router.core.exact_json import NewValues
 
 
 @value
@@ -58,11 +60,17 @@ class StepChosen:
 
 @value
 class AgentStarted:
-    """The agent's task began: a leaf goes to its engine, another agent starts on its prefix."""
+    """The agent's task began: a leaf goes to its engine, another agent starts on its prefix.
+
+    `list_messages` gives its prompt, as traces hold it; None if it has none.
+    """
 
     at_s: float
     agent: str
     model: str
+    list_messages: Callable[[], list[NewValues]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
 
 @value

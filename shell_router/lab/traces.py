@@ -1,15 +1,20 @@
-"""The requests of a running router: listed, drawn in the terminal, or written for Perfetto."""
+"""The requests of a running router: listed, drawn, or written for Perfetto and replayers."""
 
+import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count
+from operator import itemgetter
 
 import aiohttp
 from rich.text import Text
 
 from shell_router.core.exact_json import NewValues, Values
+from shell_router.errors import ConfigError
 from shell_router.lab.evaluation.client import RouterClient
 from shell_router.lab.evaluation.report import CUT_OFF
+from shell_router.telemetry.trace import split_messages
 
 Trace = Values
 Entry = NewValues
@@ -26,6 +31,13 @@ async def fetch_trace(url: str, api_key: str | None, trace_id: str) -> Trace:
     """Fetch a request's trace. Raises ShellRouterError."""
     async with aiohttp.ClientSession() as session:
         return await RouterClient(session, url, api_key=api_key, limit_s=LIMIT_S).trace(trace_id)
+
+
+async def fetch_traces(url: str, api_key: str | None, filters: Mapping[str, str]) -> list[Trace]:
+    """Fetch the latest requests' traces. Raises ShellRouterError."""
+    async with aiohttp.ClientSession() as session:
+        client = RouterClient(session, url, api_key=api_key, limit_s=LIMIT_S)
+        return [await client.trace(row["id"]) for row in await client.traces(filters)]
 
 
 async def list_rows(
@@ -50,6 +62,103 @@ async def list_rows(
 def to_perfetto(trace: Trace) -> Entry:
     """Return the trace as Chrome's JSON: a track per agent, and an arrow from output to reader."""
     return {"traceEvents": list(_Tracks(trace).entries()), "displayTimeUnit": "ms"}
+
+
+def to_otel(traces: Sequence[Trace]) -> Entry:
+    """Return the requests' calls as spans that inference-perf, guidellm and `simulate` replay.
+
+    An output stands in the prompts of its readers as an assistant's message of its own. Agents
+    that wrote nothing are left out, and the agents of a program are one trace.
+
+    Raises:
+        ConfigError: A trace has no contents, has not ended, or reads what another request wrote.
+    """
+    outputs: dict[str, dict[str, str]] = defaultdict(dict)
+    for trace in traces:
+        if trace["duration_s"] is None:
+            raise ConfigError(
+                f"Request {trace['id']} still runs.", remedy="Wait for its end, or list others."
+            )
+        written = outputs[_name_graph(trace)]
+        for agent, record in trace["agents"].items():
+            is_read = record["state"] in ("finished", "skipped")
+            written[agent] = record.get("output", "") if is_read else ""
+        if "agent" in trace:  # a topology may answer for it
+            written[trace["agent"]] = written.get(trace["overlap"]["critical_path"][-1], "")
+    spans = [span for trace in traces for span in _list_calls(trace, outputs[_name_graph(trace)])]
+    spans.sort(key=itemgetter("start_time"))
+    return {"trace_id": "+".join(outputs), "span_count": len(spans), "spans": spans}
+
+
+def _name_graph(trace: Trace) -> str:
+    name: str = trace.get("program") or trace["id"]
+    return name
+
+
+def _list_calls(trace: Trace, outputs: Mapping[str, str]) -> Iterator[Entry]:
+    """Yield a span for each agent whose model wrote something."""
+    for agent, record in trace["agents"].items():
+        sent = [span for span in record["spans"] if span["name"] == "prefill"]
+        if not sent or not record["decoded_tokens"]:
+            continue
+        if "messages" not in record:
+            raise ConfigError(
+                f"The trace of request {trace['id']} has no texts.",
+                remedy="Set traces.contents: on in the deployment's file, and ask again.",
+            )
+        for message in record["messages"]:
+            for piece in message["content"]:
+                if isinstance(piece, dict) and piece["output_of"] not in outputs:
+                    raise ConfigError(
+                        f"Request {trace['id']} reads {piece['output_of']!r}, which another "
+                        "request wrote.",
+                        remedy="Leave the id out, and list all requests of the program.",
+                    )
+        yield build_call(
+            _name_graph(trace),
+            agent,
+            split_messages(record["messages"], outputs),
+            record["output"],
+            (
+                sent[-1]["prompt_tokens"],
+                record.get("completion_tokens", record["decoded_tokens"]),
+            ),
+            (
+                datetime.fromtimestamp(trace["started_at"] + sent[-1]["start_s"], UTC),
+                datetime.fromtimestamp(trace["started_at"] + record["ended_s"], UTC),
+            ),
+            record["model"],
+        )
+
+
+def build_call(
+    trace: str,
+    agent: str,
+    messages: Sequence[Values],
+    output: str,
+    tokens: tuple[int, int],
+    times: tuple[datetime, datetime],
+    model: str = "model",
+) -> Entry:
+    """Return a call's span; `tokens` are those of its prompt and its output."""
+    return {
+        "trace_id": trace,
+        "span_id": agent,
+        "parent_span_id": None,
+        "name": f"chat {model}",
+        "kind": "SPAN_KIND_CLIENT",
+        "start_time": times[0].isoformat(),
+        "end_time": times[1].isoformat(),
+        "attributes": {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": model,
+            "gen_ai.input.messages": json.dumps(messages),
+            "gen_ai.output.text": output,
+            "gen_ai.usage.input_tokens": tokens[0],
+            "gen_ai.usage.output_tokens": tokens[1],
+        },
+        "status": {"code": 1, "message": ""},
+    }
 
 
 class _Tracks:

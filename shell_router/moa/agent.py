@@ -30,7 +30,7 @@ from shell_router.core.events import (
     Emit,
     PromptReady,
 )
-from shell_router.core.exact_json import Values
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.marks import ReasoningMarks
 from shell_router.core.sampling import OUTPUT_FORMS, check_sampling, require_possible
 from shell_router.core.spans import CURRENT, enter_span
@@ -43,7 +43,14 @@ from shell_router.moa.deadline import Deadline
 from shell_router.moa.expectations import LatencyEstimates, guess_output_tokens
 from shell_router.moa.journal import RunJournal
 from shell_router.moa.preemption import generate_preemptibly
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encode_text
+from shell_router.moa.prompt import (
+    CHARACTERS_PER_TOKEN,
+    Message,
+    Part,
+    Turn,
+    describe_messages,
+    encode_text,
+)
 from shell_router.moa.requests import AgentUsage, CutOff
 from shell_router.moa.spending import Account, Spending
 from shell_router.moa.thinking import Thinking
@@ -85,6 +92,7 @@ class AgentTask:
         affinity: The turn whose requests go to one engine, if it is not a request of its own.
         fits_context: Whether the output's limit is lowered to what any prompt leaves.
         warning: What the client is warned of.
+        messages: The prompt before the chat template.
     """
 
     agent: str
@@ -110,6 +118,13 @@ class AgentTask:
     affinity: str = ""
     fits_context: bool = False
     warning: str = ""
+    messages: Sequence[Message | Turn] = ()
+
+    def list_messages(self) -> list[NewValues]:
+        """Return the prompt as traces hold it."""
+        kept = {name: source.kept for name, source in self.sources.items()}
+        known = {name: read.text for name, read in kept.items() if read is not None}
+        return describe_messages(self.messages, known)
 
 
 @value
@@ -292,7 +307,8 @@ class AgentRun:
 
     def start(self) -> None:
         """Announce the agent, which from now on waits for its engine or its precursors."""
-        self._emit(AgentStarted(self._clock(), self.task.agent, self.task.model.alias))
+        task = self.task
+        self._emit(AgentStarted(self._clock(), task.agent, task.model.alias, task.list_messages))
 
     async def decode(self, ids: list[int], sent: int = 0) -> AgentOutput:
         """Send the complete prompt `ids`, of which updates held the first `sent`, and decode it.

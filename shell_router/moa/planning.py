@@ -29,7 +29,13 @@ from shell_router.moa.expectations import (
     expect_outputs,
     guess_output_tokens,
 )
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, Part, Slot, render_agent_prompt
+from shell_router.moa.prompt import (
+    CHARACTERS_PER_TOKEN,
+    LONG_TEXT,
+    AgentPrompt,
+    Slot,
+    render_agent_prompt,
+)
 from shell_router.moa.requests import NOTHING_KEPT, MoaRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
@@ -361,7 +367,7 @@ async def build_tasks(
     slot_order = outline.topology.prefill.slot_order
     finish_s = expect_finish(outline)
     # agents that differ in their names alone share a prompt
-    prompts: dict[tuple[object, ...], tuple[Part, ...]] = {}
+    prompts: dict[tuple[object, ...], AgentPrompt] = {}
     tasks: dict[str, AgentTask] = {}
     refusals: dict[str, PromptRefused] = {}
     for number, agent in enumerate(outline.topology.agents.values()):
@@ -412,7 +418,7 @@ def expect_finish(outline: Outline) -> Mapping[str, float]:
     return outline.estimates.expect_finish_s(outline.topology)
 
 
-def render_prompt(outline: Outline, agent: Agent, order: Sequence[str]) -> tuple[Part, ...]:
+def render_prompt(outline: Outline, agent: Agent, order: Sequence[str]) -> AgentPrompt:
     """Return the agent's prompt; the client's template options are for the root.
 
     Raises:
@@ -441,7 +447,7 @@ def render_prompt(outline: Outline, agent: Agent, order: Sequence[str]) -> tuple
         raise refusal.name_agent(agent.id, model.alias) from refusal
 
 
-def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, ...]) -> AgentTask:
+def build_task(outline: Outline, agent: Agent, number: int, prompt: AgentPrompt) -> AgentTask:
     """Return the task of one agent.
 
     `number` is unique in the run: SGLang aborts every request whose id begins with an aborted one,
@@ -466,13 +472,13 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
     offer = find_offer(topology, agent, request)
     if offer is not None:
         params = ask_for_calls(params, offer, model)
-    slots = [part.agent for part in parts if isinstance(part, Slot)]
+    slots = [part.agent for part in prompt.parts if isinstance(part, Slot)]
     sources = {name: find_source(outline, name, model) for name in slots}
     return AgentTask(
         agent.id,
         f"{request.id}.{number}.{agent.id}",
         model,
-        parts,
+        prompt.parts,
         params,
         logprobs=needs_confidence(outline, agent),
         timeout_s=request.timeout_s if request.tier == "batch" else agent.timeout_s,
@@ -491,6 +497,7 @@ def build_task(outline: Outline, agent: Agent, number: int, parts: tuple[Part, .
         affinity=_name_affinity(outline, agent),
         fits_context=request.bends_limits,
         warning=warning,
+        messages=prompt.messages,
     )
 
 

@@ -48,7 +48,7 @@ from shell_router.moa.incremental import (
     make_silence_error,
 )
 from shell_router.moa.planning import check_thinking_limit
-from shell_router.moa.prompt import Message, Part, Slot, encode_text, render
+from shell_router.moa.prompt import AgentPrompt, Message, Part, Slot, encode_text, render
 from shell_router.moa.registry import (
     AgentRecord,
     ProgramLimits,
@@ -234,7 +234,7 @@ class Programs:
         model = self._executor.models[request.model]
         journal = request.journal
         try:
-            parts = _render_prompt(request, model)
+            prompt = _render_prompt(request, model)
         except errors.PromptRefused as refusal:
             raise refusal.name_agent(request.agent, model.alias) from refusal
         run_id = uuid.uuid4().hex
@@ -254,7 +254,7 @@ class Programs:
             request.agent,
             f"{request.agent}.{run_id}",
             model,
-            parts,
+            prompt.parts,
             request.sampling,
             logprobs=request.confidence,
             timeout_s=request.timeout_s,
@@ -269,6 +269,7 @@ class Programs:
             max_thinking_tokens=request.max_thinking_tokens,
             is_read=request.is_read,
             may_shrink=bool(sources),
+            messages=prompt.messages,
         )
 
     async def _find_log(self, request: AgentRequest, agent: str) -> LogKey:
@@ -607,11 +608,13 @@ def _name_drafts(request: AgentRequest) -> Compared:
     return Compared("drafts", AGENT_REQUEST, request.model, "aggregator")
 
 
-def _render_prompt(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
+def _render_prompt(request: AgentRequest, model: ServedModel) -> AgentPrompt:
     if request.prompt:
-        return _open_slots(request.prompt)
+        parts = _open_slots(request.prompt)
+        return AgentPrompt(parts, [Message("user", parts)])
     messages = [Message(role, _open_slots(segments)) for role, segments in request.messages]
-    return render(model.tokenizer, messages, request.chat_template_kwargs)
+    parts = render(model.tokenizer, messages, request.chat_template_kwargs)
+    return AgentPrompt(parts, messages)
 
 
 def _open_slots(segments: Iterable[Segment]) -> tuple[Part, ...]:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -139,6 +139,40 @@ def find_unused_mark(texts: Sequence[str]) -> str:
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 
 
+@value
+class AgentPrompt:
+    """An agent's prompt: its messages, and what the chat template makes of them."""
+
+    parts: tuple[Part, ...]
+    messages: Sequence[Message | Turn]
+
+
+def describe_messages(
+    messages: Sequence[Message | Turn], known: Mapping[str, str]
+) -> list[NewValues]:
+    """Return the messages as traces hold them.
+
+    An output that the prompt had from the start is a text of its own. A slot names its agent and
+    has the texts around it, unless the agent's output is `known`.
+    """
+    described: list[NewValues] = []
+    for message in messages:
+        if not isinstance(message, Message):
+            described.append({**message})
+            continue
+        content: list[str | NewValues] = []
+        for part in message.parts:
+            if isinstance(part, str):
+                content.append(part)
+            elif part.agent in known:
+                content += [part.before, known[part.agent], part.after]
+            else:
+                around = {"before": part.before, "after": part.after}
+                content.append({"output_of": part.agent, **around})
+        described.append({"role": message.role, "content": list(filter(None, content))})
+    return described
+
+
 class GrowingPrompt:
     """Token ids of a prompt that is still being written.
 
@@ -213,7 +247,7 @@ def render_agent_prompt(
     chat: Sequence[Turn],
     options: Values = NO_OPTIONS,
     tools: Sequence[Turn] | None = None,
-) -> tuple[Part, ...]:
+) -> AgentPrompt:
     """Render S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) in place of the client's question.
 
     The agent's system message and a first one of the client become one, the agent's first; other
@@ -245,9 +279,10 @@ def render_agent_prompt(
         content = f"{before}{after}" if after else before
         turns = [*turns, {"role": "user", "content": content}, *later]
         text = model.tokenizer.render_chat(turns, tools or (), options)
-        return (text,) if text else ()
+        return AgentPrompt((text,) if text else (), turns)
     user = Message("user", (before, *_fill_slots(agent, order, control), after))
-    return render(model.tokenizer, [*turns, user, *later], options, tools or ())
+    messages: list[Message | Turn] = [*turns, user, *later]
+    return AgentPrompt(render(model.tokenizer, messages, options, tools or ()), messages)
 
 
 def _add_system(template: str, question: str, turns: Sequence[Turn]) -> Sequence[Turn]:
@@ -283,7 +318,7 @@ def _fill_slots(agent: Agent, order: Sequence[str], control: ControlText) -> lis
             output = agent.given[index][1]
             if most is not None and len(output) > most * CHARACTERS_PER_TOKEN:
                 output = output[: most * CHARACTERS_PER_TOKEN] + CUT_MARK
-            parts.append(f"{before}{control.quote(output)}{after}")
+            parts += [before, control.quote(output), after]
         else:
             parts.append(Slot(writer, before, after, most))
     return parts

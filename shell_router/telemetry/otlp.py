@@ -15,7 +15,7 @@ from shell_router.core.engine import Placement
 from shell_router.core.events import AgentFinished, AgentPlaced, PrefillIncrement, PromptReady
 from shell_router.processes.child import Failure, PythonProcess
 from shell_router.telemetry.recorder import Outbox
-from shell_router.telemetry.trace import AgentTrace, Trace
+from shell_router.telemetry.trace import AgentTrace, FullTrace, Trace
 
 MOST_WAITING = 2_000
 MAX_BATCH_SIZE = 16
@@ -26,8 +26,6 @@ with this thread.
 
 class SpanExport(Outbox[Trace]):
     """Sends the spans of finished runs to `endpoint`, each time within `limit_s`.
-
-    With `texts` the traces should have their question and answer.
 
     Headers, certificates, compression, and the service's name and attributes come from
     OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`,
@@ -41,9 +39,7 @@ class SpanExport(Outbox[Trace]):
         *,
         linger_s: float = 1.0,
         limit_s: float = 5.0,
-        texts: bool = False,
     ) -> None:
-        self.texts = texts
         self._arguments = {"endpoint": endpoint, "limit_s": limit_s}
         self._process: PythonProcess | None = None
         self._is_closed = False
@@ -112,7 +108,10 @@ def _by_position(of: type[Any]) -> Callable[[Any], tuple[type[Any], tuple[Any, .
     return lambda item: (of, values(item))
 
 
-FREQUENT = (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished)
+FREQUENT = (
+    *(Trace, FullTrace, AgentTrace),
+    *(PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished),
+)
 REDUCERS: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {
     each: _by_position(each) for each in FREQUENT
 }

@@ -2,9 +2,10 @@
 
 Names are those of the semantic conventions for generative AI, version 1.41.0, which are in
 development; what they have no name for begins with `shell_router.`, or OpenInference's. Texts are
-exported only if the deployment asks for them.
+exported only if the traces hold them.
 """
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ from shell_router.core.events import (
     PrefillIncrement,
     PromptReady,
 )
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.spans import SpanContext
 from shell_router.errors import hide_user
-from shell_router.telemetry.trace import AgentTrace, Trace
+from shell_router.telemetry.trace import AgentTrace, FullTrace, Trace
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 SCOPE = InstrumentationScope("shell_router", __version__, SCHEMA)
@@ -188,6 +190,12 @@ class _Spans:
                 "shell_router.drafted_tokens": ran.end.drafted_tokens,
                 "shell_router.accepted_tokens": ran.end.accepted_tokens,
             }
+        if isinstance(self._trace, FullTrace) and ran.messages:
+            messages = map(_to_parts, self._trace.list_messages(agent))
+            output = _to_parts({"role": "assistant", "content": "".join(ran.texts)})
+            output["finish_reason"] = getattr(ran.end, "reason", ran.state)
+            facts["gen_ai.input.messages"] = json.dumps(list(messages), ensure_ascii=False)
+            facts["gen_ai.output.messages"] = json.dumps([output], ensure_ascii=False)
         events = []
         if ran.first_token_s is not None:
             facts["gen_ai.response.time_to_first_chunk"] = ran.first_token_s - ready.at_s
@@ -255,6 +263,19 @@ class _Spans:
 
     def _ns(self, at_s: float) -> int:
         return self._origin_ns + round(at_s * 1e9)
+
+
+def _to_parts(message: Values) -> NewValues:
+    """Return a chat message in the conventions' form."""
+    parts: list[NewValues] = []
+    if message["role"] == "tool":
+        response = {"id": message["tool_call_id"], "response": message["content"]}
+        parts.append({"type": "tool_call_response", **response})
+    elif message["content"]:
+        parts.append({"type": "text", "content": message["content"]})
+    calls = message.get("tool_calls") or ()
+    parts += [{"type": "tool_call", "id": call["id"], **call["function"]} for call in calls]
+    return {"role": message["role"], "parts": parts}
 
 
 def _context(span: SpanContext, *, is_remote: bool = False) -> OtelContext:

@@ -8,7 +8,7 @@ from itertools import islice
 from shell_router.core import events
 from shell_router.core.budget import Price
 from shell_router.core.engine import Placement
-from shell_router.core.exact_json import NewValues
+from shell_router.core.exact_json import NewValues, Values
 from shell_router.core.spans import SpanContext, make_run_span
 from shell_router.errors import UnknownTrace
 
@@ -65,7 +65,10 @@ End = events.AgentFinished | events.AggregationSkipped | events.AgentStopped | e
 
 @dataclass(slots=True)
 class AgentTrace:
-    """One agent's events, with its tokens only counted; times are the run's clock in seconds."""
+    """One agent's events, with its tokens only counted; times are the run's clock in seconds.
+
+    Only a FullTrace has `messages`, its prompt, and `texts`, the pieces of its output.
+    """
 
     model: str
     started_s: float
@@ -77,6 +80,8 @@ class AgentTrace:
     tokens: int = 0
     end: End | None = None
     forwards: str = ""
+    messages: list[NewValues] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> str:
@@ -142,6 +147,8 @@ class AgentTrace:
         }
         if self.placed is not None:
             facts["engines"] = [asdict(placement) for placement in self.placed.placed]
+        if self.messages or self.texts:
+            facts |= {"messages": self.messages, "output": "".join(self.texts)}
         if self.end is not None:
             facts["ended_s"] = since(self.end.at_s, origin_s)
             facts |= {name: getattr(self.end, name) for name in END_FACTS[type(self.end)]}
@@ -218,8 +225,8 @@ class Trace:
         agent: The name that an agent request gave its agent.
         user: A digest of the tenant's own user or conversation, if the request names one.
         session: The session that the request's headers name, and its `parent_session`.
-        question: The last user message, if spans have texts.
-        answer: The answer's text, if spans have texts.
+        question: The last user message, of a FullTrace.
+        answer: The answer's text, of a FullTrace.
     """
 
     id: str
@@ -437,10 +444,68 @@ class Trace:
         }
 
 
-class TraceStore:
-    """The last `capacity` traces; a tenant sees only its own."""
+class FullTrace(Trace):
+    """A trace that also holds the agents' prompts and outputs."""
 
-    def __init__(self, capacity: int = 1_000) -> None:
+    def add(self, event: events.Event) -> None:
+        """Take in the next event."""
+        super().add(event)
+        if isinstance(event, events.AgentTokens | events.AggregationSkipped):
+            self.agents[event.agent].texts.append(event.text)
+        elif isinstance(event, events.AgentStarted) and event.list_messages is not None:
+            self.agents[event.agent].messages = event.list_messages()
+
+    def list_messages(self, agent: str) -> list[NewValues]:
+        """Return the agent's prompt as `split_messages` does."""
+        outputs = {
+            name: "".join(trace.texts) if trace.state in ("finished", "skipped") else ""
+            for name, trace in self.agents.items()
+        }
+        return split_messages(self.agents[agent].messages, outputs)
+
+
+def split_messages(messages: Sequence[Values], outputs: Mapping[str, str]) -> list[NewValues]:
+    """Return a trace's messages with each output as a message of its own, as replayers need it.
+
+    An empty output is left out, with the texts around it, and one that is unknown is named.
+    """
+    split: list[NewValues] = []
+    for message in messages:
+        if not isinstance(message["content"], list):
+            split.append({**message})
+            continue
+        text = ""
+        for piece in message["content"]:
+            if not isinstance(piece, str):
+                writer = piece["output_of"]
+                output = outputs.get(writer, f"[the output of {writer}]")
+                before = piece["before"]
+                after = piece["after"]
+            elif piece in outputs.values():
+                output = piece
+                before = after = ""
+            else:
+                text += piece
+                continue
+            if output:
+                text += before
+                if text:
+                    split.append({"role": message["role"], "content": text})
+                split.append({"role": "assistant", "content": output})
+                text = after
+        if text:
+            split.append({"role": message["role"], "content": text})
+    return split
+
+
+class TraceStore:
+    """The last `capacity` traces; a tenant sees only its own.
+
+    With `contents` they should be FullTraces.
+    """
+
+    def __init__(self, capacity: int = 1_000, *, contents: bool = False) -> None:
+        self.contents = contents
         self._capacity = capacity
         self._traces: OrderedDict[str, Trace] = OrderedDict()
 

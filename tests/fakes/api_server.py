@@ -49,7 +49,7 @@ from shell_router.files.document import Document
 from shell_router.http.app import App
 from shell_router.http.server import bind_sockets, run_server
 from shell_router.routing.holdout import Holdouts
-from shell_router.telemetry import Metrics
+from shell_router.telemetry import Metrics, TraceStore
 from shell_router.telemetry.recorder import Recorder
 from shell_router.topology import (
     Agent,
@@ -195,6 +195,7 @@ async def api(
     new_id: Callable[[], str] = new_run_id,
     recorder: Recorder | None = None,
     spans: "SpanExport | None" = None,
+    traces: TraceStore | None = None,
     access_log: Recorder | None = None,
     holdouts: Holdouts | None = None,
     journals: Journals | None = None,
@@ -225,6 +226,7 @@ async def api(
         new_id=new_id,
         recorder=recorder,
         spans=spans,
+        traces=TraceStore() if traces is None else traces,
         access_log=access_log,
         holdouts=holdouts or Holdouts(),
         journals=journals,

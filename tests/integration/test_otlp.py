@@ -1,6 +1,7 @@
 """Spans over OTLP/HTTP: what a receiver gets of runs, and what engines get of spans."""
 
 import asyncio
+import json
 import logging
 import pickle
 from collections import Counter
@@ -19,6 +20,7 @@ from shell_router.early_exit.settings import EarlyExit
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineError
+from shell_router.telemetry import TraceStore
 from shell_router.telemetry.otlp import SpanExport, pickle_traces
 from shell_router.telemetry.otlp_process import SCHEMA, spans_of
 from shell_router.topology import Agent, Cluster, Prompt, Topology
@@ -107,27 +109,53 @@ async def test_a_runs_spans_arrive_in_its_clients_trace_with_parents_and_links()
     assert at.schemas == {SCHEMA}
 
 
-@pytest.mark.parametrize("texts", [False, True])
-async def test_a_run_has_its_question_and_answer_only_if_the_deployment_asks(texts: bool) -> None:
+@pytest.mark.parametrize("contents", [False, True])
+async def test_spans_and_traces_have_texts_only_if_the_deployment_asks(contents: bool) -> None:
     async with receiver() as at:
-        export = SpanExport(at.url, lambda outcome, count: None, linger_s=0, texts=texts)
-        async with api(spans=export) as served:
+        export = SpanExport(at.url, lambda outcome, count: None, linger_s=0)
+        async with api(spans=export, traces=TraceStore(contents=contents)) as served:
             status, body = await served.post(
                 "/v1/chat/completions",
                 chat("Rain?", user="me"),
                 **{"x-session-id": "child", "x-parent-session-id": "parent"},
             )
+            _, listed = await served.get("/v1/traces")
+            _, trace = await served.get(f"/v1/traces/{listed['data'][0]['id']}")
         await asyncio.to_thread(export.close, 60.0)
         (run,) = at.spans["invoke_workflow duo"]
+        (chat_span,) = at.spans["chat large"]
     assert status == 200
-    (kept,) = served.services.traces.latest("local", lambda _: True, 2)
-    assert kept.question is None and kept.answer is None  # texts of a thousand runs may be large
     facts = attributes(run)
     assert facts["user.id"] != "me"
     assert (facts["session.id"], facts["shell_router.parent_session"]) == ("child", "parent")
     answer = body["choices"][0]["message"]["content"]
-    expected = ("Rain?", answer) if texts else (None, None)
+    expected = ("Rain?", answer) if contents else (None, None)
     assert (facts.get("input.value"), facts.get("output.value")) == expected
+    root = trace["agents"]["root"]
+    sent = attributes(chat_span)
+    if not contents:
+        assert "messages" not in root and "gen_ai.input.messages" not in sent
+        return
+    left, right = (trace["agents"][agent]["output"] for agent in ("left", "right"))
+    (prompt,) = root["messages"]
+    assert [piece["output_of"] for piece in prompt["content"] if isinstance(piece, dict)] == [
+        "left",
+        "right",
+    ]
+    assert root["output"] == answer
+    assert trace["agents"]["left"]["messages"] == [{"role": "user", "content": "Rain?"}]
+    read = [
+        message["parts"][0]["content"]
+        for message in json.loads(sent["gen_ai.input.messages"])
+        if message["role"] == "assistant"
+    ]
+    assert read == [left, right]
+    (written,) = json.loads(sent["gen_ai.output.messages"])
+    assert written == {
+        "role": "assistant",
+        "parts": [{"type": "text", "content": answer}],
+        "finish_reason": "stop",
+    }
 
 
 async def test_an_early_exit_is_a_span_of_its_run_that_links_the_agents_that_agreed() -> None:

@@ -12,6 +12,7 @@ from shell_router.api import ApiSettings
 from shell_router.cli import main
 from shell_router.errors import EngineUnreachable
 from shell_router.lab.traces import to_perfetto
+from shell_router.telemetry import TraceStore
 from tests.fakes.api_server import api, chat
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Script
@@ -108,6 +109,74 @@ async def test_the_command_lists_draws_and_writes_for_perfetto(
         tracks={"run", "left", "right", "root"},
         arrows=2,
     )
+
+
+async def test_the_command_writes_calls_whose_readers_hold_their_precursors_outputs(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "calls.json"
+    async with api(traces=TraceStore(contents=True)) as served:
+        bodies = [
+            (await served.post("/v1/chat/completions", chat(question)))[1] for question in "ab"
+        ]
+        first = bodies[0]["id"].removeprefix("chatcmpl-")
+        for arguments, requests in (([first], 1), ([], 2)):
+            command = ["trace", *arguments, "--otel", str(file), "--url", served.url]
+            assert await asyncio.to_thread(main, command) == 0
+            spans = json.loads(file.read_text(encoding="utf-8"))["spans"]
+            assert [span["span_id"] for span in spans].count("root") == requests
+            assert len(spans) == 3 * requests
+    for root in (span for span in spans if span["span_id"] == "root"):
+        of_run = {span["span_id"]: span for span in spans if span["trace_id"] == root["trace_id"]}
+        messages = json.loads(root["attributes"]["gen_ai.input.messages"])
+        read = [message["content"] for message in messages if message["role"] == "assistant"]
+        leaves = [of_run[agent] for agent in ("left", "right")]
+        assert read == [leaf["attributes"]["gen_ai.output.text"] for leaf in leaves]
+        assert all(leaf["end_time"] <= root["start_time"] for leaf in leaves)
+        assert messages[0]["role"] == "user"
+        answers = [body["choices"][0]["message"]["content"] for body in bodies]
+        assert root["attributes"]["gen_ai.output.text"] in answers
+        assert root["attributes"]["gen_ai.usage.output_tokens"] > 0
+        assert root["attributes"]["gen_ai.usage.input_tokens"] > 0
+
+
+async def test_what_a_program_reads_of_another_request_is_written_with_that_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "calls.json"
+    async with api(traces=TraceStore(contents=True)) as served:
+        for agent, prompt in (
+            ("writer", [{"text": "Write."}]),
+            ("reader", [{"text": "Read: "}, {"output_of": "writer"}]),
+        ):
+            body = {"program": "p", "agent": agent, "model": "small", "prompt": prompt}
+            status, answer = await served.post("/v1/agent/requests", body)
+            assert status == 200, answer
+        _, listed = await served.get("/v1/traces")
+        last = listed["data"][0]["id"]
+        url = ["--url", served.url, "--otel", str(file)]
+        assert await asyncio.to_thread(main, ["trace", last, *url]) == 2
+        assert "Leave the id out" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, ["trace", *url]) == 0
+    spans = {
+        span["span_id"]: span for span in json.loads(file.read_text(encoding="utf-8"))["spans"]
+    }
+    writer, reader = (spans[agent]["attributes"] for agent in ("writer", "reader"))
+    assert json.loads(reader["gen_ai.input.messages"]) == [
+        {"role": "user", "content": "Read: "},
+        {"role": "assistant", "content": writer["gen_ai.output.text"]},
+    ]
+    assert {span["trace_id"] for span in spans.values()} == {"p"}
+
+
+async def test_a_trace_without_contents_is_not_written_for_replayers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with api() as served:
+        await served.post("/v1/chat/completions", chat())
+        command = ["trace", "--otel", str(tmp_path / "calls.json"), "--url", served.url]
+        assert await asyncio.to_thread(main, command) == 2
+    assert "Set traces.contents: on" in capsys.readouterr().err
 
 
 async def test_a_run_that_goes_on_is_drawn_up_to_now(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: Ser
     aggregator = Agent("root", "tiny", ("a", "b"), AGGREGATOR)
     chat = [{"role": "user", "content": PROBLEM.question}]
     prompt, outputs = GrowingPrompt(served.tokenizer), iter(ids)
-    for part in render_agent_prompt(aggregator, ("a", "b"), served, chat):
+    for part in render_agent_prompt(aggregator, ("a", "b"), served, chat).parts:
         if isinstance(part, str):
             prompt.add_text(part)
         else:
@@ -65,7 +65,7 @@ def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: Ser
             prompt.add_ids(next(outputs))
             prompt.add_text(part.after)
     assert LESSONS.drafts(PROBLEM.question, ids) == prompt.encode_all()
-    (asked,) = render_agent_prompt(Agent("a", "tiny", (), Prompt()), (), served, chat)
+    (asked,) = render_agent_prompt(Agent("a", "tiny", (), Prompt()), (), served, chat).parts
     assert isinstance(asked, str)
     assert LESSONS.question(PROBLEM.question) == served.tokenizer.encode(asked)
 
