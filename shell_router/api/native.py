@@ -182,7 +182,7 @@ _REPORTED = (
 class NativeAnswer:
     """The engine's answer, whole or streamed, with its errors in this API's shape."""
 
-    def __init__(self, request: Request, translation: Translation | None = None) -> None:
+    def __init__(self, request: Request, translation: Translation | None) -> None:
         self._request = request
         self._translation = translation
         self._services = request.app[SERVICES]

@@ -67,7 +67,6 @@ class Runs(Protocol):
 
     def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
         """See moa.Executor."""
-        ...
 
 
 class FleetChanges(Protocol):
@@ -75,19 +74,15 @@ class FleetChanges(Protocol):
 
     def roles(self, alias: str) -> Sequence[str]:
         """Return the roles of the model's servers."""
-        ...
 
     def listed(self) -> Iterator[Mapping[str, str]]:
         """Iterate over the servers of all models."""
-        ...
 
     async def add(self, alias: str, fields: Mapping[str, Any]) -> Mapping[str, str]:
         """Add servers, whose addresses are in `fields`, to the model; return their URLs by role."""
-        ...
 
     async def drain(self, alias: str, urls: Mapping[str, str], limit_s: float) -> int:
         """Send these servers no more requests; return how many run there after `limit_s`."""
-        ...
 
 
 @dataclass(frozen=True)

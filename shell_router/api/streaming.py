@@ -54,7 +54,7 @@ class StreamPosition:
     InvalidField where `last` is no such id.
     """
 
-    def __init__(self, last: str | None = None, after: int = 0) -> None:
+    def __init__(self, last: str | None, after: int = 0) -> None:
         self.at = 0
         self.after = after
         self._check = 0
@@ -197,23 +197,18 @@ class Frames(Protocol):
 
     def wants(self, event: Event) -> bool:
         """Return whether the event would be written."""
-        ...
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return an answer that is not streamed."""
-        ...
 
     def events(self, events: Sequence[Event]) -> bytes:
         """Return the frames of `events`; none where there is nothing to say."""
-        ...
 
     def answer(self, answer: Answer) -> bytes:
         """Return the last frames of a run that ended well."""
-        ...
 
     def error(self, envelope: dict[str, Any]) -> bytes:
         """Return the last frame of a run that failed after the head was sent."""
-        ...
 
 
 async def stream_run(

@@ -34,7 +34,7 @@ class RunningModel:
 
 
 def engine_kinds(
-    config: Config, kinds: Mapping[str, EngineKind] | None = None
+    config: Config, kinds: Mapping[str, EngineKind] | None
 ) -> Mapping[str, EngineKind]:
     """Return the engine kinds that the models need, from `kinds` if given. Raises ConfigError.
 

@@ -44,7 +44,7 @@ class SglangPairs:
 
     settings: ClassVar[type] = PairSettings
 
-    def __init__(self, *, may_lack: bool = False) -> None:
+    def __init__(self, *, may_lack: bool) -> None:
         self._may_lack = may_lack
 
     @asynccontextmanager

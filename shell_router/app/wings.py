@@ -107,7 +107,6 @@ class EngineKind(Protocol):
             ConfigError: A setting or a file is wrong.
             EngineError: An engine does not come up.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,6 @@ class Workers(Protocol):
 
         Raises EngineError, ConfigError and OSError if it cannot be loaded.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

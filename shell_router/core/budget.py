@@ -124,7 +124,7 @@ class Purse:
             if purse._lacks(0, 1, 0.0):
                 raise purse.make_error(f"and agent {agent!r} writes")
 
-    def pay(self, cost: float, tokens: int = 0, calls: int = 0) -> None:
+    def pay(self, cost: float, tokens: int, calls: int = 0) -> None:
         """Pay for what an agent has got; what is negative gives back what was too much."""
         for purse in self._list_purses():
             purse.calls += calls

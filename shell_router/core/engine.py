@@ -212,11 +212,9 @@ class Engine(Protocol):
 
     def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """Yield `Tokens` as they are decoded, then exactly one `Finish`."""
-        ...
 
     async def prefill(self, request: Generation) -> Prefilled:
         """Compute the prompt's KV into the prefix cache; decode nothing (Faster-MoA, 4.3)."""
-        ...
 
 
 class CallParser(Protocol):
@@ -232,7 +230,6 @@ class CallParser(Protocol):
         Raises:
             EngineError: The engine did not parse them.
         """
-        ...
 
 
 NO_OPTIONS: Values = {}
@@ -295,7 +292,6 @@ class Relay(Protocol):
             PromptTooLong: A prompt cannot fit.
             EngineError: The engine failed.
         """
-        ...
 
 
 class JoinedText(str):
@@ -317,23 +313,19 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str:
         """Equal fingerprints mean the same vocabulary and merges: token ids may be exchanged."""
-        ...
 
     @property
     def control(self) -> ControlText:
         """The control tokens, which `quote` keeps texts from becoming."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; its special tokens are recognised, and none is added.
 
         A BREAK has no id: the texts around it are tokenized apart.
         """
-        ...
 
     def encode_stable(self, text: str) -> list[int]:
         """Return the leading ids of `encode(text)` that no continuation of `text` should change."""
-        ...
 
     def render_chat(
         self,
@@ -348,7 +340,6 @@ class Tokenizer(Protocol):
             tools: Offered to the model.
             options: Further variables of the template.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

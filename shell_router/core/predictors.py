@@ -16,7 +16,6 @@ class Embedder(Protocol):
 
     async def embed(self, text: str) -> TokenStates:
         """Return the last-layer hidden states of `text`, shape [tokens >= 1, features]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +81,3 @@ class Predictor(Protocol):
 
         It raises no error: `trouble` says what is missing.
         """
-        ...

@@ -53,8 +53,6 @@ class Gate(Protocol):
         Raises:
             ValueError: The output cannot be judged.
         """
-        ...
 
     def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement | None:
         """Decide whether the `running` agents are cut off; None if too little has completed."""
-        ...

@@ -69,7 +69,6 @@ class Address(Protocol):
     @property
     def servers(self) -> tuple[Server, ...]:
         """A server of each role."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class MessageTokenizer:
 
     fingerprint = "messages"
 
-    def __init__(self, options: Values = NO_OPTIONS) -> None:
+    def __init__(self, options: Values) -> None:
         self.control: ControlText = _FrameText()
         self._options = options
 

@@ -27,7 +27,7 @@ from shell_router.core.exact_json import write_json
 from shell_router.core.validation import parse_object
 from shell_router.engines.address import UNDIVIDED, ServerAddress
 from shell_router.engines.fleet import Fleet
-from shell_router.engines.native_body import ANY_MODEL, NativeRules, read_native
+from shell_router.engines.native_body import NativeRules, read_native
 from shell_router.engines.openai_wire import ChatForm, ChatReader, write_chat
 from shell_router.engines.server_client import (
     HTTP_OK,
@@ -41,7 +41,7 @@ from shell_router.engines.wire import refusal_error
 from shell_router.errors import EngineError, EngineRejected, InvalidRequest, PromptTooLong
 from shell_router.http.client import Exchange
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
-from shell_router.routing.failures import DEFAULT_RETRIES, RetrySettings
+from shell_router.routing.failures import RetrySettings
 from shell_router.routing.placement import PlacementRequest
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class OpenAIFleet(Fleet[ServerAddress]):
     ready_route = "models"
 
     def __init__(
-        self, transport: Transport, scheduling: SchedulingSettings, secrets: Collection[str] = ()
+        self, transport: Transport, scheduling: SchedulingSettings, secrets: Collection[str]
     ) -> None:
         self.dispatcher = Dispatcher[ServerClient]([], scheduling, transport.clock, preempts=False)
         super().__init__(transport, {UNDIVIDED: self.dispatcher})
@@ -135,8 +135,8 @@ class OpenAIEngine:
         form: ChatForm,
         *,
         silence_s: float,
-        rules: NativeRules = ANY_MODEL,
-        retries: RetrySettings = DEFAULT_RETRIES,
+        rules: NativeRules,
+        retries: RetrySettings,
         draw: Callable[[], float] = random.random,
         now: Callable[[], float] = time.time,
     ) -> None:

@@ -109,7 +109,7 @@ class ChatReader:
         hide: Takes secrets out of messages.
     """
 
-    def __init__(self, where: str, form: ChatForm, hide: Callable[[str], str] = str) -> None:
+    def __init__(self, where: str, form: ChatForm, hide: Callable[[str], str]) -> None:
         self._where = where
         self._marks = form.marks
         self._hide = hide

@@ -293,7 +293,7 @@ class HfTokenizer:
         definition = read_json(folder / "tokenizer.json")
         settings_file = folder / "tokenizer_config.json"
         settings = read_json(settings_file) if settings_file.exists() else {}
-        tokenizer = _load(folder / "tokenizer.json")
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
         stable = StablePrefix(definition)
         if not stable.splits:
             logger.warning(
@@ -417,7 +417,8 @@ def id_fingerprint(definition: Values) -> str:
     ).hexdigest()
 
 
-def _load(file: Path) -> Tokenizer:
+def load_tokenizer(file: Path) -> Tokenizer:
+    """Load a `tokenizer.json`, without its truncation and padding; raises ConfigError."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception

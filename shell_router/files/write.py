@@ -12,7 +12,7 @@ from shell_router.errors import ConfigError
 DIGITS = 5
 
 
-def write_measured(file: Path, section: str, entries: Mapping[str, Any], head: str = "") -> None:
+def write_measured(file: Path, section: str, entries: Mapping[str, Any], head: str) -> None:
     """Replace `entries` of a section of `file` by name.
 
     All other values stay, and the comments at the file's head; a new file begins with `head`.

@@ -143,7 +143,6 @@ class Stream(Protocol):
 
     async def end(self) -> "Stream":
         """End the reply in order."""
-        ...
 
 
 Reply = Response | Stream

@@ -148,9 +148,7 @@ class CallReader:
         warning: Why no call can be read, if the format of the model's calls is not known.
     """
 
-    def __init__(
-        self, offer: ToolOffer, model: ServedModel, *, is_constrained: bool = False
-    ) -> None:
+    def __init__(self, offer: ToolOffer, model: ServedModel, *, is_constrained: bool) -> None:
         self.parser = None if is_constrained else model.engines_parser
         self.warning = ""
         self._offer = offer

@@ -395,9 +395,7 @@ def compute_direction(states: TokenStates) -> Vectors:
     return np.asarray(mean / length if length else mean, dtype=np.float32)
 
 
-def find_nearest(
-    text: Vectors, examples: Mapping[str, Vectors], min_similarity: float = -1.0
-) -> Classed:
+def find_nearest(text: Vectors, examples: Mapping[str, Vectors], min_similarity: float) -> Classed:
     """Return the class of the example most similar to `text`; of equals, the one named first.
 
     Args:

@@ -30,11 +30,9 @@ class Loader(Protocol):
 
     async def load(self, model: str) -> None:
         """Load the model. A load that raises, or is cancelled, leaves nothing behind."""
-        ...
 
     async def unload(self, model: str) -> None:
         """Unload the model. An error is logged; the model then counts as gone."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

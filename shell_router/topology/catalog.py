@@ -56,11 +56,6 @@ class Entry:
     document: Document
     source: Source
 
-    @property
-    def named_topologies(self) -> set[str]:
-        """The topologies that its steps name."""
-        return _named_topologies(self.document)
-
 
 def files_in(path: Path) -> list[Path]:
     """List the topology files of a folder, by name. Raises TopologyError if it is no folder."""
@@ -196,7 +191,7 @@ class Catalog:
         """Take `entries`, in which `name` changed, and link again those whose steps name it."""
         graphs = {key: entry.graph for key, entry in entries.items()}
         for key, entry in entries.items():
-            if name in entry.named_topologies:
+            if name in _named_topologies(entry.document):
                 others = {other: graph for other, graph in graphs.items() if other != key}
                 try:
                     graph = link(entry.document, self.models, self.needs, others)

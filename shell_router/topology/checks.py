@@ -180,8 +180,8 @@ def _step_form_problems(file: Values) -> Iterator[Problem]:
 def name_problems(
     file: Values,
     models: Collection[str] | None,
-    topologies: Collection[str] = (),
-    with_steps: Collection[str] = (),
+    topologies: Collection[str],
+    with_steps: Collection[str],
 ) -> Iterator[Problem]:
     """Check that all names exist and may be used where they are.
 

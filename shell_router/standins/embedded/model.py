@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from shell_router.core.drafts import MOST_DRAFTED
+from shell_router.engines.tokenizer import load_tokenizer
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.settings import EmbeddedSettings
 
@@ -235,7 +236,7 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
     device = torch.device(network.device)
     return CausalLm(
         network=network,
-        tokenizer=load_tokenizer(folder),
+        tokenizer=load_tokenizer(folder / "tokenizer.json"),
         kv_shape=KvShape(
             config.num_hidden_layers, config.num_key_value_heads, head_dim, network.dtype, device
         ),
@@ -243,19 +244,6 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
         context_length=limit or own,
         eos_ids=_eos_ids(folder, config),
     )
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the folder's tokenizer.json, without its truncation and padding."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} has no tokenizer.json.", remedy="Save its fast tokenizer there."
-        )
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _eos_ids(folder: Path, config: Any) -> frozenset[int]:

@@ -128,10 +128,7 @@ class DecodedOutput:
         full = len(self.draw.output_ids) >= self._max_new_tokens
         if is_stop or full:
             text += self._detokenizer.finish()
-        if self.draw.params.stop:
-            cut = self._stop_string(text)
-        else:
-            cut = None
+        cut = self._stop_string(text)
         if cut is not None:
             return Piece(token_id, logprob, cut[0], {"type": "stop", "matched": cut[1]})
         if is_stop:
@@ -140,7 +137,7 @@ class DecodedOutput:
             return Piece(
                 token_id, logprob, text, {"type": "length", "length": self._max_new_tokens}
             )
-        return Piece(token_id, logprob, self._hold_back(text) if self.draw.params.stop else text)
+        return Piece(token_id, logprob, self._hold_back(text))
 
     def _stop_string(self, text: str) -> tuple[str, str] | None:
         """Return the text before the first stop string, and that string."""
