@@ -15,6 +15,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from shell_router.lab.simulation import replay as recorded
+from shell_router.lab.simulation.replay import (
+    CHARACTERS_PER_TOKEN,
+    NotOneGraphError,
+    link_calls,
+    read_calls,
+)
 from shell_router.lab.traces import build_call
 
 QUESTION = (
@@ -30,17 +37,11 @@ RESULT = (
     "{percent} percent of them before nine in the morning. What do you do next?"
 )
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
-CHARACTERS_PER_TOKEN = 4
-"""By which inference-perf estimates the length of an output that has no count."""
 MARK = "[SESS:0123456789abcdef] "
 """As long as what inference-perf puts before messages that are no outputs, another each session."""
 
 Message = Mapping[str, str]
 Values = dict[str, Any]
-
-
-class NotOneGraphError(ValueError):
-    """A trace is no graph with one root and plain texts, so that no topology has its calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ def load_trace(file: Path, folder: Path, model: str) -> Trace:
 
     `model` is the alias of the agents' model. Raises ValueError for a file without calls.
     """
-    spans = _read_calls(file)
+    spans = read_calls(file)
     name = file.stem.replace("_", "-").lower()
     root = spans[-1]
     try:
@@ -188,44 +189,23 @@ def load_trace(file: Path, folder: Path, model: str) -> Trace:
     whole = folder / f"{name}.json"
     begin, end = (datetime.fromisoformat(root[time]) for time in ("start_time", "end_time"))
     messages = [{"role": "user", "content": question}]
-    tokens = _count_output(root["attributes"])
+    tokens = recorded.count_output(root["attributes"])
     span = _build_span(name, root["span_id"], messages, "An answer.", tokens, (begin, end))
     _write_spans(whole, name, [span])
     return Trace(name, file, root["span_id"], agents, whole)
 
 
-def _read_calls(file: Path) -> list[Values]:
-    spans = json.loads(file.read_text(encoding="utf-8"))["spans"]
-    calls = [span for span in spans if span["attributes"].get("gen_ai.input.messages")]
-    if not calls:
-        raise ValueError("no span has gen_ai.input.messages")
-    return sorted(calls, key=lambda span: str(span["start_time"]))
-
-
 def _build_agents(spans: Sequence[Values], model: str) -> tuple[str, Values]:
     """Return the question of the topology and its agents; raises NotOneGraphError."""
-    prompts = [json.loads(span["attributes"]["gen_ai.input.messages"]) for span in spans]
-    for message in (message for messages in prompts for message in messages):
-        if not isinstance(message.get("content"), str):
-            raise NotOneGraphError("a message is not one text")
-    question = _find_question(prompts)
-    writers: dict[str, str] = {}
+    calls = link_calls(spans)
+    question = _find_question([call.messages for call in calls])
     agents: Values = {}
-    unread: list[str] = []
-    for number, (span, messages) in enumerate(zip(spans, prompts, strict=True)):
-        agent = f"call-{number:02}"
-        reads, prompt = _build_prompt(messages, writers, question)
-        sampling = {"max_new_tokens": _count_output(span["attributes"]), "ignore_eos": True}
-        agents[agent] = {"model": model, "prompt": prompt, "sampling": sampling}
-        if reads:
-            agents[agent]["precursors"] = reads
-        output = span["attributes"].get("gen_ai.output.text")
-        if not output or output in writers:
-            raise NotOneGraphError(f"call {number} has no output text of its own")
-        writers[output] = agent
-        unread = [name for name in unread if name not in reads] + [agent]
-    if len(unread) > 1:
-        raise NotOneGraphError(f"no call reads the outputs of {len(unread) - 1} calls")
+    for call in calls:
+        sampling = {"max_new_tokens": call.output_tokens, "ignore_eos": True}
+        prompt = _build_prompt(call, question)
+        agents[call.agent] = {"model": model, "prompt": prompt, "sampling": sampling}
+        if call.reads:
+            agents[call.agent]["precursors"] = list(call.reads)
     return question, agents
 
 
@@ -240,25 +220,11 @@ def _find_question(prompts: Sequence[Sequence[Message]]) -> str:
     return first.pop() if len(first) == 1 else "Answer well."
 
 
-def _build_prompt(
-    messages: Sequence[Message], writers: Mapping[str, str], question: str
-) -> tuple[list[str], Values]:
-    """Return the agents that a prompt reads, in order, and the prompt as topologies have it."""
-    system: list[str] = []
-    reads: list[str] = []
-    texts = [""]
-    for message in messages:
-        content = message["content"]
-        writer = writers.get(content) if message["role"] == "assistant" else None
-        if writer is not None:
-            if writer in reads:
-                raise NotOneGraphError(f"a prompt holds the output of {writer} twice")
-            reads.append(writer)
-            texts.append("")
-        elif message["role"] == "system":
-            system.append(content)
-        else:
-            texts[-1] += ("\n\n" if texts[-1] else "") + content
+def _build_prompt(call: recorded.Call, question: str) -> Values:
+    """Return the call's prompt as topologies have it."""
+    texts = [*call.texts]
+    system = call.system
+    reads = call.reads
     texts[1:] = [text and MARK + text for text in texts[1:]]  # the first has the question's
     first, *rest = [text.replace("{", "{{").replace("}", "}}") for text in texts]
     asked = question.replace("{", "{{").replace("}", "}}")
@@ -273,15 +239,7 @@ def _build_prompt(
             for agent, text in zip(reads, before, strict=True)
         }
         prompt["suffix"] = f"\n\n{rest[-1]}"
-    return reads, prompt
-
-
-def _count_output(attributes: Values) -> int:
-    for name in ("completion_tokens", "output_tokens"):
-        count = attributes.get(f"gen_ai.usage.{name}")
-        if count is not None:
-            return int(count)
-    return max(1, len(attributes.get("gen_ai.output.text", "")) // CHARACTERS_PER_TOKEN)
+    return prompt
 
 
 if __name__ == "__main__":

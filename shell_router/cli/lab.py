@@ -30,6 +30,7 @@ from shell_router.errors import ConfigError
 if TYPE_CHECKING:
     from shell_router.core.exact_json import Values
     from shell_router.lab.simulation.run import Simulated
+    from shell_router.lab.simulation.settings import Loaded
 
 app = typer.Typer()
 
@@ -237,6 +238,14 @@ def simulate(
         int | None,
         option("Questions at a time, in place of the file's arrivals.", least=1),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        option(
+            "Run the graphs of these spans, as `shell-router trace --otel` writes them, in place "
+            "of the file's topologies and workload.",
+            metavar="FILE",
+        ),
+    ] = None,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -248,6 +257,11 @@ def simulate(
     from shell_router.lab.simulation.settings import load
 
     require_writable(json)
+    if replay and (topology or clients):
+        raise ConfigError(
+            "--replay brings its own graphs and arrivals.",
+            remedy="Leave --topology and --clients out.",
+        )
     loaded = {file: load(file, clients) for file in simulation}
     for file, content in loaded.items():
         if topology is not None and topology not in content.topologies:
@@ -256,15 +270,27 @@ def simulate(
                 f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {names}."
             )
     has_own_stems = len({file.stem for file in loaded}) == len(loaded)
-    done = {}
+    done: dict[str, Simulated] = {}
     for file, content in loaded.items():
         prefix = ""
         if len(loaded) > 1:
             prefix = f"{file.stem if has_own_stems else file} "
+        if replay:
+            replayed = _replay(replay, content, seed)
+            done |= {prefix + name: simulated for name, simulated in replayed.items()}
+            continue
         for name, graph in content.topologies.items():
             if topology in (None, name):
                 done[prefix + name] = simulate(content.simulation, graph, content.costs, seed)
     _report_simulated(done, json)
+
+
+def _replay(file: Path, content: "Loaded", seed: int) -> "Mapping[str, Simulated]":
+    from shell_router.lab.simulation.replay import load_replay
+    from shell_router.lab.simulation.run import replay
+
+    graphs = load_replay(file, content.simulation.models)
+    return replay(content.simulation, graphs, content.costs, seed)
 
 
 def _report_simulated(done: "Mapping[str, Simulated]", json: Path | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 import random
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,14 @@ from shell_router.core.engine import (
 from shell_router.core.exact_json import Values, parse_json
 from shell_router.engines.server_client import Monitor, take_slot
 from shell_router.errors import ConfigError, ShellRouterError
-from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Step, Workload
+from shell_router.lab.simulation.replay import Replayed
+from shell_router.lab.simulation.settings import (
+    Length,
+    SimulatedModel,
+    Simulation,
+    Step,
+    Workload,
+)
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.calls import ToolOffer
 from shell_router.moa.comparison import find_role
@@ -104,11 +112,14 @@ RIGHT = "1"
 class Outputs:
     """The agents' outputs, equal for equal seeds, questions and agents."""
 
-    def __init__(self, workload: Workload, topology: Topology, seed: int) -> None:
+    def __init__(
+        self, workload: Workload, topology: Topology, seed: int, graphs: Sequence[Replayed]
+    ) -> None:
         self._workload = workload
         self._seed = seed
         self._root = topology.root.id
         self._root_lengths: dict[str, tuple[int, str]] = {}
+        self._recorded = {f"q{number}": graph.output_tokens for number, graph in enumerate(graphs)}
         self._drafts = {
             agent.id: workload.drafts.get(agent.id)
             or workload.drafts.get(find_role(topology, agent))
@@ -142,6 +153,8 @@ class Outputs:
             length = outputs.get(agent) or outputs[model]
             draws = self._seed_draws(f"{question}/{agent}")
             tokens = length.at(draws.random(), draws.gauss())
+            if recorded := self._recorded.get(question):
+                tokens = recorded[agent]
             answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
             end = write_closing(question, answer)
             if agent == self._root and question in self._root_lengths:
@@ -150,7 +163,7 @@ class Outputs:
             written = Written.after_filler(
                 tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
             )
-            if drafted := self._drafts[agent]:
+            if drafted := self._drafts.get(agent):
                 return replace(written, per_pass=drafted.at(draws.gauss()), width=drafted.width)
             return written
 
@@ -215,12 +228,44 @@ class Simulated:
         return next((run.error for run in self.runs if run.error), "")
 
 
+def replay(
+    simulation: Simulation,
+    graphs: Sequence[Replayed],
+    costs: Mapping[str, PairCosts],
+    seed: int = 0,
+) -> dict[str, Simulated]:
+    """Simulate recorded graphs on the same engines, in place of the workload.
+
+    Returns:
+        The runs of equal graphs, by the name of the first one.
+    """
+    lengths = dict.fromkeys(simulation.models, Length(tokens=1))  # calls have their own
+    workload = replace(simulation.workload, outputs=lengths, programs=())
+    simulation = replace(simulation, workload=workload)
+    done = simulate(simulation, graphs[0].topology, costs, seed, graphs)
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number, graph in enumerate(graphs):
+        agents = graph.topology.agents.values()
+        alike[tuple((agent.id, agent.model, agent.precursors) for agent in agents)].append(number)
+    simulated = {}
+    for numbers in alike.values():
+        topology = graphs[numbers[0]].topology
+        runs = tuple(run for run in done.runs if run.program in numbers)
+        simulated[topology.name] = replace(done, topology=topology, runs=runs)
+    return simulated
+
+
 def simulate(
-    simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int = 0
+    simulation: Simulation,
+    topology: Topology,
+    costs: Mapping[str, PairCosts],
+    seed: int = 0,
+    graphs: Sequence[Replayed] = (),
 ) -> Simulated:
     """Simulate from the first request to the last answer; `costs` are those of the models' pairs.
 
-    Equal arguments give equal results, to the last bit. Python's garbage collector rests meanwhile.
+    With `graphs`, these are the requests, not the workload's. Equal arguments give equal results,
+    to the last bit. Python's garbage collector rests meanwhile.
     Raises ConfigError if the topology or the workload names a model that the simulation lacks.
     """
     models = topology.models
@@ -234,7 +279,7 @@ def simulate(
             )
     gc.disable()  # thousands of requests at a time live long, and leave no cycles
     try:
-        return run_virtual(_simulate_pairs(simulation, topology, costs, seed))
+        return run_virtual(_simulate_pairs(simulation, topology, costs, seed, graphs))
     finally:
         gc.enable()
 
@@ -246,10 +291,14 @@ def _probe_capacity(prefill: PrefillCosts) -> PrefillCost:
 
 
 async def _simulate_pairs(
-    simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int
+    simulation: Simulation,
+    topology: Topology,
+    costs: Mapping[str, PairCosts],
+    seed: int,
+    graphs: Sequence[Replayed],
 ) -> Simulated:
     loop = asyncio.get_running_loop()
-    outputs = Outputs(simulation.workload, topology, seed)
+    outputs = Outputs(simulation.workload, topology, seed, graphs)
     shared = None if simulation.cores is None else Processor(simulation.cores)
     fleets = {
         alias: SimulatedFleet(
@@ -286,7 +335,7 @@ async def _simulate_pairs(
         for fleet in fleets.values():
             await stack.enter_async_context(fleet.poll_pairs())
         executor = Executor(models, cache, embedder, clock=loop.time)
-        client = _Client(simulation, topology, outputs, executor)
+        client = _Client(simulation, topology, outputs, executor, graphs)
         await client.ask_all(seed)
         runs = tuple(run for _, runs in sorted(client.runs.items()) for run in runs)
     elapsed_s = loop.time()
@@ -347,20 +396,29 @@ class _Client:
     """
 
     def __init__(
-        self, simulation: Simulation, topology: Topology, outputs: Outputs, executor: Executor
+        self,
+        simulation: Simulation,
+        topology: Topology,
+        outputs: Outputs,
+        executor: Executor,
+        graphs: Sequence[Replayed],
     ) -> None:
         self.runs: dict[int, list[SimulatedRun]] = {}
         self._simulation = simulation
         self._topology = topology
+        self._graphs = graphs
         self._outputs = outputs
         self._executor = executor
         self._clock = asyncio.get_running_loop().time
 
     async def ask_all(self, seed: int) -> None:
-        """Ask one by one, by several clients, or at random times, to the last answer."""
+        """Ask one by one, by several clients, at random or recorded times, to the last answer."""
         workload = self._simulation.workload
         async with asyncio.TaskGroup() as group:
-            if workload.arrivals == "poisson":
+            if self._graphs:
+                for number in range(len(self._graphs)):
+                    group.create_task(self._replay(number))
+            elif workload.arrivals == "poisson":
                 draws = random.Random(f"{seed}/arrivals")
                 for number in range(workload.requests):
                     if number:
@@ -370,6 +428,10 @@ class _Client:
                 numbers = iter(range(workload.requests))
                 for _ in range(1 if workload.arrivals == "one_by_one" else workload.clients):
                     group.create_task(self._run_each(numbers))
+
+    async def _replay(self, number: int) -> None:
+        await asyncio.sleep(self._graphs[number].arrival_s)
+        await self._run_program(number)
 
     async def _run_each(self, numbers: Iterator[int]) -> None:
         for number in numbers:
@@ -402,7 +464,7 @@ class _Client:
         step: Step | None,
     ) -> Answer | None:
         """Send a request and note its run; return the answer, None if it is not as planned."""
-        topology = self._topology
+        topology = self._graphs[number].topology if self._graphs else self._topology
         workload = self._simulation.workload
         interval = topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)
         trace = Trace(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -17,7 +18,8 @@ import pytest
 from shell_router.cli import main
 from shell_router.core.budget import Price
 from shell_router.errors import ConfigError, DataError
-from shell_router.lab.simulation.run import Simulated, simulate
+from shell_router.lab.simulation.replay import load_replay
+from shell_router.lab.simulation.run import Simulated, replay, simulate
 from shell_router.lab.simulation.settings import (
     Drafted,
     Length,
@@ -29,6 +31,7 @@ from shell_router.lab.simulation.settings import (
     load,
 )
 from shell_router.lab.simulation.summary import summarize
+from shell_router.lab.traces import build_call
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.queue import ORDERS, QueueSettings
@@ -601,3 +604,82 @@ def test_the_outputs_of_agents_are_expected_by_what_they_wrote_before() -> None:
         for order in ("fcfs", "shortest_total")
     )
     assert latencies(first_come) != latencies(shortest)
+
+
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def record(
+    trace: str, at_s: float, agent: str, reads: Mapping[str, str], prompt: int, output: int
+) -> dict[str, Any]:
+    """The span of a call; `reads` are the outputs in its prompt, by the agents' names."""
+    messages = [{"role": "user", "content": "What is it?"}]
+    for text in reads.values():
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "And now?"},
+        ]
+    times = (BEGAN + timedelta(seconds=at_s), BEGAN + timedelta(seconds=at_s + 1))
+    text = f"{agent} wrote"
+    return build_call(trace, agent, messages, text, (prompt, output), times, "small")
+
+
+def write_spans(folder: Path, *spans: dict[str, Any]) -> Path:
+    file = folder / "calls.json"
+    file.write_text(json.dumps({"trace_id": "all", "spans": spans}), encoding="utf-8")
+    return file
+
+
+def trio(trace: str, at_s: float) -> list[dict[str, Any]]:
+    """Two calls, one of which is slow, and their reader."""
+    read = {"a": "a wrote", "b": "b wrote"}
+    return [
+        record(trace, at_s, "a", {}, 40, 30),
+        record(trace, at_s, "b", {}, 40, 90),
+        record(trace, at_s + 2, "reader", read, 200, 20),
+    ]
+
+
+def test_recorded_graphs_run_with_their_lengths_readers_and_arrivals(tmp_path: Path) -> None:
+    spans = [*trio("one", 5.0), *trio("two", 7.5), record("alone", 5.5, "c", {}, 64, 12)]
+    graphs = load_replay(write_spans(tmp_path, *spans), MODELS)
+    done = replay(simulation(), graphs, COSTS)
+    assert {name: len(simulated.answered) for name, simulated in done.items()} == {
+        "one": 2,
+        "alone": 1,
+    }
+    first, second = (one.trace for one in done["one"].runs)
+    assert second["started_at"] - first["started_at"] == pytest.approx(2.5)
+    for agents in (first["agents"], second["agents"]):
+        written = [agent["completion_tokens"] for agent in agents.values()]
+        assert written == [30, 90, 20]
+        read = [agent["prompt_tokens"] for agent in agents.values()]
+        assert read == pytest.approx([40, 40, 200], abs=3)
+        assert agents["call-02"]["precursors"] == ["call-00", "call-01"]
+        decode = next(span for span in agents["call-02"]["spans"] if span["name"] == "decode")
+        assert decode["start_s"] > agents["call-01"]["ended_s"]
+    assert done["alone"].runs[0].trace["agents"]["call-00"]["completion_tokens"] == 12
+
+
+def test_equal_outputs_are_read_of_different_calls(tmp_path: Path) -> None:
+    spans = trio("one", 0.0)
+    spans[1]["attributes"]["gen_ai.output.text"] = "a wrote"
+    spans[2] = record("one", 2.0, "reader", {"a": "a wrote", "b": "a wrote"}, 200, 20)
+    (graph,) = load_replay(write_spans(tmp_path, *spans), MODELS)
+    assert graph.topology.root.precursors == ("call-00", "call-01")
+
+
+def test_the_command_replays_a_file_and_refuses_what_is_no_graph(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_spans(tmp_path, *trio("one", 0.0))
+    assert main(["simulate", str(SHIPPED), "--replay", str(file)]) == 0
+    assert "one" in capsys.readouterr().out
+    write_spans(tmp_path, *trio("one", 0.0)[:2])
+    assert main(["simulate", str(SHIPPED), "--replay", str(file)]) == 2
+    assert "no call reads the outputs of 1 calls" in capsys.readouterr().err
+    file.write_text("{}", encoding="utf-8")
+    assert main(["simulate", str(SHIPPED), "--replay", str(file)]) == 2
+    assert "holds no calls" in capsys.readouterr().err
+    assert main(["simulate", str(SHIPPED), "--replay", str(file), "--topology", "full"]) == 2
+    assert "Leave --topology" in capsys.readouterr().err

@@ -1,0 +1,202 @@
+"""Recorded calls as graphs: files of OTLP spans, as replayers read them."""
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from shell_router.core.exact_json import NewValues, Values
+from shell_router.errors import ConfigError
+from shell_router.standins.simulated.text import SimulatedTokenizer, filler
+from shell_router.topology import Agent, Prompt, Topology
+
+CHARACTERS_PER_TOKEN = 4
+"""By which inference-perf estimates a length that has no count."""
+
+
+class NotOneGraphError(ValueError):
+    """A trace is no graph with one root and plain texts, so that no topology has its calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a trace.
+
+    Attributes:
+        messages: Its prompt.
+        reads: The agents whose outputs stand in the prompt, in order.
+        texts: The texts around them: one before each, and one behind all.
+        system: The system messages.
+    """
+
+    agent: str
+    span: Values
+    messages: Sequence[Values]
+    reads: Sequence[str]
+    texts: Sequence[str]
+    system: Sequence[str]
+
+    @property
+    def output_tokens(self) -> int:
+        """The length of its output."""
+        return count_output(self.span["attributes"])
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of its prompt."""
+        texts = [message["content"] for message in self.messages]
+        return _count(self.span["attributes"], ("prompt_tokens", "input_tokens"), texts)
+
+
+def count_output(attributes: Values) -> int:
+    """Return the length of a call's output."""
+    text = attributes.get("gen_ai.output.text", "")
+    return _count(attributes, ("completion_tokens", "output_tokens"), [text])
+
+
+def _count(attributes: Values, names: Sequence[str], texts: Sequence[str]) -> int:
+    for name in names:
+        count = attributes.get(f"gen_ai.usage.{name}")
+        if count is not None:
+            return int(count)
+    return max(1, sum(map(len, texts)) // CHARACTERS_PER_TOKEN)
+
+
+def read_calls(file: Path) -> list[NewValues]:
+    """Return the spans of a file that are calls, by their begin.
+
+    Raises ValueError for a file without calls.
+    """
+    spans = json.loads(file.read_text(encoding="utf-8"))["spans"]
+    calls = [span for span in spans if span["attributes"].get("gen_ai.input.messages")]
+    if not calls:
+        raise ValueError("no span has gen_ai.input.messages")
+    return sorted(calls, key=lambda span: str(span["start_time"]))
+
+
+def link_calls(spans: Sequence[Values]) -> list[Call]:
+    """Return the calls of one trace; a call reads an output that is an assistant's message in it.
+
+    Raises NotOneGraphError.
+    """
+    writers: dict[str, list[str]] = defaultdict(list)
+    calls: list[Call] = []
+    for number, span in enumerate(spans):
+        agent = f"call-{number:02}"
+        messages = json.loads(span["attributes"]["gen_ai.input.messages"])
+        read = {agent for call in calls for agent in call.reads}
+        calls.append(_split_prompt(agent, span, messages, writers, read))
+        output = span["attributes"].get("gen_ai.output.text")
+        if not output:
+            raise NotOneGraphError(f"call {number} has no output text")
+        writers[output].append(agent)
+    read = {agent for call in calls for agent in call.reads}
+    unread = len(calls) - len(read)
+    if unread > 1:
+        raise NotOneGraphError(f"no call reads the outputs of {unread - 1} calls")
+    return calls
+
+
+def _split_prompt(
+    agent: str,
+    span: Values,
+    messages: Sequence[Values],
+    writers: Mapping[str, Sequence[str]],
+    read_before: Collection[str],
+) -> Call:
+    """Split a prompt at the outputs in it; of equal ones it has one that no call has read yet."""
+    system: list[str] = []
+    reads: list[str] = []
+    texts = [""]
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise NotOneGraphError("a message is not one text")
+        if message["role"] == "assistant" and content in writers:
+            unread = [writer for writer in writers[content] if writer not in reads]
+            if not unread:
+                raise NotOneGraphError(f"a prompt of {agent} holds an output twice")
+            reads.append(min(unread, key=read_before.__contains__))
+            texts.append("")
+        elif message["role"] == "system":
+            system.append(content)
+        else:
+            texts[-1] += ("\n\n" if texts[-1] else "") + content
+    return Call(agent, span, messages, reads, texts, system)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A graph to replay: its topology, the lengths of its outputs, and its arrival in seconds."""
+
+    topology: Topology
+    output_tokens: Mapping[str, int]
+    arrival_s: float
+
+
+def load_replay(file: Path, models: Collection[str]) -> list[Replayed]:
+    """Read the traces of a file as graphs of the simulation's `models`, by their arrival.
+
+    A trace is what has one `trace_id`. A model that the simulation lacks is its only one.
+
+    Raises:
+        ConfigError: A trace is not one graph, or its model is not known.
+    """
+    traces: dict[str, list[Values]] = defaultdict(list)
+    try:
+        for span in read_calls(file):
+            traces[span["trace_id"]].append(span)
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file} holds no calls: {error!r}",
+            remedy="Give a file of `shell-router trace --otel`, or one like it.",
+        ) from error
+    began = {name: datetime.fromisoformat(spans[0]["start_time"]) for name, spans in traces.items()}
+    first = min(began.values())
+    graphs = []
+    for name, spans in traces.items():
+        try:
+            calls = link_calls(spans)
+        except NotOneGraphError as error:
+            raise ConfigError(
+                f"{file}: trace {name!r} is no graph with one root: {error}.",
+                remedy="Leave the trace out.",
+            ) from error
+        arrival_s = (began[name] - first).total_seconds()
+        tokens = {call.agent: call.output_tokens for call in calls}
+        agents = {call.agent: _build_agent(call, tokens, models) for call in calls}
+        read = {agent for call in calls for agent in call.reads}
+        (root,) = agents.keys() - read
+        agents[root] = agents.pop(root)  # the root is a topology's last agent
+        graphs.append(Replayed(Topology(name, agents), tokens, arrival_s))
+    return graphs
+
+
+def _build_agent(call: Call, tokens: Mapping[str, int], models: Collection[str]) -> Agent:
+    """Return an agent with a prompt as long as the call's, of filler with the same beginnings."""
+    model = call.span["attributes"].get("gen_ai.request.model", "")
+    if model not in models:
+        if len(models) > 1:
+            raise ConfigError(
+                f"A call asks {model!r}, which is none of the simulation's models.",
+                remedy="Add it to the simulation's models, or leave it a single one.",
+            )
+        (model,) = models
+    texts = ["".join([*call.system, call.texts[0]]), *call.texts[1:]]
+    own = call.prompt_tokens - TEMPLATE_TOKENS - sum(tokens[agent] for agent in call.reads)
+    share = max(0, own) / (sum(map(len, texts)) or 1)
+    first, *rest = [filler(round(share * len(text)), text) if text else "" for text in texts]
+    if not rest:
+        prompt = Prompt(prefix=first)
+    else:
+        before = ["", *rest[:-1]]
+        slots = {agent: text + "{output}" for agent, text in zip(call.reads, before, strict=True)}
+        prompt = Prompt(prefix=first, slots=slots, suffix=rest[-1])
+    sampling = {"max_new_tokens": tokens[call.agent]}
+    return Agent(call.agent, model, tuple(call.reads), prompt, sampling)
+
+
+_EMPTY = SimulatedTokenizer().render_chat([{"role": "user", "content": ""}])
+TEMPLATE_TOKENS = len(SimulatedTokenizer().encode(_EMPTY))
