@@ -5,7 +5,15 @@ import gc
 import math
 import random
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -339,20 +347,24 @@ async def _simulate_pairs(
         await client.ask_all(seed)
         runs = tuple(run for _, runs in sorted(client.runs.items()) for run in runs)
     elapsed_s = loop.time()
-    uses = tuple(
+    uses = _list_uses(fleets.values(), elapsed_s or 1.0)
+    return Simulated(topology, elapsed_s, runs, uses)
+
+
+def _list_uses(fleets: Iterable[SimulatedFleet], elapsed_s: float) -> tuple[EngineUse, ...]:
+    return tuple(
         EngineUse(
             fleet.alias,
-            pair.prefilling.busy_s / (elapsed_s or 1.0),
-            pair.decoding.busy_s / (elapsed_s or 1.0),
+            pair.prefilling.busy_s / elapsed_s,
+            pair.decoding.busy_s / elapsed_s,
             pair.decoding.batch_s / (pair.decoding.busy_s or 1.0),
             pair.prefilling.computed,
             pair.decoding.written,
             pair.decoding.preemptions,
         )
-        for fleet in fleets.values()
+        for fleet in fleets
         for pair in fleet.pairs
     )
-    return Simulated(topology, elapsed_s, runs, uses)
 
 
 def _list_pairs(
