@@ -24,6 +24,9 @@ from shell_router.http.server import bind_sockets
 
 log = logging.getLogger(__name__)
 
+SHARED_SOCKETS = "SHELL_ROUTER_SHARED_SOCKETS"
+"""The variable with the numbers of the open sockets that all workers of a router listen on."""
+
 LISTEN_REMEDIES = {
     errno.EADDRINUSE: "Stop what listens there, or choose another port, or 0 for a free one.",
     errno.EACCES: "Choose a port above 1023.",
@@ -62,7 +65,7 @@ async def serve_deployment(
         force_shutdown: Ends running requests at once.
     """
     with ExitStack() as stack:  # before engines start, so that what is taken shows at once
-        sockets = stack.enter_context(bind_address(config.listen))
+        sockets = [*inherit_sockets(), *stack.enter_context(bind_address(config.listen))]
         batches = None
         if config.batches.folder:
             batches = stack.enter_context(wing("batch")(config))
@@ -96,9 +99,13 @@ async def serve_deployment(
             async with AsyncExitStack() as watching:
                 for reread in rereads:
                     await watching.enter_async_context(reread.watch())
-                yield await watching.enter_async_context(
+                url = await watching.enter_async_context(
                     serve_app(app, sockets, force_shutdown=force_shutdown, tls=tls)
                 )
+                if SHARED_SOCKETS in os.environ:
+                    own = sockets[-1].getsockname()
+                    log.info("a worker serves %s, and alone port %d", url, own[1])
+                yield url
 
 
 def read_settings(config: Config) -> ApiSettings:
@@ -122,6 +129,12 @@ def renew_certificate(context: ssl.SSLContext, files: ListenTls) -> None:
     """
     load_tls(files)  # one half of a pair must not replace the pair that serves
     load_certificate(context, files.certificate, files.key, "listen.tls")
+
+
+def inherit_sockets() -> list[socket.socket]:
+    """Return the sockets that this process shares with a router's other workers, if it is one."""
+    numbers = os.environ.get(SHARED_SOCKETS, "").split()
+    return [socket.socket(fileno=int(number)) for number in numbers]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,13 @@ Deployment = Annotated[Path, option("The deployment's YAML file.", "--config", m
 Host = Annotated[str | None, option("Listen on this address instead of the file's.")]
 Port = Annotated[
     int | None, option("Listen on this port instead of the file's; 0 takes a free one.")
+]
+Workers = Annotated[
+    int,
+    option(
+        "Processes that share the port, and Redis; each also listens alone, on the next ports.",
+        least=1,
+    ),
 ]
 Level = Annotated[
     Literal["debug", "info", "warning", "error"], option("Least level to log.", "--log-level")
@@ -88,23 +95,42 @@ def serve(
     openai_model: ApiModels = None,
     host: Host = None,
     port: Port = None,
+    workers: Workers = 1,
     log_level: Level = "info",
 ) -> None:
     """Serve a deployment over HTTP."""
     from shell_router import SHIPPED
-    from shell_router.app import serve
 
     if engine or openai or openai_model or openai_key_env:
         with _discover(config, engine, openai, openai_key_env, openai_model) as file:
             chosen = _deployment(file, host, port, log_level)
             say(f"Models: {', '.join(chosen.models)}")
-            run(serve(chosen, ready=partial(_print_first_request, chosen)))
+            _serve(file, chosen, workers, log_level, _print_first_request)
         return
     if config is None:
         config = SHIPPED / "configs" / "embedded.yaml"
         say(f"Without --config this serves the tiny models of {config}")
     chosen = _deployment(config, host, port, log_level)
-    run(serve(chosen, ready=partial(_print_url, chosen)))
+    _serve(config, chosen, workers, log_level, _print_url)
+
+
+def _serve(
+    file: Path,
+    config: "Config",
+    workers: int,
+    log_level: str,
+    ready: "Callable[[Config, str], None]",
+) -> None:
+    """Serve the configuration of the file, by this process or by several."""
+    if workers == 1:
+        from shell_router.app import serve
+
+        run(serve(config, ready=partial(ready, config)))
+        return
+    from shell_router.app.workers import serve_workers
+
+    arguments = ["serve", "--config", str(file), "--log-level", log_level]
+    run(serve_workers(config, workers, [*arguments, "--host", config.listen.host]))
 
 
 @app.command(
