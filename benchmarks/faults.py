@@ -1,7 +1,7 @@
 """What becomes of requests when something breaks: shell-router and sglang-router 0.3.2, on one real
 SGLang pair.
 
-    python benchmarks/faults.py [--only FAULT] [--rounds N] [--smg VENV] [--json]
+    python benchmarks/faults.py [--only FAULT] [--rounds N] [--json]
 
 The pair runs on this machine's CPU (launch/sglang_cpu/environment.sh builds its environment; 5 GB
 of memory). In front of it stands one router at a time, started anew for every fault, and is sent
@@ -19,10 +19,9 @@ started again, all requests aborted, one request served.
     next        whether the next request is served, all servers running again
     next_s      until a request is served, a new one being sent half a second after one has failed
 
-Both routers run with their defaults, retries and circuit breakers on, sglang-router as in
+All routers run with their defaults, retries and circuit breakers on, others' as in
 router_overhead.py. But for `decode stalled` our limit for a silent engine is 2 s instead of 60 s;
-sglang-router has no such limit, only one for whole requests (1800 s). With --smg also the Shepherd
-Model Gateway, sglang-router's successor, of a virtual environment where `pip install smg` was run.
+sglang-router and smg, its successor, have no such limit, only one for whole requests (1800 s).
 
     python benchmarks/faults.py --table remote|endless
 
@@ -57,7 +56,7 @@ from benchmarks.faults.played import (
     measure_endless,
     measure_remote,
 )
-from benchmarks.faults.servers import ROUTERS, run_engines, smg_in
+from benchmarks.faults.servers import run_engines
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 
 TABLES = {"pair": FAULTS, "remote": REMOTE_FAULTS, "endless": ENDLESS}
@@ -74,9 +73,6 @@ def main() -> None:
     only = f"this fault alone, may be given several times: {known}"
     parser.add_argument("--only", metavar="FAULT", action="append", help=only)
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all faults (default 1)")
-    parser.add_argument(
-        "--smg", type=Path, metavar="VENV", help="measure the smg of this environment, too"
-    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     names = options.only or list(TABLES[options.table])
@@ -100,8 +96,6 @@ def main() -> None:
     venv = built_environment()
     if venv is None:
         sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
-    if options.smg is not None:
-        ROUTERS["smg"] = smg_in(options.smg)
     rows = asyncio.run(measure(venv, names, options.rounds))
     report(
         TITLE,

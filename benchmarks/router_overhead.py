@@ -1,5 +1,5 @@
-"""What the router adds to a request, next to sglang-router 0.3.2 in front of the same scripted
-engine.
+"""What the router adds to a request, next to sglang-router 0.3.2 and smg in front of the same
+scripted engine. smg gets an environment of its own, built once under the user's cache folder.
 
     python benchmarks/router_overhead.py [--quick] [--rounds N] [--json]
     python benchmarks/router_overhead.py --observed [--rounds N]    # the trees alone, page and OTLP
@@ -17,7 +17,7 @@ router's own work and delays are seen.
     chunk        the same streams: from the engine's writing a chunk to the client's having it
     tree         9-3-1 agents of 32 tokens, one every 10 ms, 32 trees at a time. shell-router runs
     the tree itself;
-                 for sglang-router a client runs the layers, each behind a barrier: as lean as this
+                 for the others a client runs the layers, each behind a barrier: as lean as this
                  benchmark's load client with whole answers or streams, or with aiohttp, as people
                  write it
 
@@ -55,7 +55,7 @@ from benchmarks.router_overhead.observed import observed_goals, observed_rows
 from benchmarks.router_overhead.rounds import FULL, LIMIT_S, QUICK, Amount, measured_rows
 from benchmarks.router_overhead.setups import Cores, running_setups, spread
 
-TITLE = "Router overhead: shell-router and sglang-router 0.3.2 in front of one scripted engine"
+TITLE = "Router overhead: shell-router, sglang-router 0.3.2 and smg in front of one scripted engine"
 
 
 def main() -> None:

@@ -25,12 +25,12 @@ from benchmarks.faults.client import (
 from benchmarks.faults.servers import (
     CONTEXT,
     PREFILL_CONTEXT,
-    ROUTERS,
     SHORT_DECODE_CONTEXT,
     Engines,
     Legs,
     Setting,
     connect_router,
+    list_routers,
 )
 
 LATER_S = 2.0
@@ -230,12 +230,12 @@ async def measured_rows(
     cases: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for at in range(rounds):
         for name, fault in faults.items():
-            for router in list(ROUTERS)[:: -1 if at % 2 else 1]:
+            for router in list(list_routers())[:: -1 if at % 2 else 1]:
                 for row, case in (await _cases(engines, name, fault, router, folder)).items():
                     cases[row, router].append(case)
                     print(f"{row}, {router}: {case}", file=sys.stderr, flush=True)
     rows = [row for name, fault in faults.items() for row in (name, fault.away) if row is not None]
-    return [_row(row, router, cases[row, router]) for row in rows for router in ROUTERS]
+    return [_row(row, router, cases[row, router]) for row in rows for router in list_routers()]
 
 
 async def _cases(

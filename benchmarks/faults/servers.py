@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from benchmarks.router_overhead.setups import (
     RouterTarget,
     answering,
     free_ports,
+    list_peers,
     ours_command,
+    peer_command,
     running,
-    rust_command,
 )
 from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.pair import CpuPair, make_pair, until_ready
@@ -218,28 +220,21 @@ def _ours(setting: Setting, port: int) -> list[str]:
     return ours_command(config, port)
 
 
-def _theirs(setting: Setting, port: int) -> list[str]:
+def _theirs(program: Sequence[str], setting: Setting, port: int) -> list[str]:
     legs, metrics_port = setting.legs, free_ports(1)[0]
-    return rust_command(
-        legs.prefill, legs.decode, port, metrics_port, bootstrap_port=legs.bootstrap_port
+    return peer_command(
+        program, legs.prefill, legs.decode, port, metrics_port, bootstrap_port=legs.bootstrap_port
     )
 
 
-def smg_in(venv: Path) -> Callable[[Setting, int], list[str]]:
-    """The router that followed sglang-router, installed in an environment of its own; it takes the
-    same options.
-    """
-
-    def command(setting: Setting, port: int) -> list[str]:
-        return [str(venv / "bin" / "smg"), "launch", *_theirs(setting, port)[3:]]
-
-    return command
+Command = Callable[[Setting, int], list[str]]
 
 
-ROUTERS: dict[str, Callable[[Setting, int], list[str]]] = {
-    "shell-router": _ours,
-    "sglang-router": _theirs,
-}
+@cache
+def list_routers() -> dict[str, Command]:
+    """What starts each router that can be had, by name."""
+    peers = {name: partial(_theirs, program) for name, program in list_peers().items()}
+    return {"shell-router": _ours, **peers}
 
 
 @asynccontextmanager
@@ -247,7 +242,7 @@ async def connect_router(name: str, setting: Setting) -> AsyncIterator[str]:
     """The URL of the router of that name, which has answered a request, while the context is
     open."""
     port = free_ports(1)[0]
-    with running(name, ROUTERS[name](setting, port), None, setting.folder) as process:
+    with running(name, list_routers()[name](setting, port), None, setting.folder) as process:
         url = f"http://127.0.0.1:{port}"
         await answering(RouterTarget(url), process)
         yield url

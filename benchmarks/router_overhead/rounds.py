@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -98,21 +99,19 @@ Clients = Callable[[], AbstractAsyncContextManager[list[Ask]]]
 
 def _tree_clients(setups: Setups, amount: Amount) -> Iterator[tuple[str, Watched, Clients]]:
     count, tokens = amount.trees_at_a_time, amount.tree_tokens
-    ours, rust = setups.watched_ours, setups.watched_rust
+    ours = setups.watched_ours
     yield "shell-router", ours, lambda: routed_trees(setups.ours, "plain", count)
     yield (
         "shell-router, incremental prefill",
         ours,
         lambda: routed_trees(setups.ours, "incremental", count),
     )
-    lean = "sglang-router + lean client"
-    yield (
-        f"{lean}, whole answers",
-        rust,
-        lambda: barrier_trees(setups.rust, tokens, count, stream=False),
-    )
-    yield f"{lean}, streamed", rust, lambda: barrier_trees(setups.rust, tokens, count, stream=True)
-    yield "sglang-router + aiohttp client", rust, lambda: aiohttp_trees(setups.rust, tokens, count)
+    for name, peer in setups.peers.items():
+        ask = partial(barrier_trees, peer.url, tokens, count)
+        yield f"{name} + lean client, whole answers", peer.watched, partial(ask, stream=False)
+        yield f"{name} + lean client, streamed", peer.watched, partial(ask, stream=True)
+        asked_by_aiohttp = partial(aiohttp_trees, peer.url, tokens, count)
+        yield f"{name} + aiohttp client", peer.watched, asked_by_aiohttp
 
 
 def _row(measure: str, setup: str, samples: Samples) -> Row:

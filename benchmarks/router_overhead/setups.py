@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Protocol
 
 import orjson
 
+from benchmarks.neutral.environments import Program, UnavailableError, install
 from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.router_overhead.load import AnswerError, Connection, connect
 
@@ -290,15 +291,22 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """Another router, by its base URL."""
+
+    url: str
+    watched: Watched
+
+
+@dataclass(frozen=True, slots=True)
 class Setups:
-    """Everything that runs. `ours` and `rust` are base URLs."""
+    """Everything that runs. `ours` is a base URL, `peers` are others' routers by name."""
 
     all: tuple[Setup, ...]
     engine_urls: tuple[str, str]
     ours: str
-    rust: str
     watched_ours: Watched
-    watched_rust: Watched
+    peers: Mapping[str, Peer]
 
     async def script(self, **settings: float) -> None:
         """Change how the scripted engine behaves from now on."""
@@ -311,16 +319,21 @@ class Setups:
 @asynccontextmanager
 async def running_setups(cores: Cores, folder: Path, new_tokens: int) -> AsyncIterator[Setups]:
     """All processes, ready, while the context is open. Their files and logs go to `folder`."""
-    prefill_port, decode_port, ours_port, rust_port, metrics_port = free_ports(5)
-    prefill, decode, ours, rust = (
-        f"http://127.0.0.1:{port}" for port in (prefill_port, decode_port, ours_port, rust_port)
+    programs = list_peers()
+    prefill_port, decode_port, ours_port, *ports = free_ports(3 + 2 * len(programs))
+    prefill, decode, ours = (
+        f"http://127.0.0.1:{port}" for port in (prefill_port, decode_port, ours_port)
     )
     config = _write_deployment(folder, prefill, decode, new_tokens)
     commands = {
         "engine": _engine_command(prefill_port, decode_port),
         "shell-router": ours_command(config, ours_port),
-        "sglang-router": rust_command(prefill, decode, rust_port, metrics_port),
     }
+    urls = {}
+    for name, program in programs.items():
+        port, metrics_port = ports.pop(), ports.pop()
+        urls[name] = f"http://127.0.0.1:{port}"
+        commands[name] = peer_command(program, prefill, decode, port, metrics_port)
     async with AsyncExitStack() as stack:
         found = {
             name: stack.enter_context(
@@ -330,16 +343,31 @@ async def running_setups(cores: Cores, folder: Path, new_tokens: int) -> AsyncIt
         }
         await answering(DirectTarget(prefill, decode), found["engine"])
         await answering(RouterTarget(ours), found["shell-router"])
-        await answering(RouterTarget(rust), found["sglang-router"])
         watched_ours = Watched(found["shell-router"], found["engine"])
-        watched_rust = Watched(found["sglang-router"], found["engine"])
-        setups = (
+        setups = [
             Setup("direct", DirectTarget(prefill, decode), Watched(None, found["engine"])),
             Setup("shell-router", RouterTarget(ours), watched_ours),
-            Setup("sglang-router as shipped", RouterTarget(rust), watched_rust),
-            Setup("sglang-router, quick ACKs", RouterTarget(rust, quick_acks=True), watched_rust),
-        )
-        yield Setups(setups, (prefill, decode), ours, rust, watched_ours, watched_rust)
+        ]
+        peers = {}
+        for name, url in urls.items():
+            await answering(RouterTarget(url), found[name])
+            peers[name] = Peer(url, Watched(found[name], found["engine"]))
+            for how, quick_acks in ((" as shipped", False), (", quick ACKs", True)):
+                target = RouterTarget(url, quick_acks=quick_acks)
+                setups.append(Setup(name + how, target, peers[name].watched))
+        yield Setups(tuple(setups), (prefill, decode), ours, watched_ours, peers)
+
+
+def list_peers() -> dict[str, list[str]]:
+    """The commands of others' routers by name; one that cannot be had is named on stderr."""
+    peers = {"sglang-router": [sys.executable, "-m", "sglang_router.launch_router"]}
+    try:
+        smg = install(Program("smg"))
+    except UnavailableError as error:
+        print(f"not measured: smg: {error}", file=sys.stderr)
+    else:
+        peers[f"smg {smg.version}"] = [str(smg.executable), "launch"]
+    return peers
 
 
 @asynccontextmanager
@@ -406,8 +434,14 @@ def ours_command(config: Path, port: int) -> list[str]:
     return [sys.executable, "-c", start, "serve", "--config", str(config), "--port", str(port)]
 
 
-def rust_command(
-    prefill: str, decode: str, port: int, metrics_port: int, *, bootstrap_port: int = BOOTSTRAP_PORT
+def peer_command(
+    program: Sequence[str],
+    prefill: str,
+    decode: str,
+    port: int,
+    metrics_port: int,
+    *,
+    bootstrap_port: int = BOOTSTRAP_PORT,
 ) -> list[str]:
     """As shipped, but for two waits of its start and its log of every request."""
     legs = ["--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode]
@@ -421,7 +455,7 @@ def rust_command(
         "--worker-startup-check-interval",
         "1",
     ]
-    return [sys.executable, "-m", "sglang_router.launch_router", *legs, *at, *quiet]
+    return [*program, *legs, *at, *quiet]
 
 
 async def answering(target: Target, process: Process) -> None:
