@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
+from operator import sub
 from pathlib import Path
 
 import aiohttp
@@ -30,6 +31,7 @@ from benchmarks.neutral.servers import (
     SERVED_NAME,
     Engines,
     Server,
+    count_prompts,
     cpu_engines,
     name_topology,
     running_engines,
@@ -225,7 +227,10 @@ def measure_round(
         words = (cell.engines, cell.client, cell.workload, str(cell.at_once), cell.server)
         folder = results / f"round-{number}" / "--".join(words).replace(" ", "-").replace(",", "")
         asyncio.run(flush(run.server.engines.urls))
-        measured[cell] = run.client.run(run.installed, build_ask(run, number, options), folder)
+        before = count_prompts(run.server.engines)
+        result = run.client.run(run.installed, build_ask(run, number, options), folder)
+        prompts, cached = map(sub, count_prompts(run.server.engines), before)
+        measured[cell] = replace(result, prompt_tokens=prompts, cached_tokens=cached)
         summary = json.dumps({**asdict(cell), **asdict(measured[cell])})
         (folder / "measured.json").write_text(summary + "\n", encoding="utf-8")
         minutes = (time.monotonic() - began_s) / SECONDS_PER_MINUTE

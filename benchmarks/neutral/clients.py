@@ -56,6 +56,7 @@ class Measured:
     """What a client measured in one run, of the sessions that succeeded.
 
     `first_token_s` are the seconds from a session's begin to the first token of its last answer.
+    The engines count `prompt_tokens`, and those that were cached.
     """
 
     session_s: Sequence[float]
@@ -64,6 +65,8 @@ class Measured:
     wall_s: float
     failures: int
     error: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Client(ABC):

@@ -1,11 +1,12 @@
 """The engines, and the servers under test in front of them: none, others' routers, this router."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,27 @@ async def running_engines(urls: Sequence[str]) -> list[Engines]:
     if not found:
         raise SystemExit("A pair needs an --engine for its prefill and one for its decode server.")
     return found
+
+
+def count_prompts(engines: Engines) -> tuple[int, int]:
+    """Return how many tokens of prompts the engines have had so far, and how many were cached.
+
+    Both are 0 for engines that run without `--enable-metrics`.
+    """
+    prompts = cached = 0
+    for url in [*engines.undivided, *(url for url, _ in engines.prefill)]:
+        with suppress(urllib.error.HTTPError):
+            with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_LIMIT_S) as answer:
+                text = answer.read().decode()
+            prompts += sum_counter(text, "sglang:prompt_tokens_total")
+            cached += sum_counter(text, "sglang:cached_tokens_total")
+    return prompts, cached
+
+
+def sum_counter(metrics: str, name: str) -> int:
+    """Return a counter's sum over its labels, in Prometheus' text form."""
+    counted = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+    return round(sum(map(float, counted)))
 
 
 def _ask_model(url: str) -> str:

@@ -46,6 +46,8 @@ def _build_row(cell: Cell, base: Cell, rounds: Sequence[Round]) -> Row:
     first_tokens = [seconds for run in runs for seconds in run.first_token_s]
     wall_s = math.fsum(run.wall_s for run in runs if run.session_s)
     tokens = sum(run.output_tokens for run in runs)
+    prompts = sum(run.prompt_tokens for run in runs)
+    cached = sum(run.cached_tokens for run in runs)
     ratios = [
         statistics.median(run[cell].session_s) / statistics.median(run[base].session_s)
         for run in rounds
@@ -63,6 +65,8 @@ def _build_row(cell: Cell, base: Cell, rounds: Sequence[Round]) -> Row:
         "sessions/min": 60 * len(sessions) / wall_s if wall_s else None,
         # of a topology a client sees only the root's
         "tokens/s": tokens / wall_s if wall_s and not cell.one_request else None,
+        "prompt tokens": round(prompts / len(sessions)) if prompts and sessions else None,
+        "cached, %": 100 * cached / prompts if prompts else None,
         "failed": sum(run.failures for run in runs),
         "rounds": len(ratios),
         "relative p50": statistics.median(ratios) if ratios else None,

@@ -19,6 +19,7 @@ from benchmarks.neutral.__main__ import (
 )
 from benchmarks.neutral.clients import Aiperf, Ask, Client, InferencePerf, Measured
 from benchmarks.neutral.environments import Installed, Program, UnavailableError, install
+from benchmarks.neutral.servers import sum_counter
 from benchmarks.neutral.table import Cell, Round, build_rows
 from benchmarks.neutral.traces import ANOTHER, MERGE, OWN, load_trace, write_own
 from shell_router.topology import parse_topology
@@ -289,3 +290,15 @@ def test_a_program_for_a_python_that_is_not_here_says_so() -> None:
 
 def write(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value), encoding="utf-8")
+
+
+def test_counters_are_summed_over_their_labels_and_others_are_left_out() -> None:
+    metrics = "\n".join(
+        (
+            "# TYPE sglang:prompt_tokens_total counter",
+            'sglang:prompt_tokens_total{model="a",tp="0"} 30.0',
+            'sglang:prompt_tokens_total{model="a",tp="1"} 1.2e2',
+            'sglang:prompt_tokens_total_other{model="a"} 7',
+        )
+    )
+    assert sum_counter(metrics, "sglang:prompt_tokens_total") == 150
