@@ -34,11 +34,10 @@ async def serve_workers(config: Config, count: int, arguments: Sequence[str]) ->
     """
     _require_shareable(config)
     with bind_address(config.listen) as sockets:
-        port = config.listen.port
-        workers = [
-            _Worker(number, [*arguments, "--port", str(port and port + number)], sockets)
-            for number in range(1, count + 1)
-        ]
+        workers = []
+        for number in range(1, count + 1):
+            port = config.listen.port and config.listen.port + number
+            workers.append(_Worker(number, [*arguments, "--port", str(port)], sockets))
         running = asyncio.gather(*(worker.keep_running() for worker in workers))
 
         def stop(number: signal.Signals) -> None:

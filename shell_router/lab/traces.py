@@ -73,6 +73,14 @@ def to_otel(traces: Sequence[Trace]) -> Entry:
     Raises:
         ConfigError: A trace has no contents, has not ended, or reads what another request wrote.
     """
+    outputs = _collect_outputs(traces)
+    spans = [span for trace in traces for span in _list_calls(trace, outputs[_name_graph(trace)])]
+    spans.sort(key=itemgetter("start_time"))
+    return {"trace_id": "+".join(outputs), "span_count": len(spans), "spans": spans}
+
+
+def _collect_outputs(traces: Sequence[Trace]) -> Mapping[str, Mapping[str, str]]:
+    """Return what agents wrote that others could read, by graph and agent."""
     outputs: dict[str, dict[str, str]] = defaultdict(dict)
     for trace in traces:
         if trace["duration_s"] is None:
@@ -85,9 +93,7 @@ def to_otel(traces: Sequence[Trace]) -> Entry:
             written[agent] = record.get("output", "") if is_read else ""
         if "agent" in trace:  # a topology may answer for it
             written[trace["agent"]] = written.get(trace["overlap"]["critical_path"][-1], "")
-    spans = [span for trace in traces for span in _list_calls(trace, outputs[_name_graph(trace)])]
-    spans.sort(key=itemgetter("start_time"))
-    return {"trace_id": "+".join(outputs), "span_count": len(spans), "spans": spans}
+    return outputs
 
 
 def _name_graph(trace: Trace) -> str:
@@ -101,19 +107,7 @@ def _list_calls(trace: Trace, outputs: Mapping[str, str]) -> Iterator[Entry]:
         sent = [span for span in record["spans"] if span["name"] == "prefill"]
         if not sent or not record["decoded_tokens"]:
             continue
-        if "messages" not in record:
-            raise ConfigError(
-                f"The trace of request {trace['id']} has no texts.",
-                remedy="Set traces.contents: on in the deployment's file, and ask again.",
-            )
-        for message in record["messages"]:
-            for piece in message["content"]:
-                if isinstance(piece, dict) and piece["output_of"] not in outputs:
-                    raise ConfigError(
-                        f"Request {trace['id']} reads {piece['output_of']!r}, which another "
-                        "request wrote.",
-                        remedy="Leave the id out, and list all requests of the program.",
-                    )
+        _require_contents(trace["id"], record, outputs)
         yield build_call(
             _name_graph(trace),
             agent,
@@ -129,6 +123,21 @@ def _list_calls(trace: Trace, outputs: Mapping[str, str]) -> Iterator[Entry]:
             ),
             record["model"],
         )
+
+
+def _require_contents(id: str, record: Values, outputs: Mapping[str, str]) -> None:
+    if "messages" not in record:
+        raise ConfigError(
+            f"The trace of request {id} has no texts.",
+            remedy="Set traces.contents: on in the deployment's file, and ask again.",
+        )
+    for message in record["messages"]:
+        for piece in message["content"]:
+            if isinstance(piece, dict) and piece["output_of"] not in outputs:
+                raise ConfigError(
+                    f"Request {id} reads {piece['output_of']!r}, which another request wrote.",
+                    remedy="Leave the id out, and list all requests of the program.",
+                )
 
 
 def build_call(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import TypeVar
 
 from shell_router.core.control_text import ControlText
@@ -160,17 +160,17 @@ def describe_messages(
         if not isinstance(message, Message):
             described.append({**message})
             continue
-        content: list[str | NewValues] = []
-        for part in message.parts:
-            if isinstance(part, str):
-                content.append(part)
-            elif part.agent in known:
-                content += [part.before, known[part.agent], part.after]
-            else:
-                around = {"before": part.before, "after": part.after}
-                content.append({"output_of": part.agent, **around})
+        content = chain.from_iterable(_describe_part(part, known) for part in message.parts)
         described.append({"role": message.role, "content": list(filter(None, content))})
     return described
+
+
+def _describe_part(part: Part, known: Mapping[str, str]) -> list[str | NewValues]:
+    if isinstance(part, str):
+        return [part]
+    if part.agent in known:
+        return [part.before, known[part.agent], part.after]
+    return [{"output_of": part.agent, "before": part.before, "after": part.after}]
 
 
 class GrowingPrompt:

@@ -85,28 +85,27 @@ def link_calls(spans: Sequence[Values]) -> list[Call]:
     calls: list[Call] = []
     for number, span in enumerate(spans):
         agent = f"call-{number:02}"
-        messages = json.loads(span["attributes"]["gen_ai.input.messages"])
-        read = {agent for call in calls for agent in call.reads}
-        calls.append(_split_prompt(agent, span, messages, writers, read))
+        calls.append(_split_prompt(agent, span, writers, _find_read(calls)))
         output = span["attributes"].get("gen_ai.output.text")
         if not output:
             raise NotOneGraphError(f"call {number} has no output text")
         writers[output].append(agent)
-    read = {agent for call in calls for agent in call.reads}
-    unread = len(calls) - len(read)
+    unread = len(calls) - len(_find_read(calls))
     if unread > 1:
         raise NotOneGraphError(f"no call reads the outputs of {unread - 1} calls")
     return calls
 
 
+def _find_read(calls: Sequence[Call]) -> set[str]:
+    """Return the agents whose outputs one of the calls reads."""
+    return {agent for call in calls for agent in call.reads}
+
+
 def _split_prompt(
-    agent: str,
-    span: Values,
-    messages: Sequence[Values],
-    writers: Mapping[str, Sequence[str]],
-    read_before: Collection[str],
+    agent: str, span: Values, writers: Mapping[str, Sequence[str]], read_before: Collection[str]
 ) -> Call:
-    """Split a prompt at the outputs in it; of equal ones it has one that no call has read yet."""
+    """Split a prompt at the outputs in it."""
+    messages = json.loads(span["attributes"]["gen_ai.input.messages"])
     system: list[str] = []
     reads: list[str] = []
     texts = [""]
@@ -115,16 +114,23 @@ def _split_prompt(
         if not isinstance(content, str):
             raise NotOneGraphError("a message is not one text")
         if message["role"] == "assistant" and content in writers:
-            unread = [writer for writer in writers[content] if writer not in reads]
-            if not unread:
-                raise NotOneGraphError(f"a prompt of {agent} holds an output twice")
-            reads.append(min(unread, key=read_before.__contains__))
+            reads.append(_find_writer(agent, writers[content], reads, read_before))
             texts.append("")
         elif message["role"] == "system":
             system.append(content)
         else:
             texts[-1] += ("\n\n" if texts[-1] else "") + content
     return Call(agent, span, messages, reads, texts, system)
+
+
+def _find_writer(
+    agent: str, writers: Sequence[str], reads: Sequence[str], read_before: Collection[str]
+) -> str:
+    """Return one of those who wrote the same text, if possible one that no call has read yet."""
+    unread = [writer for writer in writers if writer not in reads]
+    if not unread:
+        raise NotOneGraphError(f"a prompt of {agent} holds an output twice")
+    return min(unread, key=read_before.__contains__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,17 @@ def load_replay(file: Path, models: Collection[str]) -> list[Replayed]:
     Raises:
         ConfigError: A trace is not one graph, or its model is not known.
     """
+    traces = _read_traces(file)
+    began = {name: datetime.fromisoformat(spans[0]["start_time"]) for name, spans in traces.items()}
+    first = min(began.values())
+    graphs = []
+    for name, spans in traces.items():
+        arrival_s = (began[name] - first).total_seconds()
+        graphs.append(_build_graph(name, spans, models, arrival_s))
+    return graphs
+
+
+def _read_traces(file: Path) -> Mapping[str, Sequence[Values]]:
     traces: dict[str, list[Values]] = defaultdict(list)
     try:
         for span in read_calls(file):
@@ -153,37 +170,27 @@ def load_replay(file: Path, models: Collection[str]) -> list[Replayed]:
             f"{file} holds no calls: {error!r}",
             remedy="Give a file of `shell-router trace --otel`, or one like it.",
         ) from error
-    began = {name: datetime.fromisoformat(spans[0]["start_time"]) for name, spans in traces.items()}
-    first = min(began.values())
-    graphs = []
-    for name, spans in traces.items():
-        try:
-            calls = link_calls(spans)
-        except NotOneGraphError as error:
-            raise ConfigError(
-                f"{file}: trace {name!r} is no graph with one root: {error}.",
-                remedy="Leave the trace out.",
-            ) from error
-        arrival_s = (began[name] - first).total_seconds()
-        tokens = {call.agent: call.output_tokens for call in calls}
-        agents = {call.agent: _build_agent(call, tokens, models) for call in calls}
-        read = {agent for call in calls for agent in call.reads}
-        (root,) = agents.keys() - read
-        agents[root] = agents.pop(root)  # the root is a topology's last agent
-        graphs.append(Replayed(Topology(name, agents), tokens, arrival_s))
-    return graphs
+    return traces
+
+
+def _build_graph(
+    name: str, spans: Sequence[Values], models: Collection[str], arrival_s: float
+) -> Replayed:
+    try:
+        calls = link_calls(spans)
+    except NotOneGraphError as error:
+        raise ConfigError(
+            f"Trace {name!r} is no graph with one root: {error}.", remedy="Leave it out."
+        ) from error
+    tokens = {call.agent: call.output_tokens for call in calls}
+    agents = {call.agent: _build_agent(call, tokens, models) for call in calls}
+    (root,) = agents.keys() - _find_read(calls)
+    agents[root] = agents.pop(root)  # the root is a topology's last agent
+    return Replayed(Topology(name, agents), tokens, arrival_s)
 
 
 def _build_agent(call: Call, tokens: Mapping[str, int], models: Collection[str]) -> Agent:
     """Return an agent with a prompt as long as the call's, of filler with the same beginnings."""
-    model = call.span["attributes"].get("gen_ai.request.model", "")
-    if model not in models:
-        if len(models) > 1:
-            raise ConfigError(
-                f"A call asks {model!r}, which is none of the simulation's models.",
-                remedy="Add it to the simulation's models, or leave it a single one.",
-            )
-        (model,) = models
     texts = ["".join([*call.system, call.texts[0]]), *call.texts[1:]]
     own = call.prompt_tokens - TEMPLATE_TOKENS - sum(tokens[agent] for agent in call.reads)
     share = max(0, own) / (sum(map(len, texts)) or 1)
@@ -195,7 +202,21 @@ def _build_agent(call: Call, tokens: Mapping[str, int], models: Collection[str])
         slots = {agent: text + "{output}" for agent, text in zip(call.reads, before, strict=True)}
         prompt = Prompt(prefix=first, slots=slots, suffix=rest[-1])
     sampling = {"max_new_tokens": tokens[call.agent]}
+    model = _find_model(call, models)
     return Agent(call.agent, model, tuple(call.reads), prompt, sampling)
+
+
+def _find_model(call: Call, models: Collection[str]) -> str:
+    model: str = call.span["attributes"].get("gen_ai.request.model", "")
+    if model in models:
+        return model
+    if len(models) > 1:
+        raise ConfigError(
+            f"A call asks {model!r}, which is none of the simulation's models.",
+            remedy="Add it to the simulation's models, or leave it a single one.",
+        )
+    (only,) = models
+    return only
 
 
 _EMPTY = SimulatedTokenizer().render_chat([{"role": "user", "content": ""}])

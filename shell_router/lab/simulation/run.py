@@ -154,15 +154,12 @@ class Outputs:
 
     def make_writer(self, model: str) -> Callable[[Generation], Written]:
         """Return the output of an agent; the router calls requests `question.number.agent`."""
-        outputs = self._workload.outputs
 
         def write(request: Generation) -> Written:
             question, _, agent = request.rid.split(".", 2)
-            length = outputs.get(agent) or outputs[model]
+            length = self._find_length(question, agent, model)
             draws = self._seed_draws(f"{question}/{agent}")
             tokens = length.at(draws.random(), draws.gauss())
-            if recorded := self._recorded.get(question):
-                tokens = recorded[agent]
             answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
             end = write_closing(question, answer)
             if agent == self._root and question in self._root_lengths:
@@ -176,6 +173,12 @@ class Outputs:
             return written
 
         return write
+
+    def _find_length(self, question: str, agent: str, model: str) -> Length:
+        if recorded := self._recorded.get(question):
+            return Length(tokens=recorded[agent])
+        outputs = self._workload.outputs
+        return outputs.get(agent) or outputs[model]
 
     def _seed_draws(self, name: str) -> Random:
         return Random(f"{self._seed}/{name}")
@@ -251,16 +254,21 @@ def replay(
     workload = replace(simulation.workload, outputs=lengths, programs=())
     simulation = replace(simulation, workload=workload)
     done = simulate(simulation, graphs[0].topology, costs, seed, graphs)
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for number, graph in enumerate(graphs):
-        agents = graph.topology.agents.values()
-        alike[tuple((agent.id, agent.model, agent.precursors) for agent in agents)].append(number)
     simulated = {}
-    for numbers in alike.values():
+    for numbers in _group_alike(graphs):
         topology = graphs[numbers[0]].topology
         runs = tuple(run for run in done.runs if run.program in numbers)
         simulated[topology.name] = replace(done, topology=topology, runs=runs)
     return simulated
+
+
+def _group_alike(graphs: Sequence[Replayed]) -> list[list[int]]:
+    """Return the numbers of equal graphs together."""
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number, graph in enumerate(graphs):
+        agents = graph.topology.agents.values()
+        alike[tuple((agent.id, agent.model, agent.precursors) for agent in agents)].append(number)
+    return list(alike.values())
 
 
 def simulate(
