@@ -39,6 +39,7 @@ SHORT = {
     "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4"),
     "faster_moa": ("--requests", "1", "--programs", "2", "--seeds", "1", "--outputs", "16"),
     "faults": ("--table", "remote", "--only", "an error event"),
+    "fleet": ("--pairs", "8", "--routers", "1"),
     "frameworks": ("--questions", "1", "--context", "0", "--new-tokens", "16"),
     "gimbal": ("--requests", "30", "--seeds", "1", "--decisions", "50"),
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
