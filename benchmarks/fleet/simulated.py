@@ -88,6 +88,7 @@ class Fleet:
         output: Tokens of an agent's output.
         question_tokens: Tokens of a question.
         shared_view: Whether every router sees the requests of all.
+        one_order: Whether all routers have the pairs in one order, by which equals are chosen.
         core_share: The share of a core that each router has.
     """
 
@@ -99,6 +100,7 @@ class Fleet:
     output: Length
     question_tokens: int = 512
     shared_view: bool = False
+    one_order: bool = False
     core_share: float = 1.0
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
 
@@ -218,6 +220,7 @@ class _Run:
         self._fleet = fleet
         self._load = load
         self._draws = Random(seed)
+        self._orders = Random(f"orders/{seed}")
         self._numbers = count()
         self._answered: list[tuple[float, float]] = []
 
@@ -231,7 +234,7 @@ class _Run:
         names = ("proposers", "aggregators", "root")
         views = [
             [
-                SimulatedFleet(name, own, fleet.scheduling)
+                SimulatedFleet(name, self._order(own), fleet.scheduling)
                 for name, own in zip(names, pairs, strict=True)
             ]
             for _ in range(1 if fleet.shared_view else fleet.routers)
@@ -260,6 +263,12 @@ class _Run:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return self._outcome([then - now for now, then in zip(before, after, strict=True)])
+
+    def _order(self, pairs: Sequence[SimulatedPair]) -> Sequence[SimulatedPair]:
+        """Return the pairs in an order of a router's own, as its start does."""
+        if self._fleet.one_order:
+            return pairs
+        return self._orders.sample(pairs, len(pairs))
 
     def _outcome(self, busy_s: Sequence[float]) -> Outcome:
         counted_s = self._load.counted_s

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -44,7 +45,7 @@ class SglangPairs:
 
     settings: ClassVar[type] = PairSettings
 
-    def __init__(self, *, may_lack: bool) -> None:
+    def __init__(self, *, may_lack: bool = False) -> None:
         self._may_lack = may_lack
 
     @asynccontextmanager
@@ -194,6 +195,8 @@ def connect_pairs(
     """
     limits = config.limits
     model = config.models[alias]
+    # routers with one order would all choose the same of equal engines
+    addresses = random.sample(addresses, len(addresses))
     key = f"models.{alias}.engine_key"
     return client(
         *addresses,
