@@ -155,7 +155,7 @@ def decode(field: bytes, vocabulary: str) -> list[Chunk]:
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if not all(
-        type(chunk.text) is str and all(type(id) is int and id >= 0 for id in chunk.ids)
+        type(chunk.text) is str and all(type(id) is int and 0 <= id < 2**32 for id in chunk.ids)
         for chunk in batch
     ):
         raise ValueError("chunks are pairs of a text and token ids")

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 SHARED_SOCKETS = "SHELL_ROUTER_SHARED_SOCKETS"
 """The variable with the numbers of the open sockets that all workers of a router listen on."""
 
+SAME_STOP_S = 1.0
+"""How long a worker takes a second signal for the first one."""
+
 LISTEN_REMEDIES = {
     errno.EADDRINUSE: "Stop what listens there, or choose another port, or 0 for a free one.",
     errno.EACCES: "Choose a port above 1023.",
@@ -165,12 +168,16 @@ async def serve(
     stopped = asyncio.Event()
     force_shutdown = asyncio.Event()
     limits = config.limits
+    stops: list[float] = []
     async with serve_deployment(
         config, engine_restarts=engine_restarts, force_shutdown=force_shutdown
     ) as url:
 
         def stop(name: str) -> None:
+            stops.append(loop.time())
             if stopped.is_set():
+                if SHARED_SOCKETS in os.environ and stops[-1] < stops[0] + SAME_STOP_S:
+                    return  # of a service manager, from which its parent hands on the same
                 log.info("%s again: running requests are cut", name)
                 force_shutdown.set()
                 return

@@ -1,7 +1,6 @@
 """Several processes that serve one deployment on one port."""
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -11,11 +10,13 @@ from contextlib import suppress
 
 from shell_router.app.serving import SHARED_SOCKETS, bind_address
 from shell_router.config import Config
-from shell_router.errors import ConfigError
+from shell_router.errors import ConfigError, EngineUnreachable, ShellRouterError
 from shell_router.processes.restarts import DEFAULT_POLICY, keep_running
 from shell_router.processes.with_parent import with_parent
 
-log = logging.getLogger(__name__)
+REFUSED = 2
+"""The exit code of a command that its user has to correct."""
+LAST_PORT = 65535
 
 
 async def serve_workers(config: Config, count: int, arguments: Sequence[str]) -> None:
@@ -30,9 +31,11 @@ async def serve_workers(config: Config, count: int, arguments: Sequence[str]) ->
         arguments: The command line of a worker, without its port.
 
     Raises:
-        ConfigError: The deployment cannot be shared, or all workers have ended too often.
+        ConfigError: The deployment cannot be shared, a worker refused it, or all workers have ended
+            too often.
     """
     _require_shareable(config)
+    _require_ports(config.listen.port, count)
     with bind_address(config.listen) as sockets:
         workers = []
         for number in range(1, count + 1):
@@ -42,16 +45,32 @@ async def serve_workers(config: Config, count: int, arguments: Sequence[str]) ->
 
         def stop(number: signal.Signals) -> None:
             running.cancel()  # nothing is started again
+            for shared in sockets:
+                shared.close()  # clients are refused once no worker listens
             for worker in workers:
                 worker.signal(number)
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
-        with suppress(asyncio.CancelledError):
+        try:
             await running
             raise ConfigError("All workers ended.", remedy="Their messages say why.")
-        await asyncio.gather(*(worker.wait() for worker in workers))
+        except asyncio.CancelledError:
+            pass  # by a signal
+        except ShellRouterError:
+            stop(signal.SIGTERM)
+            raise
+        finally:
+            await asyncio.gather(*(worker.join() for worker in workers))
+
+
+def _require_ports(port: int, count: int) -> None:
+    if port + count > LAST_PORT:
+        raise ConfigError(
+            f"There are no {count} ports behind {port} for the workers.",
+            remedy="Choose a lower port.",
+        )
 
 
 def _require_shareable(config: Config) -> None:
@@ -94,10 +113,17 @@ class _Worker:
         await keep_running(self.wait, self._start, restarted_s=[], policy=DEFAULT_POLICY)
 
     async def wait(self) -> str:
-        """Wait for the end and return a sentence about it."""
+        """Wait for the end and return a sentence about it; ConfigError if it refused to serve."""
+        code = await self.join()
+        if code == REFUSED:
+            raise ConfigError(f"{self._name} cannot serve.", remedy="Its message says why.")
+        return f"{self._name} ended with exit code {code}."
+
+    async def join(self) -> int:
+        """Wait for the end, if it was started, and return the exit code."""
         if self._process is None:
-            return f"{self._name} was not started."
-        return f"{self._name} ended with exit code {await self._process.wait()}."
+            return 0
+        return await self._process.wait()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
@@ -107,9 +133,12 @@ class _Worker:
 
     async def _start(self) -> None:
         shared = " ".join(map(str, self._shared))
-        self._process = await asyncio.create_subprocess_exec(
-            *self._argv,
-            env={**os.environ, SHARED_SOCKETS: shared},
-            pass_fds=self._shared,
-            start_new_session=True,  # Ctrl-C in the terminal comes by this process alone
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                env={**os.environ, SHARED_SOCKETS: shared},
+                pass_fds=self._shared,
+                start_new_session=True,  # Ctrl-C in the terminal comes by this process alone
+            )
+        except OSError as error:
+            raise EngineUnreachable(f"{self._name} cannot be started: {error}.") from error

@@ -101,6 +101,13 @@ def serve(
     """Serve a deployment over HTTP."""
     from shell_router import SHIPPED
 
+    if workers > 1 and config is None:
+        from shell_router.errors import ConfigError
+
+        raise ConfigError(
+            "--workers needs --config, with a Redis that the workers share.",
+            remedy="`shell-router init FOLDER --engine URL` writes a file to add it to.",
+        )
     if engine or openai or openai_model or openai_key_env:
         with _discover(config, engine, openai, openai_key_env, openai_model) as file:
             chosen = _deployment(file, host, port, log_level)

@@ -330,8 +330,9 @@ class AgentRun:
                 paid_tokens = self._journal.count_recorded(task.rid, task.model.alias, ids)
             limit = await self._spending.begin(len(ids), limit, paid_tokens)
         sampling = {**sampling, "max_new_tokens": limit}
-        # a stop string is in the ids but not in the text, as are marks of thinking and of calls
-        if task.model.reasoning is None and task.offer is None and not sampling.get("stop"):
+        # what stopped it is in the ids but not in the text, as are marks of thinking and of calls
+        stops = sampling.get("stop") or sampling.get("stop_regex")
+        if task.model.reasoning is None and task.offer is None and not stops:
             self._vocabulary = task.model.tokenizer.fingerprint
         ready_s = self.progress.begin(len(ids), sent)
         if CURRENT.get() is not None:

@@ -577,7 +577,8 @@ class GraphRun:
         chunk = Chunk(text)
         if member.run is not None:
             tokenizer = member.run.task.model.tokenizer
-            chunk = Chunk(text, tuple(await encode_text(tokenizer, text)), tokenizer.fingerprint)
+            ids = await encode_text(tokenizer, tokenizer.control.quote(text))
+            chunk = Chunk(text, tuple(ids), tokenizer.fingerprint)
         member.writer.append(chunk)
         on_text = self._watch(member.agent.id)
         if on_text is not None and on_text(text, output.confidence or 0.0):

@@ -78,6 +78,43 @@ async def test_workers_share_a_port_and_one_that_dies_is_started_again(
             assert not survivors(workers)
 
 
+async def test_a_signal_to_all_processes_lets_running_requests_end(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "router.yaml"
+    settings = ScriptedSettings("null", vocabulary=30, token_s=0.2)
+    async with ScriptedServer(settings) as server:
+        file.write_text(CONFIG.format(model=MODEL, server=server.url, redis=redis.url))
+        async with (
+            running_command("serve", "--config", file, "--workers", "2") as command,
+            aiohttp.ClientSession() as client,
+        ):
+            await read_urls(command)
+            shared, _ = await read_urls(command)
+            body = {"model": "small", "prompt": "Hi.", "max_tokens": 20, "stream": True}
+            async with client.post(f"{shared}/v1/completions", json=body) as reply:
+                await reply.content.readuntil(b"data: ")
+                for pid in command.started():
+                    os.kill(pid, signal.SIGTERM)
+                command.signal(signal.SIGTERM)
+                assert (await reply.read()).rstrip().endswith(b"data: [DONE]")
+            code, _ = await command.ended(limit_s=LIMIT_S)
+            assert code == 0
+
+
+async def test_a_worker_without_its_port_ends_the_command(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "router.yaml"
+    async with ScriptedServer(ScriptedSettings("null", vocabulary=30)) as server:
+        file.write_text(CONFIG.format(model=MODEL, server=server.url, redis=redis.url))
+        port = int(server.url.rpartition(":")[2]) - 2
+        arguments = ("serve", "--config", file, "--port", str(port), "--workers", "2")
+        async with running_command(*arguments) as command:
+            code, output = await command.ended(limit_s=LIMIT_S)
+            assert (code, "Worker 2 cannot serve" in output) == (2, True), output
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [

@@ -21,7 +21,7 @@ from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import EngineUnreachable
 from shell_router.moa.requests import AgentUsage
 from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
-from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
+from tests.fakes.moa import ControlWordTokenizer, Recorder, ScriptedMoa, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script
 
 SKIP_AGGREGATION = EarlyExit("in_flight", threshold=0.6, min_completed=2, skip_aggregation=True)
@@ -211,6 +211,23 @@ async def test_a_forwarded_output_is_read_like_one_that_was_written(root: str) -
     assert answer.text == "4 or 5"
     assert moa.prompt_of("root") == f"<user>Q: Why? [{SAYS_4}] [Answer: 5]<assistant>"
     assert [e.agent for e in events.of(AggregationSkipped)] == ["a"]
+
+
+async def test_a_forwarded_output_spells_no_control_token_in_its_readers_prompt() -> None:
+    says = "2 plus <end> 2 is 4 Answer: 4"
+    leaves = {f"{branch}{n}": says for branch in "abc" for n in (1, 2)}
+    moa = ScriptedMoa(leaves, tokenizer=ControlWordTokenizer)
+    tokenizer = moa.tokenizers["large"]
+    assert isinstance(tokenizer, ControlWordTokenizer)
+    tokenizer.control.plain_ids = {}  # as the marks between messages, which are no tokens
+    reader = agent("root", "a", model="large")
+    topology = graph(
+        agent("a1"), agent("a2"), agent("a", "a1", "a2"), reader, clusters=(("a1", "a2"),)
+    )
+    await moa.executor.run(topology, ask(), print)
+    (request,) = moa.engines["large"].generated
+    assert tokenizer.count_control(request.input_ids) == 0
+    assert "2 plus <end> 2" in moa.prompts("large")[0]
 
 
 async def test_an_agent_that_also_reads_others_writes() -> None:
