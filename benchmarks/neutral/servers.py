@@ -138,7 +138,7 @@ def count_prompts(engines: Engines) -> tuple[int, int]:
     """
     prompts = cached = 0
     for url in [*engines.undivided, *(url for url, _ in engines.prefill)]:
-        with suppress(urllib.error.HTTPError):
+        with suppress(OSError):
             with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_LIMIT_S) as answer:
                 text = answer.read().decode()
             prompts += sum_counter(text, "sglang:prompt_tokens_total")

@@ -68,7 +68,7 @@ def to_otel(traces: Sequence[Trace]) -> Entry:
     """Return the requests' calls as spans that inference-perf, guidellm and `simulate` replay.
 
     An output stands in the prompts of its readers as an assistant's message of its own. Agents
-    that wrote nothing are left out, and the agents of a program are one trace.
+    that did not finish are left out, and the agents of a program are one trace.
 
     Raises:
         ConfigError: A trace has no contents, has not ended, or reads what another request wrote.
@@ -82,7 +82,7 @@ def to_otel(traces: Sequence[Trace]) -> Entry:
 def _collect_outputs(traces: Sequence[Trace]) -> Mapping[str, Mapping[str, str]]:
     """Return what agents wrote that others could read, by graph and agent."""
     outputs: dict[str, dict[str, str]] = defaultdict(dict)
-    for trace in traces:
+    for trace in reversed(traces):  # the latest is the first, and an agent may have been sent again
         if trace["duration_s"] is None:
             raise ConfigError(
                 f"Request {trace['id']} still runs.", remedy="Wait for its end, or list others."
@@ -90,7 +90,8 @@ def _collect_outputs(traces: Sequence[Trace]) -> Mapping[str, Mapping[str, str]]
         written = outputs[_name_graph(trace)]
         for agent, record in trace["agents"].items():
             is_read = record["state"] in ("finished", "skipped")
-            written[agent] = record.get("output", "") if is_read else ""
+            output = record.get("output", "") if is_read else ""
+            written[agent] = output or written.get(agent, "")
         if "agent" in trace:  # a topology may answer for it
             written[trace["agent"]] = written.get(trace["overlap"]["critical_path"][-1], "")
     return outputs
@@ -102,10 +103,10 @@ def _name_graph(trace: Trace) -> str:
 
 
 def _list_calls(trace: Trace, outputs: Mapping[str, str]) -> Iterator[Entry]:
-    """Yield a span for each agent whose model wrote something."""
+    """Yield a span for each agent whose model finished its output."""
     for agent, record in trace["agents"].items():
         sent = [span for span in record["spans"] if span["name"] == "prefill"]
-        if not sent or not record["decoded_tokens"]:
+        if not sent or not record["decoded_tokens"] or record["state"] != "finished":
             continue
         _require_contents(trace["id"], record, outputs)
         yield build_call(

@@ -144,14 +144,20 @@ async def test_what_a_program_reads_of_another_request_is_written_with_that_requ
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "calls.json"
-    async with api(traces=TraceStore(contents=True)) as served:
-        for agent, prompt in (
-            ("writer", [{"text": "Write."}]),
-            ("reader", [{"text": "Read: "}, {"output_of": "writer"}]),
+    moa = ScriptedMoa()
+    async with api(moa, traces=TraceStore(contents=True)) as served:
+        small = moa.engines["small"]
+        writes = small.answer
+        small.answer = lambda _: Script("half", error=EngineUnreachable("gone"))
+        for agent, prompt, expected in (
+            ("writer", [{"text": "Write."}], 502),
+            ("writer", [{"text": "Write."}], 200),
+            ("reader", [{"text": "Read: "}, {"output_of": "writer"}], 200),
         ):
             body = {"program": "p", "agent": agent, "model": "small", "prompt": prompt}
             status, answer = await served.post("/v1/agent/requests", body)
-            assert status == 200, answer
+            assert status == expected, answer
+            small.answer = writes
         _, listed = await served.get("/v1/traces")
         last = listed["data"][0]["id"]
         url = ["--url", served.url, "--otel", str(file)]

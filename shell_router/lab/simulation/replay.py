@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from shell_router.core.exact_json import NewValues, Values
@@ -73,7 +73,13 @@ def read_calls(file: Path) -> list[NewValues]:
     calls = [span for span in spans if span["attributes"].get("gen_ai.input.messages")]
     if not calls:
         raise ValueError("no span has gen_ai.input.messages")
-    return sorted(calls, key=lambda span: str(span["start_time"]))
+    return sorted(calls, key=read_start)
+
+
+def read_start(span: Values) -> datetime:
+    """Return when a call began; a time without a zone is UTC."""
+    start = datetime.fromisoformat(span["start_time"])
+    return start if start.tzinfo else start.replace(tzinfo=UTC)
 
 
 def link_calls(spans: Sequence[Values]) -> list[Call]:
@@ -150,27 +156,21 @@ def load_replay(file: Path, models: Collection[str]) -> list[Replayed]:
     Raises:
         ConfigError: A trace is not one graph, or its model is not known.
     """
-    traces = _read_traces(file)
-    began = {name: datetime.fromisoformat(spans[0]["start_time"]) for name, spans in traces.items()}
-    first = min(began.values())
-    graphs = []
-    for name, spans in traces.items():
-        arrival_s = (began[name] - first).total_seconds()
-        graphs.append(_build_graph(name, spans, models, arrival_s))
-    return graphs
-
-
-def _read_traces(file: Path) -> Mapping[str, Sequence[Values]]:
     traces: dict[str, list[Values]] = defaultdict(list)
     try:
         for span in read_calls(file):
             traces[span["trace_id"]].append(span)
-    except (OSError, LookupError, TypeError, ValueError) as error:
+        began = {name: read_start(spans[0]) for name, spans in traces.items()}
+        first = min(began.values())
+        return [
+            _build_graph(name, spans, models, (began[name] - first).total_seconds())
+            for name, spans in traces.items()
+        ]
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{file} holds no calls: {error!r}",
+            f"{file} holds no calls that can be read: {error!r}",
             remedy="Give a file of `shell-router trace --otel`, or one like it.",
         ) from error
-    return traces
 
 
 def _build_graph(

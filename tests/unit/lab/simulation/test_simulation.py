@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -667,6 +667,32 @@ def test_equal_outputs_are_read_of_different_calls(tmp_path: Path) -> None:
     spans[2] = record("one", 2.0, "reader", {"a": "a wrote", "b": "a wrote"}, 200, 20)
     (graph,) = load_replay(write_spans(tmp_path, *spans), MODELS)
     assert graph.topology.root.precursors == ("call-00", "call-01")
+
+
+def test_times_of_other_zones_are_put_in_their_order(tmp_path: Path) -> None:
+    spans = trio("one", 0.0)
+    zone = timezone(timedelta(hours=-9))
+    began = datetime.fromisoformat(spans[2]["start_time"]).astimezone(zone)
+    spans[2]["start_time"] = began.isoformat()  # as a text it is before its precursors
+    (graph,) = load_replay(write_spans(tmp_path, *spans), MODELS)
+    assert graph.topology.root.precursors == ("call-00", "call-01")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start_time": "yesterday"},
+        {"start_time": 5},
+        {"attributes": None},
+        {"attributes": {"gen_ai.input.messages": "no JSON"}},
+        {"attributes": {"gen_ai.input.messages": '["no message"]'}},
+        {"attributes": {"gen_ai.input.messages": "[{}]", "gen_ai.usage.output_tokens": "ten"}},
+    ],
+)
+def test_a_span_that_cannot_be_read_is_a_wrong_file(wrong: dict[str, Any], tmp_path: Path) -> None:
+    span = {**record("one", 0.0, "a", {}, 40, 30), **wrong}
+    with pytest.raises(ConfigError):
+        load_replay(write_spans(tmp_path, span), MODELS)
 
 
 def test_the_command_replays_a_file_and_refuses_what_is_no_graph(
