@@ -1,5 +1,5 @@
-"""What becomes of requests when something breaks: shell-router and sglang-router 0.3.2, on one real
-SGLang pair.
+"""What becomes of requests when something breaks: shell-router, sglang-router 0.3.2 and smg, on one
+real SGLang pair.
 
     python benchmarks/faults.py [--only FAULT] [--rounds N] [--json]
 
@@ -60,7 +60,7 @@ from benchmarks.faults.servers import run_engines
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 
 TABLES = {"pair": FAULTS, "remote": REMOTE_FAULTS, "endless": ENDLESS}
-TITLE = "Faults: shell-router and sglang-router 0.3.2 in front of one SGLang pair"
+TITLE = "Faults: shell-router, sglang-router 0.3.2 and smg in front of one SGLang pair"
 
 
 def main() -> None:

@@ -50,6 +50,7 @@ KINDS: dict[type, str] = {
     AgentErred: "failed",
     Degraded: "degraded",
 }
+# a field that does not compare is for traces alone
 _FIELDS = {kind: tuple(each.name for each in fields(kind) if each.compare) for kind in KINDS}
 _TIMES = ("at_s", "started_s")
 NAMED_AGENTS = 16

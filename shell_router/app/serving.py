@@ -28,7 +28,7 @@ SHARED_SOCKETS = "SHELL_ROUTER_SHARED_SOCKETS"
 """The variable with the numbers of the open sockets that all workers of a router listen on."""
 
 SAME_STOP_S = 1.0
-"""How long a worker takes a second signal for the first one."""
+"""Seconds within which a second signal to a worker counts as the first one."""
 
 LISTEN_REMEDIES = {
     errno.EADDRINUSE: "Stop what listens there, or choose another port, or 0 for a free one.",

@@ -97,7 +97,7 @@ def _require_shareable(config: Config) -> None:
 
 
 class _Worker:
-    """One of the processes; it can be started again."""
+    """A worker's process, which can be started again."""
 
     def __init__(
         self, number: int, arguments: Sequence[str], sockets: Sequence[socket.socket]

@@ -112,7 +112,8 @@ async def test_a_worker_without_its_port_ends_the_command(
         arguments = ("serve", "--config", file, "--port", str(port), "--workers", "2")
         async with running_command(*arguments) as command:
             code, output = await command.ended(limit_s=LIMIT_S)
-            assert (code, "Worker 2 cannot serve" in output) == (2, True), output
+            # another program may have one of the two ports before it, which ends it likewise
+            assert (code, "cannot listen on" in output) == (2, True), output
 
 
 @pytest.mark.parametrize(
